@@ -1,0 +1,453 @@
+"""Config files: what they say, what they refuse and in which words, sweeps, and the way back to text."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from configure import Config, ConfigError, differences, dumps, from_command_line, help_text, load, sweep_points
+from configure.schema import KEYS, SECTIONS
+from router import ROUTERS
+
+CONFIGS = Path(__file__).parents[1] / "config"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text="", name="x.toml"):
+        file = tmp_path / name
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def message(path, *overrides, world_size=1):
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, world_size)
+    return str(caught.value)
+
+
+# ---- values and their precedence
+
+
+def test_defaults_then_file_then_overrides(write):
+    file = write("[optim]\nlr = 1e-3\n[model]\nn_layer = 3\n")
+    config = load(file, ["--model.n_layer=5", "model.router=tanh", "--model.router=sigmoid"])
+    assert config.optim.lr == 1e-3  # file over default
+    assert config.model.n_layer == 5  # override over file
+    assert config.model.router == "sigmoid"  # later override over earlier, dashes optional
+    assert config.model.n_head == Config().model.n_head
+
+
+def test_override_text_is_read_by_the_type_of_its_key(write):
+    config = load(
+        write(),
+        ["--train.max_steps=10_000", "--optim.lr=1", "--train.compile=true", "--run.name=7", "--run.dir=a=b"],
+    )
+    assert config.train.max_steps == 10_000
+    assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float)
+    assert config.train.compile is True
+    assert config.run.name == "7"
+    assert config.run.dir == "a=b"
+
+
+def test_config_is_frozen(write):
+    config = load(write())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.n_layer = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model = config.model
+
+
+def test_a_section_without_lines_is_fine(write):
+    assert load(write("[model]\n[train]\n")).model == Config().model
+
+
+# ---- one setting wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("train.lr = 1e-3", "train.lr: unknown key; did you mean 'optim.lr'?"),
+        ("model.n_heads = 8", "model.n_heads: unknown key; did you mean 'model.n_head'?"),
+        ("evall.interval = 8", "evall.interval: unknown key; did you mean 'eval.interval'?"),
+        ("n_layer = 8", "n_layer: unknown key; did you mean 'model.n_layer'?"),
+        ("[optimm]", "optimm: unknown key; did you mean 'optim'?"),
+        ("xyzzy = 8", "xyzzy: unknown key"),
+        ("model.router.name = 8", "model.router.name: unknown key"),
+        ("train = 3", "train: found 3, expected a section: [train] in a file, or --train.KEY=VALUE"),
+        ("model.n_layer = true", "model.n_layer: found True (bool), expected int >= 1"),
+        ("model.n_layer = 2.0", "model.n_layer: found 2.0 (float), expected int >= 1"),
+        ("model.n_layer = [2]", "model.n_layer: found [2] (list), expected int >= 1"),
+        ("model.n_layer = -1", "model.n_layer: found -1 (int), expected int >= 1"),
+        ("model.vocab_size = 65537", "model.vocab_size: found 65537 (int), expected int >= 2, <= 65536"),
+        ("model.dropout = 1.0", "model.dropout: found 1.0 (float), expected finite float >= 0, < 1"),
+        ('optim.lr = "1e-3"', "optim.lr: found '1e-3' (str), expected finite float > 0"),
+        ("optim.lr = true", "optim.lr: found True (bool), expected finite float > 0"),
+        ("optim.lr = nan", "optim.lr: found nan (float), expected finite float > 0"),
+        ("optim.lr = inf", "optim.lr: found inf (float), expected finite float > 0"),
+        ("optim.lr = -1e-3", "optim.lr: found -0.001 (float), expected finite float > 0"),
+        ("train.compile = 1", "train.compile: found 1 (int), expected bool, true or false"),
+        ("log.project = 1", "log.project: found 1 (int), expected string"),
+        ('model.router = "kernel"', "model.router: found 'kernel' (str), expected one of dense, "),
+        ('model.router = "kernel"', "did you mean 'kern'?"),
+        ('train.dtype = "fp16"', "expected one of auto, float16, bfloat16, float32"),
+        ('run.name = "a/b"', "run.name: found 'a/b' (str), expected string of letters, digits, '.', '_' and '-'"),
+        ('run.name = ".."', "run.name: found '..'"),
+        ('data.name = ""', "data.name: found ''"),
+    ],
+)
+def test_a_wrong_line_of_a_file(write, line, says):
+    file = write(line)
+    text = message(file)
+    assert text.startswith(f"{file}: 1 fault\n  {file}: ")
+    assert says in text
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("--train.lr=1e-3", "command line: train.lr: unknown key; did you mean 'optim.lr'?"),
+        ("--train.max_steps=1e3", "command line: train.max_steps: found 1000.0 (float), expected int >= 1"),
+        ("--train.max_steps=many", "command line: train.max_steps: found 'many' (str), expected int >= 1"),
+        ("--train.max_steps=", "command line: train.max_steps: found '' (str), expected int >= 1"),
+        ("--train.compile=True", "command line: train.compile: found 'True' (str), expected bool, true or false"),
+        ("--model.router=Kern", "command line: model.router: found 'Kern' (str), expected one of dense, "),
+        ("--train=3", "command line: train: found 3, expected a section"),
+        ("--optim.lr", "command line: --optim.lr has no value; write --optim.lr=VALUE"),
+    ],
+)
+def test_a_wrong_override(write, override, says):
+    assert says in message(write(), override)
+
+
+def test_all_faults_are_told_at_once_with_their_source(write):
+    file = write("[model]\nn_layer = 0\nn_heads = 2\n[train]\ndtype = 16\n[sweep]\noptim.lr = [1e-3, 'big']\n")
+    text = message(file, "--log.interval=0")
+    lines = text.splitlines()
+    assert lines[0] == f"{file} --log.interval=0: 5 faults"
+    assert [line.split(": ")[:2] for line in lines[1:]] == [
+        [f"  {file}", "model.n_layer"],
+        [f"  {file}", "model.n_heads"],
+        [f"  {file}", "train.dtype"],
+        [f"  {file} [sweep]", "optim.lr"],
+        ["  command line", "log.interval"],
+    ]
+
+
+def test_a_wrong_line_stays_wrong_under_an_override(write):
+    assert "n_layer" in message(write("model.n_layer = 0"), "--model.n_layer=2")
+
+
+def test_bad_toml_names_file_and_line(write):
+    file = write("[model]\nrouter = kern\n")
+    assert re.search(rf"{re.escape(str(file))} is not TOML: .*line 2.*strings need quotes", message(file))
+    file.write_bytes(b"[model]\n\xff\xfe")
+    assert f"{file} is not TOML" in message(file)
+
+
+def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
+    write(name="right.toml")
+    assert str(tmp_path / "right.toml") in message(tmp_path / "wrong.toml")
+    monkeypatch.chdir(CONFIGS.parent)
+    assert "nowhere/x.toml: no such file; there are: config/125m.toml, " in message("nowhere/x.toml")
+
+
+# ---- settings that are wrong together
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "says", "remedies"),
+    [
+        ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
+        ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
+        ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
+        ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
+        ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
+        ("--train.max_steps=100", 1, "optim.warmup_steps = 500 is more than train.max_steps = 100", 1),
+        ("--model.router=dense --train.balance_loss_coef=0.01", 1, "train.balance_loss_coef = 0.01 needs a router", 1),
+        ("--model.router=dense --train.z_loss_coef=0.01", 1, "train.z_loss_coef = 0.01 needs a router", 1),
+        ("--model.router=dense --train.bias_update_rate=0.01", 1, "train.bias_update_rate = 0.01 needs a router", 1),
+    ],
+)
+def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, says, remedies):
+    file, overrides = write(), overrides.split()
+    text = message(file, *overrides, world_size=world_size)
+    assert says in text and ": 1 fault\n" in text
+    found = re.findall(r"--\S+=\S+", text.splitlines()[1])
+    assert len(found) == remedies
+    for remedy in found:
+        load(file, [*overrides, remedy], world_size)
+
+
+def test_settings_that_do_not_clash(write):
+    file = write()
+    load(file, ["--model.router=dense", "--model.n_expert=1"])  # dense has no experts to choose from
+    load(file, ["--model.n_embd=36"])  # odd width of a head, learned positions
+    load(file, ["--model.n_expert=8"])  # top_k = n_expert
+    load(file, ["--train.max_steps=500"])  # warm-up all the way
+    load(file, ["--train.balance_loss_coef=0.01"])
+
+
+# ---- sweeps
+
+
+SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
+
+
+def test_sweep_points_are_the_product_in_file_order(write):
+    file = write(SWEEP, "s.toml")
+    points = sweep_points(file, ["--run.seed=1"])
+    assert points == [
+        ["--run.seed=1", "--model.router=dense", "--optim.lr=0.001"],
+        ["--run.seed=1", "--model.router=dense", "--optim.lr=1"],
+        ["--run.seed=1", "--model.router=kern", "--optim.lr=0.001"],
+        ["--run.seed=1", "--model.router=kern", "--optim.lr=1"],
+    ]
+    configs = [load(file, point) for point in points]
+    assert [config.run.name for config in configs] == ["s-dense-0.001", "s-dense-1", "s-kern-0.001", "s-kern-1"]
+    assert [(config.model.router, config.optim.lr) for config in configs] == [
+        ("dense", 1e-3), ("dense", 1.0), ("kern", 1e-3), ("kern", 1.0)
+    ]  # fmt: skip
+    assert all(config.run.seed == 1 for config in configs)
+
+
+def test_an_override_closes_an_axis_even_with_a_value_not_listed(write):
+    file = write(SWEEP, "s.toml")
+    points = sweep_points(file, ["--model.router=tanh"])
+    assert points == [["--model.router=tanh", "--optim.lr=0.001"], ["--model.router=tanh", "--optim.lr=1"]]
+    assert load(file, points[0]).run.name == "s-tanh-0.001"
+
+
+def test_a_file_without_a_sweep_is_one_point(write):
+    assert sweep_points(write(), ["--run.seed=1"]) == [["--run.seed=1"]]
+
+
+def test_load_refuses_open_axes_and_names_both_ways_on(write):
+    file = write(SWEEP)
+    text = message(file)
+    assert "sweeps model.router, optim.lr" in text
+    assert f"python -m scripts.sweep {file}" in text
+    command = re.search(r"python train.py (.*)", text)[1].split()
+    assert command == [str(file), "--model.router=dense", "--optim.lr=0.001"]
+    load(command[0], command[1:])
+    assert "sweeps optim.lr," in message(file, "--model.router=kern")
+
+
+def test_an_axis_wins_over_the_same_key_in_the_file(write):
+    file = write('model.router = "tanh"\n[sweep]\n"model.router" = ["dense", "kern"]')
+    assert "sweeps model.router" in message(file)
+    assert len(sweep_points(file)) == 2
+
+
+@pytest.mark.parametrize(
+    ("sweep", "says"),
+    [
+        ("sweep = 3", "sweep: found 3, expected a section"),
+        ('sweep."model.router" = []', "[sweep]: model.router: found [], expected a list of values"),
+        ('sweep."model.router" = "kern"', "[sweep]: model.router: found 'kern', expected a list of values"),
+        ('sweep."model.routr" = ["kern"]', "[sweep]: model.routr: unknown key; did you mean 'model.router'?"),
+        ('sweep.router = ["kern"]', "[sweep]: router: unknown key; did you mean 'model.router'?"),
+        ('sweep."model.router" = ["kern", "kernn"]', "[sweep]: model.router: found 'kernn'"),
+        ("sweep.run.seed = [1, 2.5]", "[sweep]: run.seed: found 2.5 (float), expected int"),
+    ],
+)
+def test_a_wrong_axis_fails_before_the_first_run(write, sweep, says):
+    file = write(sweep)
+    assert says in message(file, "--model.router=kern")  # even where the run itself does not need the axis
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        sweep_points(file)
+
+
+def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
+    with pytest.raises(ConfigError, match=r"--model.top_k=65: 1 fault"):
+        sweep_points(write("sweep.model.top_k = [8, 65]"))
+
+
+@pytest.mark.parametrize("text", ["run.name = 'same'\nsweep.run.seed = [1, 2]", "sweep.run.seed = [1, 1]"])
+def test_points_never_share_a_folder(write, text):
+    with pytest.raises(ConfigError, match="two points of the sweep would write to runs/.*leave run.name unset"):
+        sweep_points(write(text))
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [("quick.start-1", "quick.start-1"), ("my config!", "my-config"), ("..x", "x"), ("-x", "x"), ("настройки", "run")],
+)
+def test_run_name_from_the_file_is_a_safe_folder(write, stem, name):
+    assert load(write(name=f"{stem}.toml")).run.name == name
+
+
+def test_run_name_given_stays(write):
+    file = write('run.name = "mine"\nsweep.run.seed = [1, 2]')
+    assert load(file, ["--run.seed=1"]).run.name == "mine"
+
+
+# ---- back to text
+
+
+BY_TYPE = {
+    "boolean": lambda schema: st.booleans(),
+    "string": lambda schema: st.from_regex(schema.get("pattern", r"^.{1,9}$"), fullmatch=True),
+    "integer": lambda schema: st.integers(schema["minimum"], schema.get("maximum", 10**6)),
+    "number": lambda schema: st.floats(
+        schema.get("minimum", 0),
+        schema.get("maximum", schema.get("exclusiveMaximum", 1e300)),
+        exclude_min="exclusiveMinimum" in schema,
+        exclude_max="exclusiveMaximum" in schema,
+    ),
+}
+
+
+@st.composite
+def configs(draw):
+    """Any values each valid alone, then mended where they would clash."""
+    values = {}
+    for key, schema in KEYS.items():
+        section, name = key.split(".")
+        any_value = st.sampled_from(schema["enum"]) if "enum" in schema else BY_TYPE[schema["type"]](schema)
+        values.setdefault(section, {})[name] = draw(any_value)
+    values["run"]["name"] = values["run"]["name"] or "x"
+    model, train = values["model"], values["train"]
+    model["n_embd"] = 2 * model["n_head"]
+    model["n_expert"] = model["top_k"]
+    train["batch_size"] = 3 * train["micro_batch_size"]
+    train["max_steps"] += values["optim"]["warmup_steps"]
+    if model["router"] == "dense":
+        train |= {"balance_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.0}
+    return Config.model_validate(values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(config=configs())
+def test_dumps_then_load_gives_the_same_config(tmp_path_factory, config):
+    file = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    file.write_text(dumps(config), encoding="utf-8")
+    again = load(file)
+    assert again == config
+    assert differences(config, again) == []
+
+
+def test_dumps_writes_every_key(write):
+    table = tomllib.loads(dumps(load(write())))
+    assert [f"{section}.{key}" for section, keys in table.items() for key in keys] == list(KEYS)
+
+
+def test_differences_names_what_changed(write):
+    file = write()
+    old = load(file, ["--model.router=kern"])
+    new = load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
+    assert differences(old, new) == ["model.router: 'kern' -> 'softmax'", "optim.lr: 0.0006 -> 0.001"]
+    assert differences(old, old) == []
+
+
+# ---- help and the command line
+
+
+def test_help_tells_every_key_its_default_and_meaning():
+    text = help_text()
+    flat = " ".join(text.split())
+    for key, schema in KEYS.items():
+        assert schema["description"] and " ".join(schema["description"].split()) in flat
+        assert len(re.findall(rf"^  --{re.escape(key)} +\S", text, re.MULTILINE)) == 1
+    assert re.search(r"^  --optim.lr +0.0006 +peak learning rate of AdamW \(finite float > 0\)$", text, re.MULTILINE)
+    assert "learned, rope" in flat
+    assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == list(SECTIONS)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_every_router_can_be_chosen():
+    assert KEYS["model.router"]["enum"] == ["dense", *ROUTERS]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "FILE --model.router=tanh --run.seed=3",
+        "--config FILE --model.router tanh --run.seed 3",
+        "--model.router tanh --run.seed=3 --config=FILE",
+        "--run.seed 3 FILE --model.router=tanh",
+    ],
+)
+def test_ways_to_write_a_command_line(write, command):
+    config = from_command_line(command.replace("FILE", str(write())).split())
+    assert (config.model.router, config.run.seed) == ("tanh", 3)
+
+
+@pytest.mark.parametrize("command", ["--help", "-h", "no_such_file.toml --model.router=x --help"])
+def test_help_exits_well(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        from_command_line(command.split())
+    out, err = capsys.readouterr()
+    assert caught.value.code == 0 and err == ""
+    assert out.startswith("usage: python train.py FILE") and help_text() in out
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("", "needs one config file, found none"),
+        ("a.toml b.toml", "needs one config file, found 2: a.toml, b.toml"),
+        ("a.toml model.router=kern", "(overrides start with --)"),
+        ("a.toml --optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
+        ("a.toml --train.compile --optim.lr=1", "--train.compile has no value; write --train.compile=VALUE"),
+        ("FILE --train.lr=1", "did you mean 'optim.lr'?"),
+        ("FILE --train.micro_batch_size=100", "is not a multiple of"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_only_rank_0_speaks(write, capsys, monkeypatch, command, says):
+    argv = command.replace("FILE", str(write())).split()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            from_command_line(argv, world_size=2)
+        out, err = capsys.readouterr()
+        assert caught.value.code == 2 and out == ""
+        assert says in err if rank == "0" else err == ""
+
+
+# ---- the files we ship
+
+PAPER_TABLE = {  # file -> layers, heads, width, learning rate; 1b3: configs/1-3B.yml of the DAPE repository
+    "125m": (12, 12, 768, 6e-4),
+    "350m": (24, 16, 1024, 3e-4),
+    "1b3": (24, 16, 2048, 2e-4),
+}
+
+
+def test_shipped_files_are_these():
+    assert {file.stem for file in CONFIGS.glob("*.toml")} >= {*PAPER_TABLE, "quickstart"}
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_shipped_file_loads(file):
+    for point in sweep_points(file):
+        assert load(file, point).run.name.startswith(file.stem)
+
+
+@pytest.mark.parametrize("name", PAPER_TABLE)
+def test_shipped_files_match_the_papers_table(name):
+    config = load(CONFIGS / f"{name}.toml", world_size=8)
+    model, train, optim = config.model, config.train, config.optim
+    assert (model.n_layer, model.n_head, model.n_embd, optim.lr) == PAPER_TABLE[name]
+    assert (model.block_size, model.dropout, model.n_expert, model.top_k) == (512, 0.0, 64, 8)
+    assert model.expert_hidden * model.top_k == 4 * model.n_embd  # equal active parameters with the dense model
+    assert (train.batch_size, train.micro_batch_size) == (32 * 8, 32)
+    assert (train.max_steps, train.dtype) == (50_000, "float16")
+    assert (optim.beta1, optim.beta2) == (0.9, 0.95)
+    assert (train.balance_loss_coef, train.z_loss_coef, train.bias_update_rate) == (0, 0, 0)
+
+
+def test_quickstart_compares_dense_softmax_and_kern():
+    points = sweep_points(CONFIGS / "quickstart.toml")
+    assert [load(CONFIGS / "quickstart.toml", point).run.name for point in points] == [
+        "quickstart-dense",
+        "quickstart-softmax",
+        "quickstart-kern",
+    ]
