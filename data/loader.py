@@ -1,0 +1,93 @@
+"""Which windows a training step reads: a pure function of (seed, step), so there is nothing to save or replay.
+
+Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An epoch is a
+pseudo-random permutation of all windows; row r of step s takes place s * batch_size + r in the endless row of epochs.
+"""
+
+import numpy as np
+
+from data import DataError
+from data.bins import Tokens
+
+ROUNDS = 6
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Loader:
+    """Training batches. The batch of a step is the same however ranks and micro-batches slice it."""
+
+    def __init__(self, tokens: Tokens, block_size: int, batch_size: int, seed: int):
+        self.n_windows = count_windows(tokens, block_size)
+        self._tokens, self._block_size, self._batch_size, self._seed = tokens, block_size, batch_size, seed
+
+    def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [start, start + count) of the batch of `step` (from 0): inputs and targets, int64, each (count, T).
+
+        Without `count`, all rows from `start` on.
+        """
+        count = self._batch_size - start if count is None else count
+        assert step >= 0 and 0 <= start <= start + count <= self._batch_size
+        places = step * self._batch_size + np.arange(start, start + count)
+        epochs, indices = np.divmod(places, self.n_windows)
+        return windows(self._tokens, permute(indices, self.n_windows, self._seed, epochs), self._block_size)
+
+
+def count_windows(tokens: Tokens, block_size: int) -> int:
+    """Windows in `tokens`. Raises DataError if there is not even one."""
+    if len(tokens) <= block_size:
+        raise DataError(
+            f"{tokens.name}: {len(tokens)} tokens, but one window of block_size {block_size} needs {block_size + 1}. "
+            f"Prepare more text, or lower model.block_size"
+        )
+    return (len(tokens) - 1) // block_size
+
+
+def fixed_windows(tokens: Tokens, block_size: int, count: int) -> np.ndarray:
+    """Indices, (count,), of windows spread evenly over `tokens`, for evaluation; all windows if there are fewer."""
+    n = count_windows(tokens, block_size)
+    count = min(count, n)
+    return np.arange(count) * n // count
+
+
+def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of the windows `indices`, (B,): int64, each (B, T)."""
+    x = np.empty((len(indices), block_size), np.int64)
+    y = np.empty_like(x)
+    for row, index in enumerate(indices):
+        window = tokens.read(int(index) * block_size, block_size + 1)
+        x[row], y[row] = window[:-1], window[1:]
+    return x, y
+
+
+def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:
+    """Where `indices` go in the permutation of [0, n) that belongs to `seed` and their `epochs`; all (B,) int64.
+
+    Memory is O(B), whatever n. A Feistel network (Luby and Rackoff 1988) permutes the next power of four; what it takes
+    out of [0, n) goes through it again until it is back (cycle walking: Black and Rogaway 2002).
+    """
+    half = np.uint64(max(3, ((n - 1).bit_length() + 1) // 2))  # bits a side; at least 64 places, fewer mix badly
+    seeds = np.full(len(indices), seed % 2**64, np.uint64)
+    keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
+    out = indices.astype(np.uint64)
+    outside = np.arange(len(out))
+    while len(outside):
+        out[outside] = _feistel(out[outside], keys[outside], half)
+        outside = outside[out[outside] >= n]
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    """A permutation of [0, 4^half), a different one for each of `keys`."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = x >> half, x & mask
+    for round_ in range(1, ROUNDS + 1):
+        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(round_))) & mask)
+    return left << half | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea and Flood 2014): every bit of x, (B,) uint64, sways every bit of the result."""
+    x = x + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

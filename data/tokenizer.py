@@ -1,0 +1,146 @@
+"""Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
+
+import hashlib
+import os
+import re
+import tempfile
+from base64 import b64decode
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from data import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+RANKS_FILE = "gpt2.tiktoken"
+RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI carries the ranks
+
+# tiktoken's regular expression gives up (a Rust panic) where it must step back over 10^6 white-space characters,
+# so longer runs are cut first. The ids still decode to the same text.
+LONG_GAP = re.compile(r"(\s{500000})")
+
+
+class TokenizerError(DataError):
+    """There is no such tokenizer, or the file that defines it is missing or wrong."""
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of a text (ids 0 to 255); 256 ends a document."""
+
+    name = "bytes"
+    hash = hashlib.sha256(b"utf-8 bytes, 256 = end of text").hexdigest()
+    vocab_size = 257
+    eot = 256
+    files: dict[str, bytes] = {}
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """One uint16 array a text. Lone surrogates, which UTF-8 cannot hold, become `?`."""
+        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; broken UTF-8 becomes U+FFFD, 256 the end-of-text mark."""
+        data = b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in map(int, ids))
+        return data.decode("utf-8", "replace")
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken, from the bytes of its ranks file. `hash` is that file's sha256."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
+
+    def __init__(self, ranks: bytes):
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        self.hash = hashlib.sha256(ranks).hexdigest()
+        self.files = {RANKS_FILE: ranks}  # kept beside the tokens, so that they decode without a network
+        self._bpe = tiktoken.Encoding(
+            self.name,
+            pat_str=r50k_pat_str,
+            mergeable_ranks={b64decode(token): int(rank) for token, rank in map(bytes.split, ranks.splitlines())},
+            special_tokens={END_OF_TEXT: self.eot},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """One uint16 array a text, on all cores. `<|endoftext|>` inside a text is text like any other."""
+        cut = [LONG_GAP.split(text) for text in texts]
+        pieces = [piece for parts in cut for piece in parts]
+        ids = iter(self._bpe.encode_ordinary_batch(pieces, num_threads=os.cpu_count() or 1))
+        return [np.concatenate([np.array(next(ids), np.uint16) for _ in parts]) for parts in cut]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0].tolist()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; broken UTF-8 becomes U+FFFD, 50256 the end-of-text mark."""
+        return self._bpe.decode([int(i) for i in ids], errors="replace")
+
+
+Tokenizer = ByteTokenizer | GPT2Tokenizer
+TOKENIZERS = (ByteTokenizer.name, GPT2Tokenizer.name)
+
+
+def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
+    """The tokenizer called `name`. `ranks` is a file of GPT-2 ranks; `bytes` needs none and ignores it.
+
+    Raises TokenizerError: unknown name; no ranks on this machine and no download; a ranks file with another sha256.
+    """
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    if name == GPT2Tokenizer.name:
+        return GPT2Tokenizer(read_ranks(ranks))
+    raise TokenizerError(f"no tokenizer {name!r}: choose one of {', '.join(TOKENIZERS)}")
+
+
+def read_ranks(ranks: str | Path | None = None) -> bytes:
+    """GPT-2's ranks file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
+    cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's own name for it
+    path = Path(ranks) if ranks else cached
+    if not ranks and not cached.is_file():
+        return _download_ranks(cached.name)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = f"{path}: cannot read GPT-2's ranks ({error.strerror})"
+        raise TokenizerError(f"{reason}. {_how_to_supply(cached.name)}") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != RANKS_SHA256:
+        raise TokenizerError(
+            f"{path}: not GPT-2's ranks: sha256 {found}, expected {RANKS_SHA256}. {_how_to_supply(cached.name)}"
+        )
+    return data
+
+
+def _download_ranks(cache_name: str) -> bytes:
+    import requests
+    from tiktoken.load import read_file_cached
+
+    try:
+        requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network without end
+        return read_file_cached(RANKS_URL, RANKS_SHA256)
+    except (requests.RequestException, OSError, ValueError) as error:
+        raise TokenizerError(
+            f"GPT-2's ranks are not on this machine, and {RANKS_URL} cannot be had ({type(error).__name__}). "
+            f"{_how_to_supply(cache_name)}"
+        ) from error
+
+
+def _how_to_supply(cache_name: str) -> str:
+    archive_path = f"{WHISPER}/whisper/assets/{RANKS_FILE}"
+    return (
+        f"Give the file (sha256 {RANKS_SHA256[:8]}…) by `--ranks FILE`, or put it as {cache_name} into the folder "
+        f"that TIKTOKEN_CACHE_DIR names. PyPI has it:\n"
+        f"  pip download --no-deps --no-binary :all: openai-whisper=={WHISPER.rpartition('-')[2]}\n"
+        f"  tar xzf {WHISPER}.tar.gz {archive_path}\n"
+        f"and then add: --ranks {archive_path}"
+    )
