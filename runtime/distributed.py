@@ -1,0 +1,84 @@
+"""Processes and devices: who this rank is, what it computes on, and sums over all ranks."""
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from runtime import RunError
+
+# Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets; the first name found in the device name holds.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+class Ranks(NamedTuple):
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def world_size():
+    """Ranks of this job, as torchrun tells them; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def pick_device(name):
+    """The device of this rank for "auto", "cuda" or "cpu". Raises RunError if there is no such device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise RunError(
+            "train.device = cuda, but torch finds no CUDA device here; set --train.device=auto (or cpu), or install a "
+            "torch build with CUDA and check nvidia-smi"
+        )
+    if local_rank >= available:
+        raise RunError(
+            f"rank {local_rank} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def pick_dtype(name, device):
+    """The torch.dtype of "float16", "bfloat16", "float32", or "auto": bfloat16 where `device` multiplies it fast, else
+    float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        cpu = torch.cpu.get_capabilities()
+        fast = cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def peak_flops(device, dtype):
+    """Peak FLOP/s of one device at `dtype`, or None where it is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def start(device):
+    """Join the process group if there is more than one rank: NCCL on CUDA, gloo on CPU. Returns Ranks."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size() > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return Ranks(dist.get_rank(), dist.get_world_size(), device)
+    return Ranks(0, 1, device)
+
+
+def sum_over_ranks(tensor):
+    """`tensor`, summed over all ranks in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()

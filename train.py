@@ -1,0 +1,248 @@
+"""Train a GPT, dense or with experts, from a config file.
+
+    python train.py config/125m.toml --model.router=softmax
+    torchrun --nproc_per_node=8 train.py config/125m.toml
+    python train.py --help        every key, its default and meaning
+
+A run lives in runs/<name>/: config.toml, metrics.jsonl, checkpoints/. Started again, it goes on from its last
+checkpoint."""
+
+import math
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import configure
+from data import DataError
+from data.bins import check, open_tokens
+from data.loader import Loader, fixed_windows, windows
+from model import GPT, MoE, count_parameters, flops_per_token
+from router import update_selection_bias
+from runtime import RunError, checkpoint, distributed
+from runtime.metrics import Metrics, read, routing_metrics, start_wandb
+
+MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
+
+
+def learning_rate(optim, max_steps, step):
+    """Rate of optimizer step `step` (from 0): linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+
+
+def build_optimizer(model, optim):
+    """AdamW; decay on matrices only, not on LayerNorms, biases and γ."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+@torch.no_grad()
+def evaluate(model, tokens, indices, config, ranks, autocast):
+    """Cross-entropy (nats a token) and routing over the validation windows `indices`, shared out among the ranks."""
+    model.eval()
+    mine = indices[ranks.rank :: ranks.world_size]
+    loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    stats = []
+    for first in range(0, len(mine), config.train.micro_batch_size):
+        x, y = windows(tokens, mine[first : first + config.train.micro_batch_size], config.model.block_size)
+        with autocast():
+            out = model(torch.from_numpy(x).to(ranks.device), torch.from_numpy(y).to(ranks.device))
+        loss += out.loss.double() * len(x)
+        stats.append(out.stats)
+    model.train()
+    loss = distributed.sum_over_ranks(loss) / len(indices)
+    loads = distributed.sum_over_ranks(sum(s.loads for s in stats))
+    routing = routing_metrics(loads, stats[-1].entropy, stats[-1].zero_gates, [])
+    return {"val/loss": loss} | {name.replace("router/", "val/"): value for name, value in routing.items()}
+
+
+def open_run(config):
+    """(folder, step of its last checkpoint or 0). Raises RunError if the folder holds a run of another config."""
+    folder = Path(config.run.dir, config.run.name)
+    if (folder / "config.toml").exists():
+        changed = configure.differences(configure.load(folder / "config.toml"), config)
+        if changed:
+            raise RunError(
+                f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
+                "Give this one another name (--run.name=NAME), or remove that folder"
+            )
+    return folder, max(checkpoint.steps(folder / "checkpoints"), default=0)
+
+
+def train(config):
+    # Everything that can be wrong is checked here, before a process group, a GPU or a weight.
+    data = Path(config.data.dir, config.data.name)
+    check(data, config.model.vocab_size)
+    folder, start = open_run(config)
+    max_steps, batch_size, micro_batch = config.train.max_steps, config.train.batch_size, config.train.micro_batch_size
+    if start >= max_steps:
+        last = [line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line][-1]
+        print(f"{folder}: finished already, {start} steps, val loss {last:.4f}")
+        return
+    train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
+    loader = Loader(train_tokens, config.model.block_size, batch_size, config.run.seed)
+    val_windows = fixed_windows(val_tokens, config.model.block_size, config.eval.windows)
+    device = distributed.pick_device(config.train.device)
+    dtype = distributed.pick_dtype(config.train.dtype, device)
+
+    ranks = distributed.start(device)
+    first = ranks.rank == 0
+    torch.manual_seed(config.run.seed)  # the same weights on every rank
+    model = GPT(config.model).to(device)
+    optimizer = build_optimizer(model, config.optim)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    torch.manual_seed(config.run.seed + 1 + ranks.rank)  # other dropout on every rank
+    if start:
+        checkpoint.load(folder / "checkpoints", start, model, optimizer, scaler)
+
+    routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
+    gammas = [router.gamma.detach() for router in routers if router.gamma is not None]
+    parameters = list(model.parameters())
+    runner = torch.compile(model) if config.train.compile else model
+    if ranks.world_size > 1:
+        runner = DistributedDataParallel(runner, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def autocast():
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+    accumulation = batch_size // (micro_batch * ranks.world_size)
+    tokens_per_step = batch_size * config.model.block_size
+    peak = distributed.peak_flops(device, dtype)
+    flops = flops_per_token(config.model)
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(configure.dumps(config))
+        total, active = count_parameters(config.model)
+        where = f"{ranks.world_size} x {device.type}" if ranks.world_size > 1 else str(device)
+        print(
+            f"{folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
+            f"{str(dtype).removeprefix('torch.')}; {max_steps} steps of {tokens_per_step:,} tokens"
+            + (f", from step {start}" if start else "")
+        )
+        tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
+        metrics = Metrics(folder, start if start else -1, tracker)
+    bar = tqdm(
+        total=max_steps,
+        initial=start,
+        desc=config.run.name,
+        disable=not first,
+        mininterval=0.3 if sys.stderr.isatty() else 10,
+        bar_format="{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
+    )
+
+    skipped, skipped_in_row = 0, 0
+    interval, clock = [], time.perf_counter()  # totals of the steps since the last logged one
+    for step in range(start, max_steps + 1):
+        # `step` optimizer steps are done. Evaluate, save, and take the next.
+        if (step % config.eval.interval == 0 or step == max_steps) and (step > start or not start):
+            paused = time.perf_counter()
+            result = evaluate(runner, val_tokens, val_windows, config, ranks, autocast)
+            if first:
+                metrics.log(step, step * tokens_per_step, **result)
+                bar.write(f"{config.run.name}: step {step}, val loss {result['val/loss'].item():.4f}")
+            clock += time.perf_counter() - paused
+        every = config.train.checkpoint_interval
+        if step > start and (step == max_steps or (every and step % every == 0)):
+            paused = time.perf_counter()
+            checkpoint.save(folder / "checkpoints", step, model, optimizer, scaler, config.train.keep_checkpoints)
+            clock += time.perf_counter() - paused
+        if step == max_steps:
+            break
+
+        lr = learning_rate(config.optim, max_steps, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        totals = None  # of this step's micro-batches: losses, entropy, zero gates and loads in one vector
+        for micro in range(accumulation):
+            # Rows of the global batch, the same whatever the number of ranks.
+            x, y = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
+            x, y = torch.from_numpy(x).to(device, non_blocking=True), torch.from_numpy(y).to(device, non_blocking=True)
+            if ranks.world_size > 1:  # sum gradients over ranks in the last backward pass alone
+                runner.require_backward_grad_sync = micro == accumulation - 1
+            with autocast():
+                loss, stats = runner(x, y)[1:]
+            aux_loss = torch.zeros((), device=device)
+            if routers and config.train.balance_loss_coef:
+                aux_loss = aux_loss + config.train.balance_loss_coef * stats.balance_loss.mean()
+            if routers and config.train.z_loss_coef:
+                aux_loss = aux_loss + config.train.z_loss_coef * stats.z_loss.mean()
+            scaler.scale((loss + aux_loss) / accumulation).backward()
+            with torch.no_grad():
+                parts = (loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
+                vector = torch.cat([part.flatten().double() for part in parts])
+                totals = vector if totals is None else totals + vector
+        distributed.sum_over_ranks(totals)
+
+        scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip or math.inf)
+        finite = bool(grad_norm.isfinite())  # the same on every rank: gradients are summed over ranks already
+        if finite:
+            scaler.step(optimizer)
+            skipped_in_row = 0
+        else:
+            skipped, skipped_in_row = skipped + 1, skipped_in_row + 1
+        scaler.update()
+        if not finite and scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
+            scaler.update(MIN_LOSS_SCALE)
+        optimizer.zero_grad(set_to_none=True)
+        if skipped_in_row == config.train.max_skipped_steps:
+            raise RunError(
+                f"{folder}: {skipped_in_row} steps in a row had gradients that are not finite (step {step + 1}, loss "
+                f"{totals[0].item() / accumulation / ranks.world_size:.4g}, loss scale {scaler.get_scale():g}). The "
+                f"weights are those before the first of them. Lower optim.lr, lengthen optim.warmup_steps, or use "
+                f"train.dtype = bfloat16 or float32, under another run.name"
+            )
+        L = len(routers)
+        loads = totals[2 + 2 * L :].view(L, config.model.n_expert)
+        if config.train.bias_update_rate:
+            for router, load in zip(routers, loads, strict=True):
+                update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
+
+        interval.append(totals)
+        if first and ((step + 1) % config.log.interval == 0 or step + 1 == max_steps):
+            seconds = (time.perf_counter() - clock) / len(interval)
+            means = torch.stack(interval).mean(0)
+            means[: 2 + 2 * L] /= accumulation * ranks.world_size
+            values = {"train/loss": means[0], "train/aux_loss": means[1]}
+            values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": skipped}
+            values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            values |= routing_metrics(
+                means[2 + 2 * L :].view(loads.shape), means[2 : 2 + L], means[2 + L : 2 + 2 * L], gammas
+            )
+            values |= {"perf/tokens_per_sec": tokens_per_step / seconds, "perf/step_ms": 1000 * seconds}
+            if peak:
+                values["perf/mfu"] = flops * tokens_per_step / seconds / (peak * ranks.world_size)
+            if device.type == "cuda":
+                values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics.log(step + 1, (step + 1) * tokens_per_step, **values)
+            bar.set_postfix_str(f"loss {means[0].item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
+            interval, clock = [], time.perf_counter()
+        bar.update()
+
+    bar.close()
+    if first:
+        metrics.close()
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    config = configure.from_command_line(sys.argv[1:], distributed.world_size())
+    try:
+        train(config)
+    except (RunError, DataError) as error:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
