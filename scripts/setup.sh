@@ -1,0 +1,23 @@
+# Sourced by quickstart.sh and test.sh: makes .venv in the checkout, installs the requirements files named as arguments
+# (again only when they change), and activates it. PYTHON names another interpreter than python3.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: $("$python" --version) is too old, nanoKERN needs Python 3.11 or later; name one: PYTHON=python3.12 bash $0" >&2
+    exit 2
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv || {
+    echo "error: .venv could not be made; on Debian and Ubuntu: apt-get install python3-venv" >&2
+    exit 2
+}
+source .venv/bin/activate
+for file in "$@"; do
+    stamp=".venv/$(cat requirements*.txt | cksum | cut -d' ' -f1)-$file"
+    if [ -e "$stamp" ]; then
+        echo "already installed: $file"
+    else
+        echo "installing $file into .venv ..."
+        pip install --quiet --disable-pip-version-check -r "$file"
+        touch "$stamp"
+    fi
+done

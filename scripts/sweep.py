@@ -1,0 +1,43 @@
+"""Run the points of a config's [sweep] one after another.
+
+    python -m scripts.sweep config/quickstart.toml [--section.key=value ...] [--dry-run]
+
+Each point is `train.py` with the point's overrides: one that was finished before ends at once, one that was cut off
+goes on from its last checkpoint. A point that fails is reported at the end and the others go on; the exit code is then
+1."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import configure
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+
+
+def main(argv):
+    dry_run = "--dry-run" in argv
+    words = [word for word in argv if word != "--dry-run"]
+    files = [word for word in words if not word.startswith("--")]
+    if "-h" in argv or "--help" in argv or len(files) != 1:
+        print(__doc__, file=sys.stdout if "-h" in argv or "--help" in argv else sys.stderr)
+        return 0 if "-h" in argv or "--help" in argv else 2
+    try:
+        points = configure.sweep_points(files[0], [word for word in words if word.startswith("--")])
+    except configure.ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    failed = []
+    for number, overrides in enumerate(points, 1):
+        command = ["train.py", files[0], *overrides]
+        print(f"[{number}/{len(points)}] python {shlex.join(command)}", flush=True)
+        if not dry_run and subprocess.run([sys.executable, TRAIN, *command[1:]]).returncode:
+            failed.append(command)
+    for command in failed:
+        print(f"failed: python {shlex.join(command)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
