@@ -363,7 +363,7 @@ def test_help_tells_every_key_its_default_and_meaning():
 
 
 def test_every_router_can_be_chosen():
-    assert KEYS["model.router"]["enum"] == ["dense", *ROUTERS]
+    assert KEYS["model.router"]["enum"] == list(ROUTERS)
 
 
 @pytest.mark.parametrize(
