@@ -138,12 +138,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """As GPT-2: N(0, 0.02²), projections onto the residual stream scaled by 1/√(2L). LayerNorms 1, γ 1, router bias
-        0."""
+        """As GPT-2: N(0, init_std²), projections onto the residual stream by 1/√(2L). LayerNorms and γ 1, b 0."""
+        std = self.config.init_std
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 onto_residual = name.endswith(("attn.proj.weight", "w_out", "w_out.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if onto_residual else 0.02)
+                nn.init.normal_(p, std=std / math.sqrt(2 * self.config.n_layer) if onto_residual else std)
 
     def forward(self, idx, targets=None):
         """idx, targets (B, T) int64 -> Output. Raises ValueError if T is more than block_size."""
