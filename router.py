@@ -89,7 +89,8 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """x (N, C) -> Routing. Always in fp32, autocast off: an l2 norm in fp16 overflows at 320, and its ε is 0 there.
+    """x (N, C) -> Routing. Always in fp32, autocast off: in fp16 squares overflow at 256 and ε is 0, so zero logits
+    give NaN.
 
     Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0 (its MoE output is 0, the
     residual stream passes it on) and gives that layer's router no gradient. `selection_bias` (β) shifts the choice of

@@ -25,7 +25,7 @@ from data.loader import Loader, fixed_windows, windows
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import update_selection_bias
 from runtime import RunError, checkpoint, distributed
-from runtime.metrics import Metrics, read, routing_metrics, start_wandb
+from runtime.metrics import Metrics, load_metrics, read, start_wandb
 
 MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
 
@@ -51,22 +51,20 @@ def build_optimizer(model, optim):
 
 @torch.no_grad()
 def evaluate(model, tokens, indices, config, ranks, autocast):
-    """Cross-entropy (nats a token) and routing over the validation windows `indices`, shared out among the ranks."""
+    """Cross-entropy (nats a token) and expert loads over the validation windows `indices`, shared out among the
+    ranks."""
     model.eval()
     mine = indices[ranks.rank :: ranks.world_size]
-    loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    stats = []
+    loss, loads = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
     for first in range(0, len(mine), config.train.micro_batch_size):
         x, y = windows(tokens, mine[first : first + config.train.micro_batch_size], config.model.block_size)
         with autocast():
             out = model(torch.from_numpy(x).to(ranks.device), torch.from_numpy(y).to(ranks.device))
         loss += out.loss.double() * len(x)
-        stats.append(out.stats)
+        loads = loads + out.stats.loads
     model.train()
-    loss = distributed.sum_over_ranks(loss) / len(indices)
-    loads = distributed.sum_over_ranks(sum(s.loads for s in stats))
-    routing = routing_metrics(loads, stats[-1].entropy, stats[-1].zero_gates, [])
-    return {"val/loss": loss} | {name.replace("router/", "val/"): value for name, value in routing.items()}
+    loss, loads = distributed.sum_over_ranks(loss), distributed.sum_over_ranks(loads)
+    return {"val/loss": loss / len(indices)} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
 
 
 def open_run(config):
@@ -140,7 +138,7 @@ def train(config):
         desc=config.run.name,
         disable=not first,
         mininterval=0.3 if sys.stderr.isatty() else 10,
-        bar_format="{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
+        bar_format="{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}",
     )
 
     skipped, skipped_in_row = 0, 0
@@ -219,9 +217,17 @@ def train(config):
             values = {"train/loss": means[0], "train/aux_loss": means[1]}
             values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": skipped}
             values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
-            values |= routing_metrics(
-                means[2 + 2 * L :].view(loads.shape), means[2 : 2 + L], means[2 + L : 2 + 2 * L], gammas
-            )
+            if routers:
+                values |= {
+                    f"router/{name}": value
+                    for name, value in load_metrics(means[2 + 2 * L :].view(loads.shape)).items()
+                }
+                values |= {
+                    "router/entropy": means[2 : 2 + L].mean(),
+                    "router/zero_gates": means[2 + L : 2 + 2 * L].mean(),
+                }
+            if gammas:
+                values["router/gamma"] = torch.cat(gammas).mean()
             values |= {"perf/tokens_per_sec": tokens_per_step / seconds, "perf/step_ms": 1000 * seconds}
             if peak:
                 values["perf/mfu"] = flops * tokens_per_step / seconds / (peak * ranks.world_size)
@@ -242,7 +248,7 @@ if __name__ == "__main__":
     config = configure.from_command_line(sys.argv[1:], distributed.world_size())
     try:
         train(config)
-    except (RunError, DataError) as error:
+    except (RunError, DataError, configure.ConfigError) as error:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

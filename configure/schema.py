@@ -42,7 +42,9 @@ class Model(Section):
     expert_hidden: int = Field(384, ge=1, description="hidden width of one expert")
     pos: Literal["learned", "rope"] = Field("learned", description="how positions enter: embedding table or rotary")
     tie_embeddings: bool = Field(True, description="output layer shares the token embedding's weights")
-    init_std: float = Field(0.02, gt=0, description="std of initial weights; onto the residual stream / sqrt(2 n_layer)")
+    init_std: float = Field(
+        0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) onto the residual stream"
+    )
     backend: Literal["auto", "reference", "torch"] = Field("auto", description="implementation of the experts")
 
 

@@ -49,17 +49,28 @@ def pick_dtype(name, device):
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        cpu = torch.cpu.get_capabilities()
+        cpu = cpu_capabilities()
         fast = cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False)
     return torch.bfloat16 if fast else torch.float32
+
+
+def cpu_capabilities():
+    """What the CPU can do, by name; empty where torch cannot tell."""
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def device_name(device):
+    """Such as "NVIDIA H200" or "AMD EPYC"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(cpu_capabilities().get("cpu_name", "CPU"))
 
 
 def peak_flops(device, dtype):
     """Peak FLOP/s of one device at `dtype`, or None where it is not known."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name(device)), None)
 
 
 def start(device):

@@ -56,7 +56,7 @@ def start_wandb(mode, project, name, folder, config):
         return None
     import wandb
 
-    if mode == "online" and not _has_wandb_key():
+    if mode == "online" and not _has_wandb_key(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url):
         print("wandb: no API key (`wandb login`, or set WANDB_API_KEY): logging offline; `wandb sync` sends it later")
         mode = "offline"
     settings = wandb.Settings(init_timeout=30, silent=True)
@@ -73,34 +73,24 @@ def start_wandb(mode, project, name, folder, config):
     return run
 
 
-def _has_wandb_key():
+def _has_wandb_key(base_url):
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlparse(base_url).hostname) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
 
-def routing_metrics(loads, entropy, zero_gates, gammas):
-    """Routing of some tokens in numbers: loads (L, E) counts, entropy and zero_gates (L,), gammas a list of (1,)
-    tensors. Empty for a dense model.
+def load_metrics(loads):
+    """Expert loads (L, E), counts, in two numbers; empty for a dense model (L = 0).
 
-    `router/load_imbalance` is the busiest expert's load over the mean load, averaged over layers; `router/dead_experts`
-    the number, over all layers, of experts that no token chose.
+    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
+    worst. `dead_experts` is the number, over all layers, of experts that no token chose.
     """
     if not len(loads):
         return {}
-    values = {
-        "router/load_imbalance": (loads.amax(1) / loads.double().mean(1)).mean(),
-        "router/dead_experts": (loads == 0).sum(),
-        "router/entropy": entropy.mean(),
-        "router/zero_gates": zero_gates.mean(),
-    }
-    if gammas:
-        values["router/gamma"] = torch.cat(gammas).mean()
-    return values
+    return {"load_imbalance": (loads.amax(1) / loads.double().mean(1)).mean(), "dead_experts": (loads == 0).sum()}
 
 
 def _number(value):

@@ -76,8 +76,8 @@ def bench_step(args, overrides):
 
 
 def describe(device):
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.cpu.get_capabilities()["cpu_name"]
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}"
+    threads, python = torch.get_num_threads(), platform.python_version()
+    return f"{distributed.device_name(device)}, {threads} threads, torch {torch.__version__}, Python {python}"
 
 
 def _synchronize(device):
