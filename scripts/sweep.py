@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import configure
+from runtime import RunError
+from train import open_run
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 
@@ -32,11 +34,21 @@ def main(argv):
     for number, overrides in enumerate(points, 1):
         command = ["train.py", files[0], *overrides]
         print(f"[{number}/{len(points)}] python {shlex.join(command)}", flush=True)
-        if not dry_run and subprocess.run([sys.executable, TRAIN, *command[1:]]).returncode:
+        config = configure.load(files[0], overrides)
+        if is_finished(config):
+            print(f"  finished already: {config.run.dir}/{config.run.name}")
+        elif not dry_run and subprocess.run([sys.executable, TRAIN, *command[1:]]).returncode:
             failed.append(command)
     for command in failed:
         print(f"failed: python {shlex.join(command)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def is_finished(config):
+    try:
+        return open_run(config)[1] >= config.train.max_steps
+    except (RunError, configure.ConfigError):  # another config's run: train.py says it better
+        return False
 
 
 if __name__ == "__main__":
