@@ -1,7 +1,8 @@
 """The GPT of the paper: decoder-only, pre-LayerNorm, in every block a dense MLP or a mixture of experts in its place.
 
 The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes: B sequences, T
-positions, C = n_embd, N = B·T tokens, E experts, K = top_k, H = expert_hidden, V = vocab_size."""
+positions, C = n_embd, N = B·T tokens, E experts, K = top_k, H = expert_hidden, V = vocab_size.
+"""
 
 import math
 from typing import NamedTuple

@@ -5,7 +5,8 @@
     python train.py --help        every key, its default and meaning
 
 A run lives in runs/<name>/: config.toml, metrics.jsonl, checkpoints/. Started again, it goes on from its last
-checkpoint."""
+checkpoint.
+"""
 
 import math
 import sys
@@ -93,6 +94,11 @@ def train(config):
     train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
     loader = Loader(train_tokens, config.model.block_size, batch_size, config.run.seed)
     val_windows = fixed_windows(val_tokens, config.model.block_size, config.eval.windows)
+    if len(val_windows) < distributed.world_size():
+        raise RunError(
+            f"{len(val_windows)} validation windows for {distributed.world_size()} ranks; raise eval.windows, or "
+            f"prepare more validation text"
+        )
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(config.train.dtype, device)
 

@@ -7,7 +7,8 @@ most any routing can need, so the host never waits for the device. docs/LOG.md h
 
 For the backward pass only x, the pre-activations and indices are kept: with A = act(H) and dO the output's gradient,
 the gate's gradient is <dO W_out^T, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE,
-arXiv 2512.14080)."""
+arXiv 2512.14080).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ class Layout:
     """Where the rows lie among S slots: `slot` (N, K) of each row, `token` (S,) and `gate` (S, 1) of each slot.
 
     On a CPU `slices` holds each expert's (first, last + 1) slot; on a GPU `block_expert` the expert of each block.
-    Slots without a row read token 0 and have gate 0.
+    Slots without a row read zeros (token N, a row that does not exist) and have gate 0.
     """
 
     def __init__(self, weights, experts, n_expert):
@@ -45,7 +46,7 @@ class Layout:
             n_slot = n_block * self.block
         self.n_expert = n_expert
         self.slot = torch.empty_like(flat).scatter_(0, order, slot).view(N, K)
-        self.token = torch.zeros(n_slot, dtype=torch.int64, device=flat.device).scatter_(0, slot, order // K)
+        self.token = torch.full((n_slot,), N, device=flat.device).scatter_(0, slot, order // K)
         self.gate = torch.zeros(n_slot, dtype=weights.dtype, device=flat.device)
         self.gate = self.gate.scatter_(0, slot, weights.flatten()[order]).unsqueeze(-1)
 
@@ -73,8 +74,8 @@ class Layout:
         return out
 
     def gather(self, x):
-        """(N, C) -> (S, C): the token of each slot."""
-        return x.index_select(0, self.token)
+        """(N, C) -> (S, C): the token of each slot, zeros where it holds no row."""
+        return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, self.token)
 
     def combine(self, rows):
         """(S, C) -> (N, C): the sum of each token's K rows, no atomics."""

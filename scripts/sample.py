@@ -20,7 +20,8 @@ def generate(model, idx, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
     """Continue idx (1, T) by `count` tokens: (1, T + count). The model sees the last block_size tokens.
 
     `temperature` 0 takes the likeliest token. `top_k` > 0 keeps the k likeliest, `top_p` < 1 the fewest whose
-    probabilities reach p (nucleus sampling, arXiv 1904.09751)."""
+    probabilities reach p (nucleus sampling, arXiv 1904.09751).
+    """
     for _ in range(count):
         logits = model(idx[:, -model.config.block_size :]).logits[:, -1].float()  # (1, V)
         if temperature == 0:

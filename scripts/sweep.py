@@ -4,7 +4,8 @@
 
 Each point is `train.py` with the point's overrides: one that was finished before ends at once, one that was cut off
 goes on from its last checkpoint. A point that fails is reported at the end and the others go on; the exit code is then
-1."""
+1.
+"""
 
 import shlex
 import subprocess

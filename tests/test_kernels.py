@@ -1,0 +1,208 @@
+"""kernels/: every backend against `reference`, `reference` against the dumbest loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import expert_mlp, torch_grouped
+
+NAMES = ("out", "x", "w_in", "w_out", "weights")
+# Largest error of a tensor, relative to its norm, against `reference` in float64 on the same inputs.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# N, C, H, E, K and what is special
+CASES = {
+    "typical": (70, 16, 24, 8, 2),
+    "more rows than blocks of 128": (300, 8, 12, 3, 2),
+    "one token": (1, 5, 7, 4, 2),
+    "one expert": (9, 5, 7, 1, 1),
+    "every expert": (40, 8, 6, 5, 5),
+    "idle expert": (50, 8, 6, 6, 2),
+    "all on one expert": (200, 8, 6, 7, 1),
+    "zero gates": (33, 8, 6, 4, 2),
+}
+
+
+def make(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
+    """(x, w_in, w_out, weights), experts and the gradient of the output."""
+    g = torch.Generator().manual_seed(N + E)
+    x, w_in, w_out, d_out = (torch.randn(s, generator=g) for s in ((N, C), (E, C, H), (E, H, C), (N, C)))
+    weights = torch.randn(N, K, generator=g)
+    scores = torch.rand(N, E, generator=g)
+    if case == "idle expert":
+        scores[:, 2] = -1
+    if case == "all on one expert":
+        scores[:, 4] = 2
+    if case == "zero gates":
+        weights[::2] = 0
+    experts = scores.topk(K).indices.to(device)
+    gate_dtype = torch.promote_types(dtype, torch.float32)
+    leaves = [t.to(device, dtype) for t in (x, w_in, w_out)] + [weights.to(device, gate_dtype)]
+    return leaves, experts, d_out.to(device, dtype)
+
+
+def run(backend, leaves, experts, d_out):
+    """[output, four gradients]."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out = expert_mlp(*leaves, experts, backend)
+    return [t.detach().as_subclass(torch.Tensor) for t in (out, *torch.autograd.grad(out, leaves, d_out))]
+
+
+def assert_equals_reference(leaves, experts, d_out):
+    dtype = leaves[0].dtype
+    mine = run("torch", leaves, experts, d_out)
+    plain = experts.as_subclass(torch.Tensor)
+    wanted = run("reference", [t.double() for t in leaves], plain, d_out.double())
+    for name, a, b in zip(NAMES, mine, wanted, strict=True):
+        assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
+        assert a.shape == b.shape, name
+        assert (a.double() - b).norm() <= TOLERANCE[dtype] * b.norm(), name
+
+
+class DeviceName(str):
+    type = "cuda"
+
+
+class AsOnGPU(torch.Tensor):
+    """A CPU tensor that says its device's type is "cuda", so that the CPU goes the GPU's way, and that refuses what
+    would make a host wait for a GPU (all but boolean masks)."""
+
+    WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"}
+    WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
+    device = property(lambda self: DeviceName("cpu"))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func.__name__ not in cls.WAITS, f"{func.__name__} waits for the GPU"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture(params=["cpu", "blocks of 128", "blocks of 4"])
+def on_layout(request, monkeypatch):
+    """Dresses `experts` so that the torch backend takes its CPU layout, or its GPU layout on the CPU."""
+    if request.param == "cpu":
+        return lambda experts: experts
+    monkeypatch.setitem(torch_grouped.BLOCK, "cuda", int(request.param.split()[-1]))
+    return lambda experts: experts.as_subclass(AsOnGPU)
+
+
+def test_the_gpu_layout_is_the_one_tested(monkeypatch):
+    leaves, experts, d_out = make(*CASES["typical"])
+    layouts = []
+    product = torch_grouped.Layout.product
+    monkeypatch.setattr(torch_grouped.Layout, "product", lambda self, *a: layouts.append(self) or product(self, *a))
+    run("torch", leaves, experts.as_subclass(AsOnGPU), d_out)
+    assert len(layouts) == 4  # two products forward, two backward
+    assert all(layout.slices is None and layout.block == 128 for layout in layouts)
+    with pytest.raises(AssertionError, match="tolist waits"):
+        experts.as_subclass(AsOnGPU).cumsum(0).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_equals_reference(case, dtype, on_layout):
+    leaves, experts, d_out = make(*CASES[case], case, dtype)
+    loads = experts.flatten().bincount(minlength=CASES[case][3])
+    assert (loads.min() == 0) or case not in ("idle expert", "all on one expert")
+    assert_equals_reference(leaves, on_layout(experts), d_out)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_torch_equals_reference_for_any_shape(data):
+    def draw(most):
+        return data.draw(st.integers(1, most))
+
+    N, C, H, E = draw(80), draw(12), draw(12), draw(9)
+    leaves, experts, d_out = make(N, C, H, E, draw(E), dtype=torch.float64)
+    for dressed in (experts, experts.as_subclass(AsOnGPU)):
+        assert_equals_reference(leaves, dressed, d_out)
+
+
+@pytest.mark.parametrize("case", ["typical", "idle expert", "every expert"])
+def test_reference_equals_a_loop_over_tokens(case):
+    N, C, H, E, K = CASES[case]
+    leaves, experts, d_out = make(N, C, H, E, K, case, torch.float64)
+    x, w_in, w_out, weights = [t.requires_grad_() for t in leaves]
+    rows = []
+    for n in range(N):
+        row = torch.zeros(C, dtype=torch.float64)
+        for k in range(K):
+            e = experts[n, k].item()
+            row = row + weights[n, k] * (F.gelu(x[n] @ w_in[e]) @ w_out[e])
+        rows.append(row)
+    loop = torch.stack(rows)
+    gradients = torch.autograd.grad(loop, leaves, d_out)
+    for name, a, b in zip(NAMES, run("reference", leaves, experts, d_out), [loop, *gradients], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
+    leaves, experts, d_out = make(*CASES["idle expert"], "idle expert")
+    leaves[3][::2] = 0
+    out, d_x, d_w_in, d_w_out, d_weights = run("torch", leaves, on_layout(experts), d_out)
+    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
+    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
+    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
+    assert (d_weights != 0).all()  # a closed gate can open again
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_gradcheck(backend):
+    leaves, experts, _ = make(7, 3, 4, 4, 2, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in leaves]
+    assert torch.autograd.gradcheck(lambda *t: expert_mlp(*t, experts, backend), leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_autocast(backend):
+    leaves, experts, d_out = make(*CASES["typical"])
+    with torch.autocast("cpu", torch.bfloat16):
+        under = run(backend, leaves, experts, d_out.bfloat16())
+    low = [t.bfloat16() for t in leaves[:3]] + leaves[3:]
+    cast = run(backend, low, experts, d_out.bfloat16())
+    assert under[0].dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
+
+
+def test_inputs_are_left_alone(on_layout):
+    leaves, experts, d_out = make(*CASES["typical"])
+    before = [t.clone() for t in (*leaves, experts, d_out)]
+    run("torch", leaves, on_layout(experts), d_out)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*leaves, experts, d_out), strict=True))
+
+
+def test_backends_by_name():
+    leaves, experts, d_out = make(*CASES["typical"])
+    assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
+    with pytest.raises(ValueError, match="backend 'tritn' is not one of auto, reference, torch"):
+        expert_mlp(*leaves, experts, "tritn")
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_equals_reference_on_gpu(case, dtype, cuda):
+    assert_equals_reference(*make(*CASES[case], case, dtype, cuda))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_no_host_synchronisation_on_gpu(dtype, cuda):
+    arguments = make(*CASES["idle expert"], "idle expert", dtype, cuda)
+    run("torch", *arguments)  # libraries may wait while they start
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run("torch", *arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

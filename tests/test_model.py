@@ -1,0 +1,319 @@
+"""model.py: the dense model against GPT-2 of transformers, counts as the paper prints them, the mixture."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from configure import Config
+from model import GPT, MoE, count_parameters, flops_per_token, rotate
+from router import ROUTERS
+
+SPARSE = [name for name in ROUTERS if name != "dense"]
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 40}
+SMALL |= {"n_expert": 8, "top_k": 2, "expert_hidden": 12}
+B, T = 3, 12
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def settings(**update):
+    return Config().model.model_copy(update={**SMALL, **update})
+
+
+def build(seed=0, **update):
+    torch.manual_seed(seed)
+    return GPT(settings(**update))
+
+
+def tokens(seed=0, shape=(B, T)):
+    return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+# the dense model
+
+
+def test_dense_equals_gpt2_of_transformers():
+    model = build(router="dense", n_embd=32, n_head=4)
+    config = GPT2Config(
+        vocab_size=40, n_positions=12, n_embd=32, n_layer=2, n_head=4, n_inner=24, activation_function="gelu"
+    )
+    gpt2 = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # LayerNorms are 1 at first, which would hide where they go
+            p.add_(0.1 * torch.randn_like(p))
+        for name, p in gpt2.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+    theirs = gpt2.transformer
+    pairs = [(theirs.wte, model.wte), (theirs.wpe, model.wpe), (theirs.ln_f, model.ln_f)]
+    transposed = []  # its Conv1D keeps (in, out)
+    for a, b in zip(theirs.h, model.blocks, strict=True):
+        pairs += [(a.ln_1, b.ln_1), (a.ln_2, b.ln_2)]
+        transposed += [(a.attn.c_attn, b.attn.qkv), (a.attn.c_proj, b.attn.proj)]
+        transposed += [(a.mlp.c_fc, b.mlp.w_in), (a.mlp.c_proj, b.mlp.w_out)]
+    with torch.no_grad():
+        for a, b in pairs:
+            a.weight.copy_(b.weight)
+        for a, b in transposed:
+            a.weight.copy_(b.weight.T)
+    idx = tokens(shape=(B, T + 1))[:, :T]
+    wanted = gpt2(idx, labels=idx)  # it shifts the labels itself
+    out = model(idx[:, :-1], idx[:, 1:])
+    assert_close(out.logits, wanted.logits[:, :-1], rtol=1e-5, atol=1e-5)
+    assert_close(out.loss, wanted.loss, rtol=1e-5, atol=0)
+    out.loss.backward()
+    wanted.loss.backward()
+    for a, b in pairs:
+        assert_close(b.weight.grad, a.weight.grad, rtol=1e-4, atol=1e-6)
+    for a, b in transposed:
+        assert_close(b.weight.grad, a.weight.grad.T, rtol=1e-4, atol=1e-6)
+
+
+def test_rotary_embedding_equals_transformers():
+    x = torch.randn(2, 3, 10, 8)
+    config = LlamaConfig(hidden_size=24, num_attention_heads=3, max_position_embeddings=10)
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(10)[None])
+    wanted = apply_rotary_pos_emb(x, x, cos, sin)[0]
+    assert_close(rotate(x), wanted)
+    assert rotate(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 20, 8)
+    scores = (rotate(q) @ rotate(k).mT)[0, 0]  # (20, 20)
+    for distance in range(-19, 20):
+        diagonal = scores.diagonal(distance)
+        assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+    assert scores[0].std() > 0.1
+
+
+def test_rope_model_has_no_position_table_and_knows_order():
+    model = build(pos="rope", router="dense")
+    assert model.wpe is None
+    idx = tokens()
+    swapped = idx.clone()
+    swapped[:, [0, 1]] = idx[:, [1, 0]]
+    assert (model(idx).logits - model(swapped).logits).abs().max() > 1e-6
+
+
+# counts
+
+COUNTS = [  # n_layer, n_embd, block_size, n_expert, top_k, expert_hidden: total, active, both without positions
+    ((12, 768, 512, 0, 1, 3072), 123980544, 123980544, 123587328, 123587328),
+    ((12, 768, 1024, 0, 1, 3072), 124373760, 124373760, 123587328, 123587328),
+    ((12, 768, 2048, 0, 1, 3072), 125160192, 125160192, 123587328, 123587328),
+    ((12, 768, 512, 64, 8, 384), 520932108, 124570380, 520538892, 124177164),
+    ((12, 768, 1024, 64, 8, 384), 521325324, 124963596, 520538892, 124177164),
+    ((12, 768, 2048, 64, 8, 384), 522111756, 125750028, 520538892, 124177164),
+    ((12, 768, 512, 32, 4, 768), 520637196, 124275468, 520243980, 123882252),
+    ((12, 768, 512, 128, 16, 192), 521521932, 125160204, 521128716, 124766988),
+    ((12, 768, 512, 256, 32, 96), 522701580, 126339852, 522308364, 125946636),
+    ((12, 768, 512, 256, 8, 96), 522701580, 83872524, 522308364, 83479308),
+    ((12, 768, 512, 32, 8, 384), 294144780, 124275468, 293751564, 123882252),
+    ((12, 768, 512, 128, 8, 384), 974506764, 125160204, 974113548, 124766988),
+    ((12, 768, 512, 256, 8, 384), 1881656076, 126339852, 1881262860, 125946636),
+    ((12, 768, 1024, 64, 64, 384), 521325324, 521325324, 520538892, 520538892),
+    ((24, 1024, 512, 0, 1, 4096), 354075648, 354075648, 353551360, 353551360),
+    ((24, 1024, 512, 64, 8, 512), 1764934680, 355648536, 1764410392, 355124248),
+    ((24, 1024, 512, 64, 8, 384), 1362281496, 305316888, 1361757208, 304792600),
+    ((24, 2048, 512, 0, 1, 8192), 1312131072, 1312131072, 1311082496, 1311082496),
+    ((24, 2048, 512, 64, 8, 1024), 6952421400, 1315276824, 6951372824, 1314228248),
+    ((24, 2048, 512, 64, 8, 384), 2925889560, 811960344, 2924840984, 810911768),
+]
+SHAPE = ("n_layer", "n_embd", "block_size", "n_expert", "top_k", "expert_hidden")
+
+
+@pytest.mark.parametrize("shape, total, active, total_rope, active_rope", COUNTS)
+def test_counts_of_the_papers_configurations(shape, total, active, total_rope, active_rope):
+    update = dict(zip(SHAPE, shape, strict=True))
+    n_layer, n_expert = update["n_layer"], update["n_expert"]
+    update["router"] = "kern-nobias" if n_expert else "dense"  # the counts have γ and no b
+    config = Config().model.model_copy(update=update)
+    assert count_parameters(config) == (total, active)
+    assert count_parameters(config.model_copy(update={"pos": "rope"})) == (total_rope, active_rope)
+    if n_expert:
+        router_bias = n_layer * n_expert
+        kern = config.model_copy(update={"router": "kern"})
+        assert count_parameters(kern) == (total + router_bias, active + router_bias)
+
+
+def test_counts_as_printed():
+    """The paper cuts totals to two or three digits and rounds the active ones to GPT-3's names."""
+    for row, unit, total, active in ((3, 1e6, 520, 125e6), (15, 1e8, 17, 350e6), (18, 1e8, 69, 1.3e9)):
+        assert COUNTS[row][1] // unit == total
+        assert COUNTS[row][2] == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_counts_are_those_of_the_built_model(router, pos, tie):
+    config = settings(router=router, pos=pos, tie_embeddings=tie)
+    model = GPT(config)
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert (experts > 0) == (router != "dense")
+    idle = experts * (config.n_expert - config.top_k) // config.n_expert
+    assert count_parameters(config) == (total, total - idle)
+
+
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_flops_equal_the_counters(router):
+    model = build(router=router, backend="reference")  # which multiplies the chosen rows and no others
+    idx = tokens()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts the whole T x T
+        model(idx, idx).loss.backward()
+    assert counter.get_total_flops() == B * T * flops_per_token(model.config)
+
+
+# initialisation
+
+
+def test_initial_weights():
+    model = build(n_layer=8, n_embd=64, vocab_size=500, expert_hidden=64)
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
+    for name, std in stds.items():
+        onto_residual = name.endswith(("attn.proj.weight", "experts.w_out"))
+        assert std == pytest.approx(0.02 / math.sqrt(16) if onto_residual else 0.02, rel=0.1), name
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == (0 if name.endswith("router.bias") else 1)).all(), name
+    idx = tokens()
+    assert model(idx, idx.roll(1)).loss.item() == pytest.approx(math.log(500), abs=0.1)
+
+
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_same_seed_gives_the_same_weights_whatever_the_router(pos):
+    first = build(router="softmax", pos=pos).state_dict()
+    for router in SPARSE:
+        weights = build(router=router, pos=pos).state_dict()
+        own = {name.rsplit(".", 1)[1] for name in weights.keys() ^ first.keys()}
+        assert own <= {"bias", "gamma"}
+        for name in weights.keys() & first.keys():
+            assert torch.equal(weights[name], first[name]) or name.endswith("router.c"), name
+    other = build(seed=1, router="softmax", pos=pos).state_dict()
+    assert not torch.equal(first["wte.weight"], other["wte.weight"])
+
+
+# behaviour, for every router
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_causality(router):
+    model = build(router=router)
+    idx = tokens()
+    before = model(idx, idx).logits
+    for t in (1, 6, T - 1):
+        changed = idx.clone()
+        changed[:, t] = (idx[:, t] + 1) % SMALL["vocab_size"]
+        after = model(changed, changed).logits
+        assert_close(after[:, :t], before[:, :t])
+        assert (after[:, t:] - before[:, t:]).abs().amax((0, 2)).min() > 1e-6
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_parameter_gets_a_gradient(router):
+    model = build(router=router, n_expert=32)
+    idx = tokens(shape=(1, 3))  # 3 tokens · 2 choices: most experts idle
+    out = model(idx, idx)
+    assert router == "dense" or (out.stats.loads == 0).any(1).all()
+    out.loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+        assert p.grad.any() or name.endswith("router.bias"), name
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_output(router):
+    model = build(router=router)
+    idx, targets = tokens(0), tokens(1)
+    out = model(idx, targets)
+    assert out.logits.shape == (B, T, 40)
+    assert_close(out.loss, F.cross_entropy(out.logits.view(-1, 40), targets.view(-1)))  # cross-entropy alone
+    last = model(idx)
+    assert last.loss is None
+    assert_close(last.logits, out.logits[:, -1:])
+    loads, *others = out.stats
+    n_layer = 0 if router == "dense" else 2
+    assert [s.shape for s in others] == [(n_layer,)] * 4
+    assert loads.dtype == torch.int64
+    if router != "dense":
+        assert loads.shape == (2, 8)
+        assert (loads.sum(1) == B * T * 2).all()
+        assert (out.stats.entropy > 0).all() and (out.stats.entropy <= math.log(8) + 1e-5).all()
+        assert (out.stats.balance_loss > 0).all() and (out.stats.balance_loss <= 8).all()
+        auxiliary = torch.autograd.grad((out.stats.balance_loss + out.stats.z_loss).sum(), model.wte.weight)
+        assert auxiliary[0].any()
+
+
+@pytest.mark.parametrize("router", ["dense", "kern", "softmax"])
+def test_overfits_one_batch(router):
+    model = build(router=router, n_embd=32, expert_hidden=32)
+    idx, targets = tokens(0), tokens(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(120):
+        loss = model(idx, targets).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+# the mixture
+
+
+def test_equal_experts_with_gates_of_sum_1_are_one_mlp():
+    moe = MoE(settings(router="softmax-renorm"))
+    x = torch.randn(B, T, 16)
+    w_in, w_out = torch.randn(16, 12), torch.randn(12, 16)
+    with torch.no_grad():
+        torch.nn.init.normal_(moe.router.weight)
+        moe.experts.w_in.copy_(w_in.expand(8, -1, -1))
+        moe.experts.w_out.copy_(w_out.expand(8, -1, -1))
+    assert_close(moe(x)[0], F.gelu(x @ w_in) @ w_out, rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_without_positive_scores_passes_unchanged():
+    model = build(router="kern")
+    block = model.blocks[0]
+    x = torch.randn(B, T, 16)
+    with torch.no_grad():
+        block.mlp.router.bias.fill_(-100)
+        y, stats = block(x)
+        assert stats.zero_gates == 1
+        assert torch.equal(y, x + block.attn(block.ln_1(x)))
+        block.mlp.router.bias.zero_()
+        y, stats = block(x)
+        assert stats.zero_gates < 0.5
+        assert not torch.equal(y, x + block.attn(block.ln_1(x)))
+
+
+def test_backends_agree():
+    outputs = [build(router="kern", backend=backend)(tokens(0), tokens(1)) for backend in ("torch", "reference")]
+    assert_close(outputs[0].logits, outputs[1].logits)
+    assert torch.equal(outputs[0].stats.loads, outputs[1].stats.loads)
+
+
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_dropout_is_off_in_evaluation(router):
+    model = build(router=router, dropout=0.5)
+    idx = tokens()
+    assert not torch.equal(model(idx).logits, model(idx).logits)
+    model.eval()
+    assert torch.equal(model(idx).logits, model(idx).logits)
+    assert torch.equal(model(idx).logits, build(router=router)(idx).logits)
+
+
+def test_too_many_tokens():
+    with pytest.raises(ValueError, match="13 tokens are more than the model's block_size of 12"):
+        build()(tokens(shape=(1, 13)))

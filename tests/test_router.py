@@ -1,0 +1,472 @@
+"""router.py: every router against an independent oracle, KERN's properties, the losses that balance experts."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch.testing import assert_close
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+
+from router import (
+    ROUTERS,
+    NormRouter,
+    Router,
+    RouterSpec,
+    balance_loss,
+    expert_loads,
+    monte_carlo_scale,
+    token_distribution,
+    top_k_indices,
+    update_selection_bias,
+    z_loss,
+)
+
+N, C, E, K = 48, 12, 16, 4
+SPARSE = [name for name in ROUTERS if name != "dense"]
+BIASED = ["sigmoid-renorm", "sqrtsoftplus"]  # published with a selection bias
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def make(name, n_embd=C, n_expert=E, top_k=K, seed=0):
+    """A router whose parameters are all random, γ included."""
+    torch.manual_seed(seed)
+    router = Router(n_embd, n_expert, top_k, ROUTERS[name])
+    with torch.no_grad():
+        for p in router.parameters():
+            p.normal_()
+        if router.gamma is not None:
+            router.gamma.fill_(0.7)
+    return router
+
+
+def identity(name, n_expert=E, top_k=K):
+    """A router whose logits are its input."""
+    router = Router(n_expert, n_expert, top_k, ROUTERS[name])
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(n_expert))
+    return router
+
+
+def dense_gates(weights, experts, n_expert=E):
+    """(N, K) gates and experts -> (N, E) gates, 0 where not chosen: what two routers agree on in any order of K."""
+    return torch.zeros(len(weights), n_expert, dtype=weights.dtype).scatter(1, experts, weights)
+
+
+def assert_same_gradients(mine, theirs, leaves):
+    gradients = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (mine, theirs))
+    for a, b in zip(*gradients, strict=True):
+        assert b.any()
+        assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+# every router against an oracle that shares no code with it
+
+
+def transformers_router(cls):
+    def gates(x, router):
+        config = SimpleNamespace(  # the attributes that the four classes read
+            hidden_size=x.shape[1],
+            num_experts=len(router.weight),
+            num_local_experts=len(router.weight),
+            num_experts_per_tok=router.top_k,
+            norm_topk_prob=cls is not OlmoeTopKRouter,
+            n_group=1,
+            topk_group=1,
+            scoring_func="sqrtsoftplus",
+            routed_scaling_factor=1.0,
+        )
+        oracle = cls(config)
+        oracle.weight = router.weight
+        if hasattr(oracle, "e_score_correction_bias"):
+            oracle.e_score_correction_bias = router.selection_bias
+        _, weights, experts = oracle(x)
+        return dense_gates(weights, experts, len(router.weight))
+
+    return gates
+
+
+def listing(logits, scale, scale_initial=1.0):
+    """The forward pass of NormRouter in the paper's appendix."""
+    norm = logits.norm(2, dim=-1, keepdim=True)
+    return scale * scale_initial * torch.relu(logits / (norm + 1e-8))
+
+
+def paper_router(x, router):
+    logits = x @ router.weight.T + (0 if router.bias is None else router.bias)
+    scores = listing(logits, 1.0 if router.gamma is None else router.gamma, router.c)
+    return scores * (scores >= scores.sort(descending=True).values[:, [router.top_k - 1]])
+
+
+def token_by_token(formula):
+    """`formula(s, top)` gives the gates of the experts `top`, from one token's float64 logits `s`."""
+
+    def gates(x, router):
+        rows = []
+        for token in x.double():
+            s = torch.stack([(w.double() * token).sum() for w in router.weight])
+            s = s if router.bias is None else s + router.bias.double()
+            top = sorted(range(len(s)), key=lambda e: -s[e].item())[: router.top_k]
+            scale = 1.0 if router.gamma is None else router.gamma.double()
+            rows.append(torch.zeros_like(s).index_add(0, torch.tensor(top), scale * formula(s, top)))
+        return torch.stack(rows).float()
+
+    return gates
+
+
+ORACLES = {
+    "softmax": transformers_router(OlmoeTopKRouter),
+    "softmax-renorm": transformers_router(MixtralTopKRouter),
+    "sigmoid-renorm": transformers_router(DeepseekV3TopkRouter),
+    "sqrtsoftplus": transformers_router(DeepseekV4TopKRouter),
+    "kern": paper_router,
+    "kern-mc": paper_router,
+    "kern-nogamma": paper_router,
+    "kern-nobias": paper_router,
+    "kern-norelu": token_by_token(lambda s, top: s[top] / s.square().sum().sqrt()),
+    "kern-after": token_by_token(lambda s, top: (s[top] / s[top].square().sum().sqrt()).relu()),
+    "sigmoid": token_by_token(lambda s, top: 1 / (1 + (-s[top]).exp())),
+    "tanh": token_by_token(lambda s, top: (s[top].exp() - (-s[top]).exp()) / (s[top].exp() + (-s[top]).exp())),
+    "softmax-l2": token_by_token(lambda s, top: s[top].exp() / s.exp().square().sum().sqrt()),
+    "sqrtgate": token_by_token(lambda s, top: (s[top].exp() / s[top].exp().sum()).sqrt()),
+}
+
+
+def test_every_router_has_an_oracle():
+    assert set(ORACLES) == set(SPARSE)
+
+
+@pytest.mark.parametrize("name, biased", [(n, False) for n in SPARSE] + [(n, True) for n in BIASED])
+def test_equals_oracle_in_values_and_gradients(name, biased):
+    router = make(name)
+    if biased:
+        router.selection_bias.normal_(std=0.3)
+    x = torch.randn(N, C, requires_grad=True)
+    downstream = torch.randn(N, E)
+    routing = router(x)
+    mine = dense_gates(routing.weights, routing.experts)
+    theirs = ORACLES[name](x, router)
+    if biased:  # the bias made a difference
+        assert (dense_gates(routing.weights, routing.scores.topk(K).indices) != mine).any()
+    assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [x, *router.parameters()])
+
+
+@pytest.mark.parametrize("method", ["one", "monte_carlo"])
+def test_norm_router_equals_the_papers_listing(method):
+    router = NormRouter(method, total_expert=E, top_k=K)
+    torch.nn.init.constant_(router.scale, 1.3)
+    logits = torch.randn(2, 5, E, requires_grad=True)
+    downstream = torch.randn(2, 5, E)
+    mine, theirs = router(logits), listing(logits, router.scale, 1.0 if method == "one" else monte_carlo_scale(E, K))
+    assert_close(mine, theirs)
+    assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [logits, router.scale])
+    with pytest.raises(ValueError, match="'two' is not 'one' or 'monte_carlo'"):
+        NormRouter("two")
+
+
+# KERN
+
+logit_rows = arrays("float32", (3, E), elements=st.floats(-100, 100, width=32))
+
+
+@settings(deadline=None, max_examples=50)
+@given(logit_rows, st.floats(1e-2, 1e6))
+def test_kern_scale_invariance_and_bound(array, scale):
+    logits = torch.from_numpy(array)
+    logits = logits[logits.norm(dim=1) > 0.1]  # where ε = 1e-8 is not seen
+    gates = identity("kern")(logits).weights
+    assert (gates >= 0).all()
+    assert (gates.square().sum(1) <= 1 + 1e-5).all()  # Σ g² <= γ², γ = 1
+    assert_close(identity("kern")(scale * logits).weights, gates, rtol=1e-4, atol=1e-5)
+
+
+def test_kern_scale_invariance_keeps_the_experts_and_gamma_bounds_the_gates():
+    logits = torch.randn(N, E)
+    assert torch.equal(identity("kern")(37.0 * logits).experts, identity("kern")(logits).experts)
+    router = make("kern")
+    squares = router(torch.randn(N, C)).weights.square().sum(1)
+    assert squares.max() <= 0.7**2 * (1 + 1e-5)
+    assert squares.max() > 0.5 * 0.7**2  # the bound is one
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(-60, 60), min_size=E, max_size=E, unique=True), st.permutations(range(E)))
+def test_kern_is_equivariant_to_a_permutation_of_experts(row, order):
+    logits = torch.tensor([row], dtype=torch.float32)
+    gates, permuted = (dense_gates(*identity("kern")(s)[:2]) for s in (logits, logits[:, order]))
+    assert_close(permuted, gates[:, order])
+
+
+def test_kern_equals_norelu_at_8_of_64_but_not_at_64_of_64():
+    x = torch.randn(N, C)
+    for top_k, equal in ((8, True), (64, False)):
+        kern, norelu = (make(name, n_expert=64, top_k=top_k) for name in ("kern", "kern-norelu"))
+        a, b = kern(x), norelu(x)
+        assert ((a.logits > 0).sum(1) >= 8).all()
+        assert torch.equal(a.weights, b.weights) == equal
+        assert (b.weights < 0).any() != equal
+
+
+# (M, k): mean, its standard error, standard deviation of a sample, from 400,000 and 100,000 samples in float64
+MONTE_CARLO = {
+    (64, 8): (1.71332221, 0.00030337, 0.19186556),
+    (256, 8): (2.52416438, 0.00028412, 0.17969190),
+    (32, 8): (1.54085807, 0.00042293, 0.26748738),
+    (64, 64): (1.44071434, 0.00026873, 0.16996000),
+}
+
+
+@pytest.mark.parametrize("n_expert, top_k", MONTE_CARLO)
+def test_monte_carlo_constant(n_expert, top_k):
+    mean, error, deviation = MONTE_CARLO[n_expert, top_k]
+    samples = 20_000
+    tolerance = 4 * math.hypot(error, deviation / math.sqrt(samples))
+    assert monte_carlo_scale(n_expert, top_k, samples) == pytest.approx(mean, abs=tolerance)
+
+
+def test_monte_carlo_constant_of_the_paper_is_a_buffer():
+    router = Router(C, 64, 8, ROUTERS["kern-mc"])
+    assert router.state_dict()["c"].item() == pytest.approx(1.713, abs=0.001)
+    assert "c" not in dict(router.named_parameters())
+
+
+def test_monte_carlo_is_finite_and_deterministic():
+    again = monte_carlo_scale.__wrapped__  # without the cache
+    for shape in ((8, 1), (2, 1)):
+        assert 1 <= again(*shape, samples=10_000) < math.inf
+    assert again(1, 1, samples=10_000) == pytest.approx(1, abs=1e-6)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = again(16, 4, samples=10_000)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert again(16, 4, samples=10_000) == first
+
+
+# Root mean square over tokens of the l2 norm of the gates, width 768, 8 of 64 experts, from the paper's initialisation.
+INITIAL_NORM = {
+    "softmax": 0.0997,
+    "softmax-renorm": 0.3649,
+    "sigmoid": 2.0046,
+    "sigmoid-renorm": 0.3542,
+    "sqrtsoftplus": 0.3543,
+    "tanh": 1.9852,
+    "kern": 0.594,
+    "kern-nogamma": 0.594,
+    "kern-nobias": 0.594,
+    "kern-mc": 1.0175,
+    "kern-after": 1.0,
+    "kern-norelu": 0.594,
+    "sqrtgate": 1.0,
+    "softmax-l2": 0.6836,
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_scale_of_gates_at_initialisation(name):
+    router = Router(768, 64, 8, ROUTERS[name])
+    norm = router(torch.randn(2048, 768)).weights.square().sum(1).mean().sqrt()
+    assert norm.item() == pytest.approx(INITIAL_NORM[name], rel=0.02)
+
+
+# gradients and extremes
+
+SPANS_ALL = {"softmax", "softmax-l2", "kern", "kern-norelu", "kern-mc", "kern-nogamma", "kern-nobias"}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("loser", [0.1, -1.0])
+def test_idle_experts_get_a_gradient_only_through_a_norm_over_all(name, loser):
+    router = make(name)
+    x = torch.rand(N, C) + 0.1
+    with torch.no_grad():  # logits of the first half: positive and large, of the second half: near `loser`
+        router.weight[: E // 2] = 1 + torch.rand(E // 2, C)
+        router.weight[E // 2 :] = loser * (1 + 0.5 * torch.rand(E // 2, C))
+        if router.bias is not None:
+            router.bias.zero_()
+        router.weight.mul_(0.2)
+    routing = router(x)
+    assert routing.experts.max() < E // 2
+    (routing.weights * torch.randn(N, K)).sum().backward()
+    for gradient in [router.weight.grad.abs().sum(1)] + ([router.bias.grad.abs()] if router.spec.bias else []):
+        idle = gradient[E // 2 :]
+        assert (idle > 0).all() if name in SPANS_ALL else (idle == 0).all()
+        assert (gradient[: E // 2] > 0).any()
+
+
+EXTREMES = {
+    "zero": lambda s: 0 * s,
+    "tiny": lambda s: 1e-30 * s,
+    "1e4": lambda s: 1e4 * s,
+    "1e20": lambda s: 1e20 * s,
+    "1e30": lambda s: 1e30 * s,
+    "negative": lambda s: -s.abs() - 0.1,
+    "huge negative": lambda s: -1e30 * s.abs(),
+    "mixed": lambda s: s * torch.tensor([1e30, -1e30, 0.0, 1e-30]).repeat(E // 4),
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", SPARSE)
+def test_extreme_logits(name, extreme):
+    usual = torch.randn(N, E)
+    x = EXTREMES[extreme](usual).requires_grad_()
+    router = identity(name)
+    routing = router(x)
+    ((routing.weights * torch.randn(N, K)).sum() + balance_loss(routing, expert_loads(routing.experts, E))).backward()
+    for tensor in (routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())):
+        assert tensor.isfinite().all()
+    assert (routing.experts.sort().values.diff() > 0).all()  # distinct
+    if name.startswith("kern") and name != "kern-norelu" and extreme in ("zero", "negative", "huge negative"):
+        assert (routing.weights == 0).all()
+    if name.startswith("kern") and extreme in ("1e4", "1e20", "1e30"):
+        assert_close(routing.weights, router(usual).weights)
+
+
+@settings(deadline=None)
+@given(
+    arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(allow_nan=False, width=32)),
+    st.data(),
+)
+def test_ties_go_to_the_lower_index(array, data):
+    values = [0.0, -0.0, 1.0, -1.0, 2.0**-140, -(2.0**-140)]
+    scores = torch.from_numpy(array)
+    tied = torch.tensor(data.draw(st.lists(st.sampled_from(values), min_size=8, max_size=8)))[None]
+    for s in (scores, tied):
+        k = data.draw(st.integers(1, s.shape[1]))
+        assert torch.equal(top_k_indices(s, k), s.argsort(dim=1, descending=True, stable=True)[:, :k])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_routing_is_float32_whatever_the_autocast(name):
+    router = make(name)
+    x = torch.randn(N, C)
+    plain = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = router(x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+    assert router(x.bfloat16()).weights.dtype == torch.float32
+    assert torch.equal(router(x.bfloat16()).weights, router(x.bfloat16().float()).weights)
+    assert router(x.double()).weights.dtype == torch.float64
+
+
+# balance
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_selection_bias_shifts_the_choice_alone(name):
+    router = make(name)
+    x = torch.randn(N, C)
+    before = router(x)
+    router.selection_bias[5] = 1e3
+    after = router(x)
+    assert (after.experts == 5).any(1).all()
+    assert not (before.experts == 5).any(1).all()
+    assert torch.equal(after.scores, before.scores)
+    if "topk" not in router.spec.pre + router.spec.post:
+        gates = after.scores.gather(1, after.experts) * router.c * (1.0 if router.gamma is None else router.gamma)
+        assert_close(after.weights, gates)
+    assert not router.selection_bias.requires_grad
+    assert "selection_bias" in router.state_dict()
+
+
+def test_update_selection_bias():
+    bias = torch.tensor([0.5, 0.0, 0.0, -1.0])
+    update_selection_bias(bias, torch.tensor([9, 3, 4, 0]), rate=0.01)
+    assert_close(bias, torch.tensor([0.49, 0.01, 0.0, -0.99]))
+
+
+def test_selection_bias_balances():
+    router = make("sigmoid-renorm")
+    x = torch.randn(512, C) + 0.5  # a common direction: some experts are liked by all
+    loads = [expert_loads(router(x).experts, E)]
+    for _ in range(200):
+        update_selection_bias(router.selection_bias, loads[-1], rate=0.02)
+        loads.append(expert_loads(router(x).experts, E))
+    assert loads[0].max() > 2 * 512 * K / E
+    assert loads[-1].max() < 1.3 * 512 * K / E
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_balance_loss_equals_transformers(top_k):
+    router = make("softmax", top_k=top_k)
+    x = torch.randn(N, C, requires_grad=True)
+    routing = router(x)
+    mine = balance_loss(routing, expert_loads(routing.experts, E))
+    theirs = load_balancing_loss_func((x @ router.weight.T,), E, top_k) / top_k
+    assert_close(mine, theirs)
+    assert_same_gradients(mine, theirs, [x, router.weight])
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "kern", "kern-norelu", "sqrtsoftplus"])
+def test_balance_loss_at_balance_and_collapse(name):
+    balanced = identity(name, top_k=1)(10 * torch.eye(E))
+    loads = expert_loads(balanced.experts, E)
+    assert torch.equal(loads, torch.ones(E, dtype=torch.int64))
+    assert balance_loss(balanced, loads).item() == pytest.approx(1, rel=1e-5)
+    assert_close(token_distribution(balanced).sum(1), torch.ones(E))
+    collapsed = identity(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
+    loads = expert_loads(collapsed.experts, E)
+    assert loads[3] == loads.sum() == N
+    assert balance_loss(collapsed, loads).item() == pytest.approx(E, rel=1e-5)
+
+
+def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
+    scale = torch.ones((), requires_grad=True)
+    x = torch.randn(N, C)
+    gradients = {}
+    for name in ("kern-nobias", "softmax"):
+        router = make(name)
+        routing = router(scale * x)
+        loss = balance_loss(routing, expert_loads(routing.experts, E))
+        wanted = [scale, router.weight] + ([router.gamma] if router.spec.gamma else [])
+        gradients[name] = torch.autograd.grad(loss, wanted, allow_unused=True)
+    assert gradients["kern-nobias"][2] is None
+    assert gradients["kern-nobias"][0].abs() < 1e-6
+    assert gradients["kern-nobias"][1].abs().max() > 1e-3
+    assert gradients["softmax"][0].abs() > 1e-3  # which softmax cannot say
+
+
+def test_z_loss():
+    router = make("kern")
+    x = torch.randn(N, C)
+    logits = F.linear(x, router.weight, router.bias)
+    assert_close(z_loss(router(x)), (logits.exp().sum(1).log() ** 2).mean())
+    assert z_loss(identity("softmax")(torch.full((N, E), 1e4))).isfinite()
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"phi": "swish"}, "phi 'swish' is not one of identity, relu"),
+        ({"phi": "relu", "pre": "l3 over all"}, "norm 'l3 over all' is not one of: none; l1 over all"),
+        ({"phi": "relu", "post": "all"}, "norm 'all' is not one of"),
+        ({"phi": "exp"}, "'exp' is computed up to a factor and needs a post norm"),
+        ({"phi": "sqrtexp"}, "needs a post norm"),
+        ({"phi": "tanh", "pre": "l2 over all", "c": "monte_carlo"}, "phi 'relu' after pre 'l2 over all'"),
+    ],
+)
+def test_spec_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RouterSpec(**fields)
+
+
+@pytest.mark.parametrize("top_k", [0, E + 1])
+def test_top_k_error(top_k):
+    with pytest.raises(ValueError, match=f"top_k {top_k} must lie between 1 and n_expert {E}"):
+        Router(C, E, top_k, ROUTERS["kern"])
