@@ -62,8 +62,8 @@ class Train(Section):
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda where there is one")
     compile: bool = Field(False, description="torch.compile the model")
-    balance_loss_coef: float = Field(0.0, ge=0, description="weight of the load-balancing loss; 0: off")
-    z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss; 0: off")
+    balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0: off")
+    z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0: off")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0: off")
     max_skipped_steps: int = Field(20, ge=1, description="non-finite steps in a row that stop the run")
     checkpoint_interval: int = Field(5000, ge=0, description="steps between checkpoints; 0: only the last step")
@@ -149,10 +149,4 @@ def check(config: Config, world_size: int = 1) -> list[str]:
             f"set --optim.warmup_steps={train.max_steps // 10}"
         )
 
-    for name in ("balance_loss_coef", "z_loss_coef", "bias_update_rate"):
-        if dense and getattr(train, name):
-            faults.append(
-                f"train.{name} = {getattr(train, name)} needs a router, and model.router = {model.router} has none; "
-                f"set --train.{name}=0"
-            )
     return faults
