@@ -247,6 +247,7 @@ def train(config):
     bar.close()
     if first:
         metrics.close()
+    del runner  # before the process group: DDP's destructor, were it the last owner, waits for gloo's threads for ever
     distributed.stop()
 
 

@@ -1,0 +1,85 @@
+"""A tiny corpus and a tiny model that several rooms train on."""
+
+import logging
+import os
+import random
+
+import pytest
+import torch
+
+import configure
+from data.bins import Writer
+from data.tokenizer import ByteTokenizer
+
+# Matrices are tiny here: a second thread costs more than it brings, and where cores are shared a hundred times more.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would fill the report of a failing test
+
+WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]
+
+TINY = """\
+[run]
+name = "tiny"
+dir = "{runs}"
+
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 32
+vocab_size = 257
+n_expert = 8
+top_k = 2
+expert_hidden = 8
+
+[data]
+name = "tiny"
+dir = "{data}"
+
+[train]
+batch_size = 8
+micro_batch_size = 8
+max_steps = 4
+dtype = "float32"
+device = "cpu"
+
+[optim]
+lr = 3e-3
+warmup_steps = 2
+
+[eval]
+interval = 2
+windows = 6
+
+[log]
+interval = 1
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of data sets that holds one: `tiny`, 33 kB of training text as bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer, choice = ByteTokenizer(), random.Random(0).choice
+    with Writer(folder / "tiny", tokenizer) as writer:
+        for split, documents in {"train": 60, "val": 4}.items():
+            for _ in range(documents):
+                text = " ".join(choice(WORDS) for _ in range(100))
+                writer.add(split, tokenizer.encode_batch([text])[0])
+        writer.finish("tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes")
+    return folder
+
+
+@pytest.fixture
+def tiny_file(tmp_path, corpus):
+    """A config file: 2 layers, 8 experts, 4 steps on the tiny corpus, runs under tmp_path."""
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix()))
+    return file
+
+
+@pytest.fixture
+def tiny(tiny_file):
+    """`tiny("train.max_steps=9")`: the Config of that file with overrides."""
+    return lambda *overrides: configure.load(tiny_file, overrides)

@@ -1,0 +1,290 @@
+"""scripts/: sweep, report, sample, bench."""
+
+import itertools
+import math
+import re
+import shlex
+from types import SimpleNamespace
+
+import matplotlib.image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import configure
+import train
+from runtime.metrics import Metrics, read
+from scripts import bench, report, sample, sweep
+
+# ---- sweep
+
+
+@pytest.fixture
+def sweep_file(tiny_file):
+    axes = '\n[sweep]\n"model.router" = ["dense", "kern"]\n"run.seed" = [0, 1]\n'
+    tiny_file.write_text(tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1) + axes)
+    return tiny_file
+
+
+def test_dry_run_prints_the_commands_and_runs_none(sweep_file, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "TRAIN", "no such program")
+    assert sweep.main([str(sweep_file), "--optim.lr=1e-3", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    for line, (router, seed) in zip(lines, itertools.product(["dense", "kern"], [0, 1]), strict=True):
+        python, script, file, *overrides = shlex.split(line)[1:]
+        assert (python, script, file) == ("python", "train.py", str(sweep_file))
+        config = configure.load(file, overrides)
+        assert (config.model.router, config.run.seed, config.optim.lr) == (router, seed, 1e-3)
+
+
+@pytest.fixture
+def fake_trainer(tmp_path, monkeypatch):
+    """Stands in for train.py: prints its overrides, and fails where the router is dense."""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text("import sys\nprint(sys.argv[2:], flush=True)\nsys.exit('--model.router=dense' in sys.argv)\n")
+    return lambda: monkeypatch.setattr(sweep, "TRAIN", trainer)
+
+
+def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, fake_trainer, capfd):
+    arguments = [str(sweep_file), "--run.seed=0", "--train.max_steps=2"]
+    assert sweep.main(arguments) == 0
+    runs = [tmp_path / "runs" / f"tiny-{router}-0" for router in ("dense", "kern")]
+    assert sorted((tmp_path / "runs").iterdir()) == runs
+    assert [read(run / "metrics.jsonl")[-1]["step"] for run in runs] == [2, 2]
+    fake_trainer()
+    capfd.readouterr()
+    assert sweep.main(arguments) == 0  # the fake was not started: it fails
+    out = capfd.readouterr().out
+    assert all(f"finished already: {run}\n" in out for run in runs)
+    assert sweep.main([*arguments, "--optim.lr=1e-4"]) == 1  # other settings: for train.py to refuse
+    assert "finished already" not in capfd.readouterr().out
+
+
+def test_sweep_goes_on_after_a_point_that_fails_and_names_it(sweep_file, fake_trainer, capfd):
+    fake_trainer()
+    assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
+    said = capfd.readouterr()
+    assert "['--run.seed=0', '--model.router=kern']" in said.out
+    (line,) = said.err.splitlines()
+    assert line == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense"
+
+
+def test_sweep_refuses_bad_input(sweep_file, capsys):
+    assert sweep.main([str(sweep_file), "--optim.lrr=1"]) == 2
+    assert "did you mean 'optim.lr'?" in capsys.readouterr().err
+    assert sweep.main([]) == 2
+    assert "python -m scripts.sweep" in capsys.readouterr().err
+    assert sweep.main(["--help"]) == 0
+    assert "python -m scripts.sweep" in capsys.readouterr().out
+
+
+# ---- report
+
+
+@pytest.fixture
+def make_run(tiny, tmp_path):
+    """`make_run("kern", lines)`: the folder of a run of that router that wrote those (step, values)."""
+
+    def make_run(router, lines):
+        config = tiny(f"run.name=run-{router}", f"model.router={router}", "train.max_steps=1200")
+        folder = tmp_path / "runs" / config.run.name
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(configure.dumps(config))
+        metrics = Metrics(folder, -1)
+        for step, values in lines:
+            metrics.log(step, 256 * step, **values)
+        metrics.close()
+        return folder
+
+    return make_run
+
+
+DENSE = [
+    (0, {"val/loss": 5.5}),
+    (1, {"train/loss": 5.4, "perf/tokens_per_sec": 1000.0}),
+    (2, {"train/loss": 5.3, "perf/tokens_per_sec": 12345.6}),
+    (1200, {"train/loss": 2.0, "perf/tokens_per_sec": 99999.0}),
+    (1200, {"val/loss": 2.34567}),
+]
+KERN = [(0, {"val/loss": 5.5, "val/load_imbalance": 1.5}), (1000, {"val/loss": 2.25, "val/load_imbalance": 3.456})]
+
+
+def test_report_table_and_picture(make_run, tmp_path, capsys):
+    picture = tmp_path / "new" / "curves.png"
+    runs = [make_run("dense", DENSE), make_run("kern", KERN)]
+    assert report.main([*map(str, runs), "--out", str(picture)]) == 0
+    head, rule, dense, kern, where = capsys.readouterr().out.splitlines()
+    assert re.split("  +", head.strip()) == list(report.COLUMNS)
+    assert set(rule) == {"-"} and len(rule) == len(head) == len(dense) == len(kern)
+    # 257·32 + 32·32 tables, 2 layers of 4·32² + 2·32 and 2·32·16 a dense MLP, 32 of the last norm: 19,744 parameters.
+    assert dense.split() == ["run-dense", "dense", "0.02M", "0.02M", "1,200", "2.3457", "12,346", "-"]
+    # Each layer 2·32·8·8 + 8·32 + 8 + 1 instead of 2·32·16: 26,402; of 8 experts 2 are active: 20,258.
+    assert kern.split() == ["run-kern", "kern", "0.03M", "0.02M", "1,000", "of", "1,200", "2.2500", "-", "3.46"]
+    assert where == f"loss curves: {picture}"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    assert pixels.shape == (675, 1200, 3)
+    colours = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+    assert len(colours) > 50  # two curves on a grid with words, not an empty frame
+
+
+def test_report_of_a_run_evaluated_once(make_run, tmp_path, capsys):
+    assert report.main([str(make_run("kern", KERN[:1])), "--out", str(tmp_path / "x.png")]) == 0
+    assert "0 of 1,200" in capsys.readouterr().out
+    assert (tmp_path / "x.png").is_file()
+
+
+def test_report_refuses_what_is_no_run(make_run, tmp_path, capsys):
+    picture = tmp_path / "x.png"
+    assert report.main([str(tmp_path / "nothing"), "--out", str(picture)]) == 2
+    assert "not a run" in capsys.readouterr().err
+    started = make_run("kern", [(1, {"train/loss": 5.0})])
+    assert report.main([str(started), "--out", str(picture)]) == 2
+    assert f"{started}: not evaluated yet" in capsys.readouterr().err
+    assert not picture.exists()
+
+
+# ---- sample: the choice of a token
+
+
+class FakeModel:
+    """Logits that do not depend on what came before; `seen` are the inputs."""
+
+    def __init__(self, logits, block_size=4):
+        self.logits, self.seen = torch.tensor([[logits]]), []  # (1, 1, V)
+        self.config = SimpleNamespace(block_size=block_size)
+
+    def __call__(self, idx):
+        self.seen.append(idx[0].tolist())
+        return SimpleNamespace(logits=self.logits.clone())
+
+
+def kept(logits, temperature, top_k, top_p):
+    """{token: probability} by brute force: divide, keep k, then the fewest whose mass reaches p."""
+    ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
+    exps = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
+    chosen, mass = {}, 0.0
+    for token, exp in zip(ranked, exps, strict=True):
+        if mass < top_p:
+            chosen[token] = exp / sum(exps)
+            mass += chosen[token]
+    return {token: probability / sum(chosen.values()) for token, probability in chosen.items()}
+
+
+LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (0.8, 4, 0.6), (1.0, 100, 1.0)],
+)
+def test_tokens_come_as_often_as_they_should(temperature, top_k, top_p):
+    generator, draws = torch.Generator().manual_seed(0), 3000
+    model = FakeModel(LOGITS, block_size=1)
+    drawn = sample.generate(model, torch.tensor([[0]]), draws, temperature, top_k, top_p, generator)[0, 1:]
+    counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
+    expected = kept(LOGITS, temperature, top_k, top_p)
+    for token, count in enumerate(counts):
+        p = expected.get(token, 0.0)
+        assert abs(count - draws * p) <= 4 * math.sqrt(draws * p * (1 - p)), token
+
+
+@given(
+    logits=st.lists(st.integers(-30, 30), min_size=2, max_size=8, unique=True),
+    temperature=st.floats(0.5, 2),
+    top_k=st.integers(0, 9),
+    top_p=st.floats(0.05, 1),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed):
+    logits = [logit / 7 for logit in logits]
+    allowed = kept(logits, temperature, top_k, min(1.0, top_p + 1e-5))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = sample.generate(FakeModel(logits), torch.tensor([[0]]), 20, temperature, top_k, top_p, generator)
+    assert set(drawn[0, 1:].tolist()) <= allowed.keys()
+
+
+@pytest.mark.parametrize("choice", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_greedy_in_three_ways(choice):
+    assert sample.generate(FakeModel(LOGITS), torch.tensor([[5, 4]]), 6, **choice).tolist() == [[5, 4, *[1] * 6]]
+
+
+def test_model_sees_the_last_block(monkeypatch):
+    model = FakeModel([0.0, 9.0], block_size=4)
+    idx = sample.generate(model, torch.tensor([[0, 0, 0, 1, 0, 0]]), 3, temperature=0)
+    assert model.seen == [[0, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
+    assert idx.tolist() == [[0, 0, 0, 1, 0, 0, 1, 1, 1]]
+
+
+# ---- sample: from a run
+
+
+@pytest.fixture
+def trained(tiny, tmp_path):
+    train.train(tiny("train.checkpoint_interval=2"))
+    return tmp_path / "runs" / "tiny"
+
+
+def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, capsys):
+    def text(*arguments):
+        assert sample.main([str(trained), "--prompt", "a bee ", "--tokens", "60", *arguments]) == 0
+        return capsys.readouterr().out
+
+    first = text("--seed", "1")
+    assert first.startswith("a bee ") and len(first) > len("a bee \n")
+    assert text("--seed", "1") == first
+    assert text("--seed", "2") != first
+    assert text("--step", "2", "--seed", "1") != first  # the weights of another checkpoint
+    assert text("--temperature", "0", "--seed", "1") == text("--top-k", "1", "--seed", "2")
+
+
+def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
+    def error(*arguments):
+        assert sample.main([*map(str, arguments)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 1
+        return said.err
+
+    assert "not a run" in error(tmp_path / "nothing")
+    assert "no checkpoint of step 3, it has [2, 4]" in error(trained, "--step", 3)
+    for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
+        assert wrong[0] in error(trained, *wrong)
+    for step in ("step_00000002", "step_00000004"):
+        (trained / "checkpoints" / step).rename(trained / step)
+    assert "train it first" in error(trained)
+
+
+# ---- bench
+
+
+def test_bench_compares_routers_in_turns(tiny_file, capsys):
+    arguments = ["--routers", "kern", "dense", "--rounds", "2", "--model.n_layer=1"]
+    assert bench.main(["step", str(tiny_file), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "float32" in out and "256 tokens each" in out and "kern's" in out
+    row = r"(\S+) +([\d.]+) ms +([\d,]+) tokens/s +ratio (\d+\.\d{3})"
+    kern, dense = re.findall(row, out)
+    assert (kern[0], kern[3]) == ("kern", "1.000")  # the first is the measure
+    assert dense[0] == "dense"
+    assert float(dense[3]) == pytest.approx(float(dense[1]) / float(kern[1]), abs=0.05)
+    assert int(dense[2].replace(",", "")) == pytest.approx(256000 / float(dense[1]), rel=0.1)
+
+
+def test_functions_are_timed_in_turns_after_a_warm_up():
+    called = []
+    functions = {name: lambda name=name: called.append(name) for name in "ab"}
+    seconds = bench.in_turns(functions, 3, torch.device("cpu"))
+    assert "".join(called) == "ab" * 5  # two rounds of warm-up
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_bench_refuses_bad_input(tiny_file, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["step", str(tiny_file), "--routers", "kernn"])
+    assert stop.value.code == 2
+    assert "kernn" in (message := capsys.readouterr().err) and "softmax" in message
+    assert bench.main(["step", str(tiny_file), "--model.n_layr=1"]) == 2
+    assert "did you mean 'model.n_layer'?" in capsys.readouterr().err

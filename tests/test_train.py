@@ -1,0 +1,440 @@
+"""The loop: equal runs, loss and gradients, resuming, steps that are not finite, what a run leaves behind, refusals."""
+
+import hashlib
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import configure
+import train
+from data import DataError
+from data.bins import open_tokens
+from data.loader import Loader, fixed_windows, windows
+from model import GPT
+from router import ROUTERS
+from runtime import RunError, checkpoint
+from runtime.metrics import read
+from scripts.sample import load_run
+
+HOUSE = Path(__file__).parents[1]
+
+
+def folder_of(config):
+    return Path(config.run.dir, config.run.name)
+
+
+def run(config):
+    """Train, and read the lines of metrics.jsonl."""
+    train.train(config)
+    return read(folder_of(config) / "metrics.jsonl")
+
+
+def column(lines, key):
+    return [line[key] for line in lines if key in line]
+
+
+def untimed(lines):
+    """What two equal runs have in common."""
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+def first_forward(config):
+    """What the freshly initialised model of `config` puts out for the whole first batch."""
+    torch.manual_seed(config.run.seed)
+    model = GPT(config.model)
+    tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
+    x, y = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed).batch(0)
+    with torch.no_grad():
+        return model(torch.from_numpy(x), torch.from_numpy(y))
+
+
+# ---- equal runs
+
+
+def test_same_seed_same_numbers_bit_for_bit(tiny):
+    first, again, other = (
+        run(tiny("model.dropout=0.1", f"run.name={name}", f"run.seed={seed}"))
+        for name, seed in (("first", 7), ("again", 7), ("other", 8))
+    )
+    assert untimed(first) == untimed(again)
+    assert not set(column(first, "train/loss")) & set(column(other, "train/loss"))
+
+
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_accumulation_changes_nothing(tiny, router):
+    whole = run(tiny(f"model.router={router}", "run.name=whole"))
+    parts = run(tiny(f"model.router={router}", "run.name=parts", "train.micro_batch_size=2"))
+    for key in ("train/loss", "val/loss", "optim/grad_norm"):
+        assert column(parts, key) == pytest.approx(column(whole, key), rel=1e-5)
+    if router == "kern":  # loads are summed over micro-batches, the means over tokens averaged
+        assert parts[1]["router/load_imbalance"] == whole[1]["router/load_imbalance"]
+        assert parts[1]["router/entropy"] == pytest.approx(whole[1]["router/entropy"], rel=1e-5)
+
+
+def test_two_ranks_train_like_one(tiny, tiny_file):
+    overrides = ["train.micro_batch_size=2", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"]
+    alone = run(tiny("run.name=alone", *overrides))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "train.py", tiny_file, "--run.name=ranks", *(f"--{override}" for override in overrides)]
+    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stdout
+    config = tiny("run.name=ranks", *overrides)
+    ranks = read(folder_of(config) / "metrics.jsonl")
+    assert column(ranks, "step") == column(alone, "step")  # rank 0 alone writes
+    for key in ("train/loss", "train/aux_loss", "optim/grad_norm", "val/loss", "router/load_imbalance"):
+        assert column(ranks, key) == pytest.approx(column(alone, key), rel=1e-5)
+    betas = [load_run(folder_of(tiny(f"run.name={name}")))[0].blocks[1].mlp.router for name in ("alone", "ranks")]
+    assert betas[0].selection_bias.any() and torch.equal(betas[0].selection_bias, betas[1].selection_bias)
+
+
+# ---- what is learned
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_learns(tiny, router):
+    lines = run(tiny(f"model.router={router}", "train.max_steps=2"))
+    start, end = column(lines, "val/loss")
+    assert start == pytest.approx(math.log(257), abs=0.1)  # as good as a guess
+    assert end < start - 0.05
+    assert all(math.isfinite(loss) for loss in column(lines, "train/loss"))
+
+
+def test_validation_loss_falls(tiny):
+    start, *_, end = column(run(tiny("train.max_steps=30", "eval.interval=10")), "val/loss")
+    assert end < start - 1.5
+
+
+def test_bfloat16_is_near_float32(tiny):
+    exact, rounded = (run(tiny(f"run.name={dtype}", f"train.dtype={dtype}")) for dtype in ("float32", "bfloat16"))
+    assert column(exact, "val/loss") != column(rounded, "val/loss")
+    assert column(exact, "val/loss") == pytest.approx(column(rounded, "val/loss"), abs=0.02)
+
+
+# ---- losses
+
+
+def test_losses_are_cross_entropy_alone(tiny):
+    """Auxiliary losses steer the gradient, and appear in no reported loss but their own."""
+    without = run(tiny("run.name=without", "train.max_steps=2"))
+    config = tiny("run.name=with", "train.max_steps=2", "train.balance_loss_coef=1", "train.z_loss_coef=0.1")
+    with_aux = run(config)
+    assert with_aux[0]["val/loss"] == without[0]["val/loss"]  # the same weights
+    assert with_aux[1]["train/loss"] == without[1]["train/loss"]
+    assert column(without, "train/aux_loss") == [0, 0]
+    stats = first_forward(config).stats
+    aux_loss = stats.balance_loss.mean() + 0.1 * stats.z_loss.mean()
+    assert with_aux[1]["train/aux_loss"] == pytest.approx(aux_loss.item(), rel=1e-5)
+    assert aux_loss > 1 + 0.09 * math.log(8) ** 2
+    assert with_aux[1]["optim/grad_norm"] != without[1]["optim/grad_norm"]
+
+
+def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
+    config = tiny("train.micro_batch_size=4", "train.balance_loss_coef=1")  # 6 windows: a batch of 4, then one of 2
+    lines = run(config)
+    tokens = open_tokens(Path(config.data.dir, config.data.name), "val")
+    x, y = map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 6), 32))
+    logits = load_run(folder_of(config))[0](x, y).logits
+    assert lines[-1]["val/loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), y.flatten()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("router", ["softmax", "kern"])
+def test_balance_loss_balances(tiny, router):
+    free, balanced = (
+        run(
+            tiny(
+                f"run.name={coef}",
+                f"model.router={router}",
+                "train.max_steps=40",
+                "eval.interval=40",
+                f"train.balance_loss_coef={coef}",
+            )
+        )[-1]["val/load_imbalance"]
+        for coef in (0, 1)
+    )
+    assert balanced < 0.6 * free
+
+
+def test_selection_bias_follows_the_loads_of_the_whole_batch(tiny):
+    once = ["train.max_steps=1", "optim.warmup_steps=0"]
+    config = tiny(*once, "train.micro_batch_size=2", "train.bias_update_rate=0.01")
+    run(config)
+    loads = first_forward(config).stats.loads.float()  # (L, E)
+    for block, load in zip(load_run(folder_of(config))[0].blocks, loads, strict=True):
+        assert torch.equal(block.mlp.router.selection_bias, 0.01 * torch.sign(load.mean() - load))
+
+
+def test_selection_bias_stays_zero_unless_asked(tiny):
+    run(tiny())
+    assert not any(block.mlp.router.selection_bias.any() for block in load_run(folder_of(tiny()))[0].blocks)
+
+
+# ---- optimizer
+
+
+def test_learning_rate_by_hand():
+    optim = SimpleNamespace(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [train.learning_rate(optim, 110, step) for step in (0, 4, 9, 10, 60, 110)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
+
+
+@given(
+    lr=st.floats(1e-6, 1), warmup=st.integers(0, 60), decay=st.integers(1, 200), ratio=st.floats(0, 1, allow_nan=False)
+)
+def test_learning_rate_rises_then_falls(lr, warmup, decay, ratio):
+    optim, max_steps = SimpleNamespace(lr=lr, warmup_steps=warmup, min_lr_ratio=ratio), warmup + decay
+    rates = [train.learning_rate(optim, max_steps, step) for step in range(max_steps + 1)]
+    slack = 1e-12 * lr
+    assert all(low < high for low, high in zip(rates[:warmup], rates[1:warmup], strict=False))
+    assert rates[warmup] == pytest.approx(lr)
+    assert all(high >= low - slack for high, low in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert rates[-1] == pytest.approx(lr * ratio, abs=slack)
+    assert 0 < rates[0] and max(rates) <= lr + slack
+
+
+def test_weight_decay_on_matrices_only(tiny):
+    config = tiny("optim.weight_decay=0.3")
+    model = GPT(config.model)
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in train.build_optimizer(model, config.optim).param_groups
+        for parameter in group["params"]
+    }
+    spared = {"gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"}
+    names = dict(model.named_parameters())
+    assert len(decay) == len(names)
+    assert {"blocks.0.mlp.router.weight", "blocks.0.mlp.experts.w_in", "wte.weight", "wpe.weight"} < names.keys()
+    for name, parameter in names.items():
+        assert decay[id(parameter)] == (0 if name.endswith(tuple(spared)) else 0.3), name
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.router=kern", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"],
+        ["model.router=softmax", "train.dtype=float16"],
+    ],
+    ids=["kern", "float16"],
+)
+def test_killed_run_goes_on_as_if_nothing_had_happened(tiny, overrides, capsys):
+    often = ["train.max_steps=7", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
+    config = tiny("model.dropout=0.1", *often, *overrides)
+    whole = run(config)
+    metrics = folder_of(config) / "metrics.jsonl"
+    checkpoints = folder_of(config) / "checkpoints"
+    assert checkpoint.steps(checkpoints) == [2, 4, 6, 7]
+    for step in (6, 7):  # killed while it wrote the line of step 7
+        shutil.rmtree(checkpoints / f"step_{step:08d}")
+    metrics.write_text(metrics.read_text()[:-200])
+    again = run(config)
+    assert "from step 4" in capsys.readouterr().out
+    assert untimed(again) == untimed(whole)
+    assert checkpoint.steps(checkpoints) == [2, 4, 6, 7]
+
+
+def test_finished_run_is_left_alone(tiny, capsys):
+    config = tiny()
+    lines = run(config)
+    files = sorted(path for path in folder_of(config).rglob("*") if path.is_file())
+
+    def state():
+        return [(path, path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).digest()) for path in files]
+
+    before = state()
+    capsys.readouterr()
+    train.train(config)
+    said = capsys.readouterr()
+    assert said.out.strip().endswith(f"finished already, 4 steps, val loss {lines[-1]['val/loss']:.4f}")
+    assert said.err == ""
+    assert sorted(path for path in folder_of(config).rglob("*") if path.is_file()) == files and state() == before
+
+
+def test_run_of_another_config_is_refused(tiny):
+    run(tiny("train.max_steps=2"))
+    with pytest.raises(RunError) as caught:
+        train.train(tiny("train.max_steps=2", "model.router=tanh"))
+    assert "model.router: 'kern' -> 'tanh'" in str(caught.value)
+    assert "--run.name=NAME" in str(caught.value)
+    assert "max_steps" not in str(caught.value)
+
+
+# ---- steps that are not finite
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """`poison(steps)` makes the losses of those training steps infinite. It returns a list that training fills: all
+    weights, in one vector, as each step found them."""
+
+    def poison(steps):
+        forward, found = GPT.forward, []
+
+        def poisoned(model, idx, targets=None):
+            out = forward(model, idx, targets)
+            if model.training:
+                found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+                if len(found) - 1 in steps:
+                    out = out._replace(loss=out.loss * math.inf)
+            return out
+
+        monkeypatch.setattr(GPT, "forward", poisoned)
+        return found
+
+    return poison
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
+    weights = poison({1, 2})
+    lines = run(tiny("train.max_steps=5", f"train.dtype={dtype}"))
+    assert [bool(torch.equal(a, b)) for a, b in zip(weights, weights[1:], strict=False)] == [False, True, True, False]
+    assert column(lines, "optim/skipped_steps") == [0, 1, 2, 2, 2]
+    assert math.isfinite(lines[-1]["val/loss"])
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison):
+    weights = poison(range(1, 100))
+    with pytest.raises(RunError, match=r"3 steps in a row .*\(step 4, loss inf.*Lower optim\.lr"):
+        run(tiny("train.max_steps=50", "train.max_skipped_steps=3"))
+    assert len(weights) == 4
+    assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
+
+
+def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
+    poison({0, 2, 4})
+    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
+    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
+
+
+def test_loss_scale_has_a_floor(tiny, poison):
+    """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
+    weights = poison(range(20))
+    lines = run(
+        tiny(
+            "train.max_steps=22",
+            "eval.interval=22",
+            "train.dtype=float16",
+            "train.max_skipped_steps=21",
+            "optim.warmup_steps=0",
+        )
+    )
+    scales = column(lines, "optim/loss_scale")
+    assert scales[:16] == [2.0**power for power in range(15, -1, -1)]
+    assert set(scales[16:]) == {1.0}
+    assert not torch.equal(weights[20], weights[21])  # and it learns again
+
+
+# ---- what a run leaves behind
+
+
+def test_metrics_have_the_keys_of_the_vocabulary(tiny):
+    lines = run(tiny("train.dtype=float16"))
+    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
+    assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
+    assert lines[0].keys() == {"step", "tokens", "val/loss", "val/load_imbalance", "val/dead_experts"}
+    assert lines[1].keys() == {
+        "step",
+        "tokens",
+        "train/loss",
+        "train/aux_loss",
+        "optim/lr",
+        "optim/grad_norm",
+        "optim/loss_scale",
+        "optim/skipped_steps",
+        "router/load_imbalance",
+        "router/dead_experts",
+        "router/entropy",
+        "router/zero_gates",
+        "router/gamma",
+        "perf/tokens_per_sec",
+        "perf/step_ms",
+    }
+    assert lines[1]["optim/loss_scale"] == 65536
+    assert lines[1]["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / lines[1]["perf/step_ms"])
+    assert 0.9 < lines[1]["router/gamma"] < 1.1 and lines[1]["router/gamma"] != 1
+
+
+def test_metrics_of_a_dense_model_have_no_routing(tiny):
+    lines = run(tiny("model.router=dense"))
+    assert not [key for line in lines for key in line if key.startswith("router/") or "imbalance" in key]
+
+
+def test_metrics_are_means_over_the_log_interval(tiny):
+    each = column(run(tiny("run.name=each")), "train/loss")
+    pairs = run(tiny("run.name=pairs", "log.interval=2"))
+    assert column(pairs, "train/loss") == pytest.approx([sum(each[:2]) / 2, sum(each[2:]) / 2])
+    assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
+
+
+def test_run_holds_its_config(tiny):
+    config = tiny("model.router=sigmoid-renorm", "optim.lr=1e-3")
+    run(config)
+    assert configure.load(folder_of(config) / "config.toml") == config
+
+
+def test_progress_bar_shows_step_loss_speed_and_time_left(tiny, capsys):
+    run(tiny())
+    bar = capsys.readouterr().err.rsplit("\r", 1)[-1]
+    assert re.search(r"tiny: step 4/4 \|\S+\| \d\d:\d\d, \d\d:\d\d left, loss \d\.\d{4}, [\d,]+ tokens/s", bar)
+
+
+# ---- refusals, before anything is made
+
+
+@pytest.mark.parametrize(
+    "override, error, words",
+    [
+        ("data.name=nowhere", DataError, "python -m data.prepare text --source FILES --name nowhere"),
+        ("model.vocab_size=100", DataError, "Set model.vocab_size to at least 257"),
+        ("model.block_size=100000", DataError, "lower model.block_size"),
+        ("train.device=cuda", RunError, "--train.device=auto"),
+    ],
+)
+def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = tiny(override)
+    with pytest.raises(error, match=re.escape(words)):
+        train.train(config)
+    assert not folder_of(config).exists()
+
+
+def test_rank_without_a_validation_window_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="1 validation windows for 2 ranks; raise eval.windows"):
+        train.train(tiny("eval.windows=1"))
+    assert not folder_of(tiny()).exists() and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "change, arguments, words",
+    [
+        ('[sweep]\n"run.seed" = [0, 1]\n', [], "python -m scripts.sweep"),
+        ("", ["--optim.lrr=1"], "did you mean 'optim.lr'?"),
+        ("", ["--data.name=nowhere"], "error: "),
+        (None, [], "no such file"),
+    ],
+    ids=["open sweep", "unknown key", "no data", "no file"],
+)
+def test_command_line_errors_are_one_message(tiny_file, change, arguments, words):
+    if change is None:
+        tiny_file.unlink()
+    else:
+        tiny_file.write_text(tiny_file.read_text() + change)
+    command = [sys.executable, "train.py", tiny_file, *arguments]
+    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3 and not done.stdout
