@@ -211,7 +211,7 @@ def train(config):
             )
         L = len(routers)
         loads = totals[2 + 2 * L :].view(L, config.model.n_expert)
-        if config.train.bias_update_rate:
+        if finite and config.train.bias_update_rate:
             for router, load in zip(routers, loads, strict=True):
                 update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
 
