@@ -6,7 +6,7 @@ python="${PYTHON:-python3}"
     echo "error: $("$python" --version) is too old, nanoKERN needs Python 3.11 or later; name one: PYTHON=python3.12 bash $0" >&2
     exit 2
 }
-[ -x .venv/bin/python ] || "$python" -m venv .venv || {
+[ -x .venv/bin/pip ] || "$python" -m venv .venv || {
     echo "error: .venv could not be made; on Debian and Ubuntu: apt-get install python3-venv" >&2
     exit 2
 }
