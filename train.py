@@ -9,6 +9,7 @@ checkpoint.
 """
 
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -73,6 +74,7 @@ def open_run(config):
     folder = Path(config.run.dir, config.run.name)
     if (folder / "config.toml").exists():
         changed = configure.differences(configure.load(folder / "config.toml"), config)
+        changed = [line for line in changed if not line.startswith(("log.", "run.dir", "data.dir"))]
         if changed:
             raise RunError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
@@ -83,14 +85,14 @@ def open_run(config):
 
 def train(config):
     # Everything that can be wrong is checked here, before a process group, a GPU or a weight.
-    data = Path(config.data.dir, config.data.name)
-    check(data, config.model.vocab_size)
     folder, start = open_run(config)
     max_steps, batch_size, micro_batch = config.train.max_steps, config.train.batch_size, config.train.micro_batch_size
     if start >= max_steps:
-        last = [line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line][-1]
-        print(f"{folder}: finished already, {start} steps, val loss {last:.4f}")
+        losses = [line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line]
+        print(f"{folder}: finished already, {start} steps" + (f", val loss {losses[-1]:.4f}" if losses else ""))
         return
+    data = Path(config.data.dir, config.data.name)
+    check(data, config.model.vocab_size)
     train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
     loader = Loader(train_tokens, config.model.block_size, batch_size, config.run.seed)
     val_windows = fixed_windows(val_tokens, config.model.block_size, config.eval.windows)
@@ -108,7 +110,6 @@ def train(config):
     model = GPT(config.model).to(device)
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    torch.manual_seed(config.run.seed + 1 + ranks.rank)  # other dropout on every rank
     if start:
         checkpoint.load(folder / "checkpoints", start, model, optimizer, scaler)
 
@@ -128,13 +129,15 @@ def train(config):
     flops = flops_per_token(config.model)
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(configure.dumps(config))
+        if not (folder / "config.toml").exists():
+            (folder / "config.tmp").write_text(configure.dumps(config))
+            os.replace(folder / "config.tmp", folder / "config.toml")
         total, active = count_parameters(config.model)
         where = f"{ranks.world_size} x {device.type}" if ranks.world_size > 1 else str(device)
         print(
             f"{folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
-            f"{str(dtype).removeprefix('torch.')}; {max_steps} steps of {tokens_per_step:,} tokens"
-            + (f", from step {start}" if start else "")
+            f"{str(dtype).removeprefix('torch.')}; {max_steps} steps of {tokens_per_step:,} tokens, "
+            f"{len(val_windows)} validation windows" + (f", from step {start}" if start else "")
         )
         tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
         metrics = Metrics(folder, start if start else -1, tracker)
@@ -147,7 +150,9 @@ def train(config):
         bar_format="{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}",
     )
 
-    skipped, skipped_in_row = 0, 0
+    logged = read(folder / "metrics.jsonl") if start else []
+    skipped = max((line.get("optim/skipped_steps", 0) for line in logged if line["step"] <= start), default=0)
+    skipped_in_row = 0
     interval, clock = [], time.perf_counter()  # totals of the steps since the last logged one
     for step in range(start, max_steps + 1):
         # `step` optimizer steps are done. Evaluate, save, and take the next.
@@ -157,15 +162,22 @@ def train(config):
             if first:
                 metrics.log(step, step * tokens_per_step, **result)
                 bar.write(f"{config.run.name}: step {step}, val loss {result['val/loss'].item():.4f}")
+            if not result["val/loss"].isfinite():
+                raise RunError(
+                    f"{folder}: val loss {result['val/loss'].item()} at step {step}, the run has diverged. Start again "
+                    f"under another run.name, with a lower optim.lr or a longer optim.warmup_steps"
+                )
             clock += time.perf_counter() - paused
         every = config.train.checkpoint_interval
-        if step > start and (step == max_steps or (every and step % every == 0)):
+        due = every and step % every == 0 and not skipped_in_row  # after a finite step alone
+        if step > start and (step == max_steps or due):
             paused = time.perf_counter()
             checkpoint.save(folder / "checkpoints", step, model, optimizer, scaler, config.train.keep_checkpoints)
             clock += time.perf_counter() - paused
         if step == max_steps:
             break
 
+        torch.manual_seed(hash((config.run.seed, step, ranks.rank)))  # dropout, too, hangs on nothing else
         lr = learning_rate(config.optim, max_steps, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -174,7 +186,7 @@ def train(config):
             # Rows of the global batch, the same whatever the number of ranks.
             x, y = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
             x, y = torch.from_numpy(x).to(device, non_blocking=True), torch.from_numpy(y).to(device, non_blocking=True)
-            if ranks.world_size > 1:  # sum gradients over ranks in the last backward pass alone
+            if ranks.world_size > 1:  # average gradients over ranks in the last backward pass alone
                 runner.require_backward_grad_sync = micro == accumulation - 1
             with autocast():
                 loss, stats = runner(x, y)[1:]
@@ -192,7 +204,7 @@ def train(config):
 
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip or math.inf)
-        finite = bool(grad_norm.isfinite())  # the same on every rank: gradients are summed over ranks already
+        finite = bool(grad_norm.isfinite())  # the same on every rank: gradients are averaged over ranks already
         if finite:
             scaler.step(optimizer)
             skipped_in_row = 0
@@ -255,7 +267,7 @@ if __name__ == "__main__":
     config = configure.from_command_line(sys.argv[1:], distributed.world_size())
     try:
         train(config)
-    except (RunError, DataError, configure.ConfigError) as error:
+    except (RunError, DataError, configure.ConfigError, OSError) as error:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -7,6 +7,7 @@ from configure.load import (
     from_command_line,
     help_text,
     load,
+    split_command_line,
     sweep_points,
 )
 from configure.schema import Config
@@ -19,5 +20,6 @@ __all__ = [
     "from_command_line",
     "help_text",
     "load",
+    "split_command_line",
     "sweep_points",
 ]

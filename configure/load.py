@@ -117,7 +117,7 @@ def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
     try:
-        return load(*_split(argv), world_size)
+        return load(*split_command_line(argv), world_size)
     except ConfigError as error:
         _exit(2, str(error))
 
@@ -128,7 +128,7 @@ def _exit(status: int, text: str) -> NoReturn:
     raise SystemExit(status)
 
 
-def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
+def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Config file and `--key=value` overrides of a command line."""
     files, overrides = [], []
     words = iter(argv)
@@ -147,7 +147,7 @@ def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
             overrides.append(f"{key}={value}")
     if len(files) != 1:
         found = f"found {len(files)}: {', '.join(files)} (overrides start with --)" if files else "found none"
-        raise ConfigError(f"train.py needs one config file, {found}\n{USAGE}\nevery key: python train.py --help")
+        raise ConfigError(f"one config file is needed, {found}\n{USAGE}\nevery key: python train.py --help")
     return files[0], overrides
 
 

@@ -92,7 +92,12 @@ def read_meta(folder: str | Path) -> Meta:
             name: Split(**split | {"files": [Shard(**file) for file in split["files"]]})
             for name, split in raw["splits"].items()
         }
-        return Meta(**raw)
+        meta = Meta(**raw)
+        sizes = [meta.splits[name].tokens for name in ("train", "val")] + [meta.tokenizer["vocab_size"]]
+        sizes += [file.tokens for split in meta.splits.values() for file in split.files]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError("a size is not a whole number")
+        return meta
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path}: cannot be read ({type(error).__name__}: {error}). Prepare the set again: "

@@ -3,6 +3,7 @@
 A checkpoint is written under a temporary name and renamed when it is whole, so every `step_…` folder can be loaded.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -10,10 +11,12 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+from runtime import RunError
 
 NAME = re.compile(r"step_(\d{8})")
 
@@ -44,36 +47,37 @@ def save(folder, step, model, optimizer, scaler, keep):
 
 
 def load(folder, step, model, optimizer, scaler):
-    """Bring model, optimizer, scaler and this process' random numbers back to what `save` saw at `step`, in place."""
+    """Bring model, optimizer and scaler back to what `save` saw at `step`, in place. Raises RunError if damaged."""
     state = _state(model, optimizer, scaler)
-    with _quiet():
-        dcp.load(state, checkpoint_id=Path(folder, f"step_{step:08d}"))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    _read(folder, step, state)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     scaler.load_state_dict(state["scaler"])
-    torch.set_rng_state(state["rng"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda_rng"])
 
 
 def load_model(folder, step, model):
-    """Weights alone, for evaluation and sampling, in one process. `model` is changed in place."""
+    """Weights alone, for evaluation and sampling, in one process. `model` is changed in place. Raises RunError."""
     state = {"model": get_model_state_dict(model)}
-    with _quiet():
-        dcp.load(state, checkpoint_id=Path(folder, f"step_{step:08d}"))
+    _read(folder, step, state)
     model.load_state_dict(state["model"])
+
+
+def _read(folder, step, state):
+    path = Path(folder, f"step_{step:08d}")
+    try:
+        with _quiet():
+            dcp.load(state, checkpoint_id=path)
+    except (Exception, CheckpointException) as error:  # a damaged file shows itself in many ways
+        others = [other for other in steps(folder) if other != step]
+        then = f"go on from step {others[-1]}" if others else "start over"
+        reason = str(error).strip().split("\n")[-1]
+        raise RunError(
+            f"{path} cannot be read ({type(error).__name__}: {reason}); remove that folder to {then}"
+        ) from error
 
 
 def _state(model, optimizer, scaler):
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "scaler": scaler.state_dict(),
-        "rng": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda_rng"] = torch.cuda.get_rng_state()
-    return state
+    return {"model": model_state, "optimizer": optimizer_state, "scaler": scaler.state_dict()}
 
 
 def _barrier():
@@ -83,7 +87,12 @@ def _barrier():
 
 @contextmanager
 def _quiet():
-    """torch warns where one process saves alone; here that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed")
-        yield
+    """torch warns where one process saves alone, which is meant here, and logs tracebacks of what `_read` reports."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch.distributed")
+            yield
+    finally:
+        logging.disable(before)

@@ -9,6 +9,8 @@ from urllib.parse import urlparse
 
 import torch
 
+from runtime import RunError
+
 
 class Metrics:
     """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one."""
@@ -45,7 +47,7 @@ def read(path):
             records.append(json.loads(line))
         except json.JSONDecodeError:
             if number != len(lines) - 1:
-                raise
+                raise RunError(f"{path}, line {number + 1} is not JSON; remove that line") from None
     return records
 
 

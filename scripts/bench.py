@@ -2,8 +2,8 @@
 
     python -m scripts.bench step config/quickstart.toml [--routers dense softmax kern] [--section.key=value ...]
 
-`step` times whole training steps (forward, backward, clipping, AdamW) of one micro-batch on random tokens, for dense
-and each router.
+`step` times whole training steps (forward, backward, clipping, AdamW; no auxiliary loss) of one micro-batch of random
+tokens, for dense and each router.
 """
 
 import argparse

@@ -4,6 +4,7 @@ python -m scripts.report runs/quickstart-*  [--out runs/report.png]
 """
 
 import argparse
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -71,7 +72,9 @@ def draw(runs, path):
         (curve,) = axes.plot(*zip(*val, strict=True), "o-", markersize=3, label=f"{config.run.name}: {val[-1][1]:.4f}")
         if train:
             axes.plot(*zip(*train, strict=True), color=curve.get_color(), alpha=0.25, linewidth=0.8)
-        shown = [loss for _, loss in val[len(val) // 4 :]]  # the first steep quarter may leave the picture
+        shown = [loss for _, loss in val[len(val) // 4 :] if math.isfinite(loss)] or [
+            0.0
+        ]  # the first steep quarter may leave the picture
         lowest, highest = min(lowest, *shown), max(highest, *shown)
     margin = 0.1 * (highest - lowest) or 0.1
     axes.set(ylim=(lowest - margin, highest + margin))
@@ -94,7 +97,11 @@ def main(argv=None):
         return 2
     print(table(row(*run) for run in runs))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, args.out)
+    try:
+        draw(runs, args.out)
+    except ValueError as error:
+        print(f"error: {args.out}: {error}", file=sys.stderr)
+        return 2
     print(f"loss curves: {args.out}")
     return 0
 

@@ -16,14 +16,15 @@ from runtime import checkpoint
 
 
 @torch.no_grad()
-def generate(model, idx, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+def generate(model, idx, count, temperature=1.0, top_k=0, top_p=1.0, generator=None, vocab_size=None):
     """Continue idx (1, T) by `count` tokens: (1, T + count). The model sees the last block_size tokens.
 
     `temperature` 0 takes the likeliest token. `top_k` > 0 keeps the k likeliest, `top_p` < 1 the fewest whose
-    probabilities reach p (nucleus sampling, arXiv 1904.09751).
+    probabilities reach p (nucleus sampling, arXiv 1904.09751). Ids from `vocab_size` on, which pad the
+    model's vocabulary, are never drawn.
     """
     for _ in range(count):
-        logits = model(idx[:, -model.config.block_size :]).logits[:, -1].float()  # (1, V)
+        logits = model(idx[:, -model.config.block_size :]).logits[:, -1, :vocab_size].float()  # (1, V)
         if temperature == 0:
             idx = torch.cat([idx, logits.argmax(-1, keepdim=True)], dim=1)
             continue
@@ -66,7 +67,7 @@ def main(argv=None):
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the last)")
     args = parser.parse_args(argv)
     try:
-        if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.tokens < 1:
+        if not args.temperature >= 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.tokens < 1:
             raise ValueError("--temperature and --top-k must be at least 0, --top-p in (0, 1], --tokens at least 1")
         model, tokenizer, _, _ = load_run(args.run, args.step)
     except ValueError as error:
@@ -74,7 +75,8 @@ def main(argv=None):
         return 2
     prompt = [tokenizer.eot, *tokenizer.encode(args.prompt)]
     generator = torch.Generator().manual_seed(args.seed)
-    idx = generate(model, torch.tensor([prompt]), args.tokens, args.temperature, args.top_k, args.top_p, generator)
+    sampling = (args.temperature, args.top_k, args.top_p, generator, tokenizer.vocab_size)
+    idx = generate(model, torch.tensor([prompt]), args.tokens, *sampling)
     print(tokenizer.decode(idx[0, 1:].tolist()))
     return 0
 

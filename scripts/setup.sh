@@ -18,6 +18,7 @@ for file in "$@"; do
     else
         echo "installing $file into .venv ..."
         pip install --quiet --disable-pip-version-check -r "$file"
+        rm -f .venv/*-"$file"
         touch "$stamp"
     fi
 done

@@ -20,22 +20,21 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 
 
 def main(argv):
+    if "-h" in argv or "--help" in argv:
+        print(__doc__)
+        return 0
     dry_run = "--dry-run" in argv
-    words = [word for word in argv if word != "--dry-run"]
-    files = [word for word in words if not word.startswith("--")]
-    if "-h" in argv or "--help" in argv or len(files) != 1:
-        print(__doc__, file=sys.stdout if "-h" in argv or "--help" in argv else sys.stderr)
-        return 0 if "-h" in argv or "--help" in argv else 2
     try:
-        points = configure.sweep_points(files[0], [word for word in words if word.startswith("--")])
+        file, overrides = configure.split_command_line([word for word in argv if word != "--dry-run"])
+        points = configure.sweep_points(file, overrides)
     except configure.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     failed = []
     for number, overrides in enumerate(points, 1):
-        command = ["train.py", files[0], *overrides]
+        command = ["train.py", file, *overrides]
         print(f"[{number}/{len(points)}] python {shlex.join(command)}", flush=True)
-        config = configure.load(files[0], overrides)
+        config = configure.load(file, overrides)
         if is_finished(config):
             print(f"  finished already: {config.run.dir}/{config.run.name}")
         elif not dry_run and subprocess.run([sys.executable, TRAIN, *command[1:]]).returncode:

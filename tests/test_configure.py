@@ -387,8 +387,8 @@ def test_help_exits_well(capsys, command):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("", "needs one config file, found none"),
-        ("a.toml b.toml", "needs one config file, found 2: a.toml, b.toml"),
+        ("", "one config file is needed, found none"),
+        ("a.toml b.toml", "one config file is needed, found 2: a.toml, b.toml"),
         ("a.toml model.router=kern", "(overrides start with --)"),
         ("a.toml --optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
         ("a.toml --train.compile --optim.lr=1", "--train.compile has no value; write --train.compile=VALUE"),

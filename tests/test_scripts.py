@@ -75,7 +75,9 @@ def test_sweep_refuses_bad_input(sweep_file, capsys):
     assert sweep.main([str(sweep_file), "--optim.lrr=1"]) == 2
     assert "did you mean 'optim.lr'?" in capsys.readouterr().err
     assert sweep.main([]) == 2
-    assert "python -m scripts.sweep" in capsys.readouterr().err
+    assert "one config file is needed, found none" in capsys.readouterr().err
+    assert sweep.main(["--config", str(sweep_file), "--run.seed", "0", "--dry-run"]) == 0  # the forms train.py takes
+    assert "[2/2]" in capsys.readouterr().out
     assert sweep.main(["--help"]) == 0
     assert "python -m scripts.sweep" in capsys.readouterr().out
 
@@ -210,6 +212,13 @@ def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_greedy_in_three_ways(choice):
     assert sample.generate(FakeModel(LOGITS), torch.tensor([[5, 4]]), 6, **choice).tolist() == [[5, 4, *[1] * 6]]
+
+
+@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 5}])
+def test_padding_of_the_vocabulary_is_never_drawn(choice):
+    model = FakeModel([0.0, 1.0, 2.0, 50.0, 50.0])  # two ids that the tokenizer does not know
+    drawn = sample.generate(model, torch.tensor([[0]]), 50, vocab_size=3, **choice)
+    assert drawn.max() == 2
 
 
 def test_model_sees_the_last_block(monkeypatch):

@@ -438,3 +438,18 @@ def test_command_line_errors_are_one_message(tiny_file, change, arguments, words
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 3 and not done.stdout
+
+
+def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny):
+    config = tiny("optim.lr=1e30", "optim.grad_clip=0", "optim.warmup_steps=0", "train.max_steps=6", "eval.interval=6")
+    with pytest.raises(RunError, match="diverged.*lower optim.lr"):
+        run(config)
+    assert not checkpoint.steps(folder_of(config) / "checkpoints")
+
+
+def test_what_cannot_change_numbers_may_change_on_resume(tiny, capsys):
+    run(tiny("log.interval=1"))
+    train.train(tiny("log.interval=2", "log.project=other"))
+    assert "finished already" in capsys.readouterr().out
+    with pytest.raises(RunError, match="optim.lr: 0.003 -> 0.001"):
+        train.train(tiny("optim.lr=1e-3"))
