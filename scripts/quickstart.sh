@@ -8,4 +8,4 @@ echo
 python -m scripts.report runs/quickstart-{dense,softmax,kern} --out runs/quickstart.png
 echo
 echo "--- a sample of runs/quickstart-kern ---"
-python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 500 --temperature 0.7
+python -m scripts.sample runs/quickstart-kern --prompt $'class Stack:\n    def ' --tokens 500
