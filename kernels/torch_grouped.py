@@ -65,9 +65,12 @@ class Layout:
 
     def weight_grad(self, rows, grads):
         """Σ over an expert's rows of row^T grad: (S, in), (S, out) -> (E, in, out)."""
-        out = rows.new_zeros(self.n_expert, rows.shape[1], grads.shape[1])
         if self.slices is None:
-            return out.index_add_(0, self.block_expert, torch.bmm(self.blocks(rows).mT, self.blocks(grads)))
+            blocks = torch.bmm(self.blocks(rows).mT, self.blocks(grads))
+            wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert's blocks are many
+            out = torch.zeros(self.n_expert, *blocks.shape[1:], dtype=wide, device=blocks.device)
+            return out.index_add_(0, self.block_expert, blocks.to(wide)).to(blocks.dtype)
+        out = rows.new_zeros(self.n_expert, rows.shape[1], grads.shape[1])
         for (first, end), out_e in zip(self.slices, out.unbind(), strict=True):
             if end > first:
                 torch.mm(rows[first:end].t(), grads[first:end], out=out_e)
