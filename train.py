@@ -89,7 +89,8 @@ def train(config):
     max_steps, batch_size, micro_batch = config.train.max_steps, config.train.batch_size, config.train.micro_batch_size
     if start >= max_steps:
         losses = [line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line]
-        print(f"{folder}: finished already, {start} steps" + (f", val loss {losses[-1]:.4f}" if losses else ""))
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{folder}: finished already, {start} steps" + (f", val loss {losses[-1]:.4f}" if losses else ""))
         return
     data = Path(config.data.dir, config.data.name)
     check(data, config.model.vocab_size)
