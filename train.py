@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,14 +116,20 @@ def train(config):
 
     routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
     gammas = [router.gamma.detach() for router in routers if router.gamma is not None]
+    L, E = len(routers), config.model.n_expert
+    sizes = (
+        1,
+        1,
+        L,
+        L,
+        L * E,
+    )  # of what a step sums up in one vector: loss, auxiliary loss, entropy, zero gates, loads
     parameters = list(model.parameters())
     runner = torch.compile(model) if config.train.compile else model
     if ranks.world_size > 1:
         runner = DistributedDataParallel(runner, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def autocast():
-        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     accumulation = batch_size // (micro_batch * ranks.world_size)
     tokens_per_step = batch_size * config.model.block_size
     peak = distributed.peak_flops(device, dtype)
@@ -182,7 +188,7 @@ def train(config):
         lr = learning_rate(config.optim, max_steps, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        totals = None  # of this step's micro-batches: losses, entropy, zero gates and loads in one vector
+        totals = 0  # of this step's micro-batches, see sizes
         for micro in range(accumulation):
             # Rows of the global batch, the same whatever the number of ranks.
             x, y = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
@@ -199,8 +205,7 @@ def train(config):
             scaler.scale((loss + aux_loss) / accumulation).backward()
             with torch.no_grad():
                 parts = (loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
-                vector = torch.cat([part.flatten().double() for part in parts])
-                totals = vector if totals is None else totals + vector
+                totals = totals + torch.cat([part.flatten().double() for part in parts])
         distributed.sum_over_ranks(totals)
 
         scaler.unscale_(optimizer)
@@ -222,29 +227,21 @@ def train(config):
                 f"weights are those before the first of them. Lower optim.lr, lengthen optim.warmup_steps, or use "
                 f"train.dtype = bfloat16 or float32, under another run.name"
             )
-        L = len(routers)
-        loads = totals[2 + 2 * L :].view(L, config.model.n_expert)
         if finite and config.train.bias_update_rate:
-            for router, load in zip(routers, loads, strict=True):
+            for router, load in zip(routers, totals.split(sizes)[-1].view(L, E), strict=True):
                 update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
 
         interval.append(totals)
         if first and ((step + 1) % config.log.interval == 0 or step + 1 == max_steps):
             seconds = (time.perf_counter() - clock) / len(interval)
-            means = torch.stack(interval).mean(0)
-            means[: 2 + 2 * L] /= accumulation * ranks.world_size
-            values = {"train/loss": means[0], "train/aux_loss": means[1]}
+            means = torch.stack(interval).mean(0) / (accumulation * ranks.world_size)  # per micro-batch
+            loss, aux_loss, entropy, zero_gates, loads = means.split(sizes)
+            values = {"train/loss": loss, "train/aux_loss": aux_loss}
             values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": skipped}
             values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
             if routers:
-                values |= {
-                    f"router/{name}": value
-                    for name, value in load_metrics(means[2 + 2 * L :].view(loads.shape)).items()
-                }
-                values |= {
-                    "router/entropy": means[2 : 2 + L].mean(),
-                    "router/zero_gates": means[2 + L : 2 + 2 * L].mean(),
-                }
+                values |= {"router/entropy": entropy.mean(), "router/zero_gates": zero_gates.mean()}
+                values |= {f"router/{name}": value for name, value in load_metrics(loads.view(L, E)).items()}
             if gammas:
                 values["router/gamma"] = torch.cat(gammas).mean()
             values |= {"perf/tokens_per_sec": tokens_per_step / seconds, "perf/step_ms": 1000 * seconds}
@@ -253,7 +250,7 @@ def train(config):
             if device.type == "cuda":
                 values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.log(step + 1, (step + 1) * tokens_per_step, **values)
-            bar.set_postfix_str(f"loss {means[0].item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {loss.item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
             interval, clock = [], time.perf_counter()
         bar.update()
 

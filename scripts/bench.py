@@ -11,7 +11,6 @@ import platform
 import statistics
 import sys
 import time
-from contextlib import nullcontext
 
 import torch
 from tqdm import tqdm
@@ -47,7 +46,7 @@ def training_step(config, device, dtype):
     x = torch.randint(config.model.vocab_size, (config.train.micro_batch_size, config.model.block_size), device=device)
 
     def step():
-        with nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = runner(x, x).loss
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)

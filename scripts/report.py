@@ -65,19 +65,17 @@ def table(rows):
 def draw(runs, path):
     """Validation loss (lines with dots) and training loss (faint) over training tokens."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    lowest, highest = float("inf"), 0.0
+    shown = []  # losses that must lie in the picture: not the first, steep quarter
     for config, lines in runs:
         val = [(line["tokens"] / 1e6, line["val/loss"]) for line in lines if "val/loss" in line]
         train = [(line["tokens"] / 1e6, line["train/loss"]) for line in lines if "train/loss" in line]
         (curve,) = axes.plot(*zip(*val, strict=True), "o-", markersize=3, label=f"{config.run.name}: {val[-1][1]:.4f}")
         if train:
             axes.plot(*zip(*train, strict=True), color=curve.get_color(), alpha=0.25, linewidth=0.8)
-        shown = [loss for _, loss in val[len(val) // 4 :] if math.isfinite(loss)] or [
-            0.0
-        ]  # the first steep quarter may leave the picture
-        lowest, highest = min(lowest, *shown), max(highest, *shown)
-    margin = 0.1 * (highest - lowest) or 0.1
-    axes.set(ylim=(lowest - margin, highest + margin))
+        shown += [loss for _, loss in val[len(val) // 4 :] if math.isfinite(loss)]
+    if shown:
+        margin = 0.1 * (max(shown) - min(shown)) or 0.1
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set(xlabel="training tokens, millions", ylabel="loss, nats per token")
     axes.set_title("Validation loss (dots) and training loss (faint)")
     axes.grid(alpha=0.3)

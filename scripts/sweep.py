@@ -2,9 +2,8 @@
 
     python -m scripts.sweep config/quickstart.toml [--section.key=value ...] [--dry-run]
 
-Each point is `train.py` with the point's overrides: one that was finished before ends at once, one that was cut off
-goes on from its last checkpoint. A point that fails is reported at the end and the others go on; the exit code is then
-1.
+Each point is `train.py` with the point's overrides. One that is finished is passed over, one that was cut off goes
+on from its last checkpoint. A point that fails is reported at the end and the others go on; the exit code is then 1.
 """
 
 import shlex
