@@ -23,7 +23,7 @@ from tqdm import tqdm
 import configure
 from data import DataError
 from data.bins import check, open_tokens
-from data.loader import Loader, fixed_windows, windows
+from data.loader import Loader, ahead, fixed_windows, windows
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import update_selection_bias
 from runtime import RunError, checkpoint, distributed
@@ -51,6 +51,21 @@ def build_optimizer(model, optim):
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
+def on_host(batch, device):
+    """A batch as tensors from which a copy to `device` need not wait."""
+    x, y = map(torch.from_numpy, batch)
+    return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+
+
+def micro_batches(loader, micro_batch, accumulation, steps, ranks):
+    """This rank's part of each of `steps`, micro-batch after micro-batch. The rows that all ranks together take in a
+    step are the same whatever their number."""
+    for step in steps:
+        for micro in range(accumulation):
+            rows = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
+            yield on_host(rows, ranks.device)
+
+
 @torch.no_grad()
 def evaluate(model, tokens, indices, config, ranks, autocast):
     """Cross-entropy (nats a token) and expert loads over the validation windows `indices`, shared out among the
@@ -58,10 +73,12 @@ def evaluate(model, tokens, indices, config, ranks, autocast):
     model.eval()
     mine = indices[ranks.rank :: ranks.world_size]
     loss, loads = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
-    for first in range(0, len(mine), config.train.micro_batch_size):
-        x, y = windows(tokens, mine[first : first + config.train.micro_batch_size], config.model.block_size)
+    micro_batch = config.train.micro_batch_size
+    rows = (mine[first : first + micro_batch] for first in range(0, len(mine), micro_batch))
+    for x, y in ahead(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows):
+        x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
         with autocast():
-            out = model(torch.from_numpy(x).to(ranks.device), torch.from_numpy(y).to(ranks.device))
+            out = model(x, y)
         loss += out.loss.double() * len(x)
         loads = loads + out.stats.loads
     model.train()
@@ -117,13 +134,7 @@ def train(config):
     routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
     gammas = [router.gamma.detach() for router in routers if router.gamma is not None]
     L, E = len(routers), config.model.n_expert
-    sizes = (
-        1,
-        1,
-        L,
-        L,
-        L * E,
-    )  # of what a step sums up in one vector: loss, auxiliary loss, entropy, zero gates, loads
+    sizes = (1, 1, L, L, L * E)  # of a step's sums: loss, auxiliary loss, entropy, zero gates, loads
     parameters = list(model.parameters())
     runner = torch.compile(model) if config.train.compile else model
     if ranks.world_size > 1:
@@ -131,6 +142,7 @@ def train(config):
 
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     accumulation = batch_size // (micro_batch * ranks.world_size)
+    batches = ahead(micro_batches(loader, micro_batch, accumulation, range(start, max_steps), ranks))
     tokens_per_step = batch_size * config.model.block_size
     peak = distributed.peak_flops(device, dtype)
     flops = flops_per_token(config.model)
@@ -190,9 +202,7 @@ def train(config):
             group["lr"] = lr
         totals = 0  # of this step's micro-batches, see sizes
         for micro in range(accumulation):
-            # Rows of the global batch, the same whatever the number of ranks.
-            x, y = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
-            x, y = torch.from_numpy(x).to(device, non_blocking=True), torch.from_numpy(y).to(device, non_blocking=True)
+            x, y = (part.to(device, non_blocking=True) for part in next(batches))
             if ranks.world_size > 1:  # average gradients over ranks in the last backward pass alone
                 runner.require_backward_grad_sync = micro == accumulation - 1
             with autocast():

@@ -7,15 +7,15 @@ data/<name>/gpt2.tiktoken: what the tokenizer, if it is gpt2, needs to decode th
 
 import hashlib
 import json
+import mmap
 import os
-import re
+import resource
 import shlex
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -27,7 +27,8 @@ DATA_DIR = Path(__file__).parent  # where prepared sets go unless told otherwise
 DTYPE = "uint16"
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are hashed at each check
-SHARD_NAME = re.compile(r"(train|val)-\d{5,}\.bin(\.tmp)?")
+RELEASE_BYTES = 2**28  # mapped memory a reader may hold
+FAULT_BYTES = 2**16  # that Linux maps around a byte that is read
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Meta:
 
 
 class Tokens:
-    """Shards of uint16 ids as one logical array. Nothing is loaded before it is read."""
+    """Shards of uint16 ids as one logical array. Of shards mapped into memory nothing is loaded before it is read, and
+    what is read does not stay in the process: beyond RELEASE_BYTES it is left to the page cache."""
 
-    def __init__(self, shards: Sequence[np.ndarray], name: str = "these tokens"):
+    def __init__(self, shards: Sequence[np.ndarray], name: str = "these tokens", maps: Sequence[mmap.mmap] = ()):
         self.name = name
-        self._shards = shards
+        self._shards, self._maps = shards, maps
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
+        self._touched = 0  # bytes since the last release
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -69,6 +72,11 @@ class Tokens:
         """Tokens [start, start + count), shape (count,): a view where they lie in one shard, else a copy."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
+        self._touched += FAULT_BYTES + 2 * count
+        if self._touched > RELEASE_BYTES:
+            self._touched = 0
+            for shard in self._maps:
+                shard.madvise(mmap.MADV_DONTNEED)
         parts = []
         shard = bisect_right(self._starts, start) - 1
         while count > 0:
@@ -82,6 +90,8 @@ def read_meta(folder: str | Path) -> Meta:
     """What `folder` holds. Raises DataError where it is missing, half-prepared or not of this format."""
     folder = Path(folder)
     if not folder.is_dir():
+        if partial_folder(folder).is_dir():
+            raise DataError(f"{folder}: half-prepared. Go on by the command that began it: {_prepare_command(folder)}")
         raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
     path = folder / "meta.json"
     if not path.is_file():
@@ -108,8 +118,15 @@ def read_meta(folder: str | Path) -> Meta:
 def open_tokens(folder: str | Path, split: str) -> Tokens:
     """The tokens of `split` ("train" or "val"), memory-mapped. Run `check` first."""
     files = read_meta(folder).splits[split].files
-    shards = [np.asarray(np.memmap(Path(folder, file.name), "<u2", "r")) for file in files]
-    return Tokens(shards, f"the {split} split of {folder}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a map keeps its file open
+    if soft != resource.RLIM_INFINITY and soft < len(files) + 1024:
+        limit = len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    maps = []
+    for file in files:
+        with Path(folder, file.name).open("rb") as opened:
+            maps.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    return Tokens([np.frombuffer(shard, "<u2") for shard in maps], f"the {split} split of {folder}", maps)
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
@@ -126,168 +143,64 @@ def check(folder: str | Path, vocab_size: int) -> Meta:
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    remedy = f"Prepare it again: {meta.prepare} --force"
-    if meta.dtype != DTYPE:
-        raise DataError(f"{folder}/meta.json: dtype {meta.dtype!r}, expected {DTYPE!r}. {remedy}")
     if meta.tokenizer["vocab_size"] > vocab_size:
         name, needed = meta.tokenizer["name"], meta.tokenizer["vocab_size"]
         raise DataError(
             f"{folder}: tokenizer {name!r} has {needed} ids, the model's vocab_size is {vocab_size}. "
             f"Set model.vocab_size to at least {needed}, or prepare the set with another --tokenizer"
         )
+    check_lengths(folder, meta)
     shards = [shard for split in meta.splits.values() for shard in split.files]
-    hashed = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
-    for shard in shards:
-        path = folder / shard.name
-        if not path.is_file():
-            raise DataError(f"{path}: missing, expected {shard.tokens} tokens. {remedy}")
-        size = path.stat().st_size
-        if size != 2 * shard.tokens:
-            expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
-            raise DataError(f"{path}: expected {expected}, found {size}. {remedy}")
-        if hashed:
-            with path.open("rb") as file:
+    if sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES:
+        for shard in shards:
+            with (folder / shard.name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != shard.sha256:
-                raise DataError(f"{path}: expected sha256 {shard.sha256}, found {found}. {remedy}")
+                raise DataError(
+                    f"{folder / shard.name}: expected sha256 {shard.sha256}, found {found}. "
+                    f"Prepare it again: {meta.prepare} --force"
+                )
     return meta
+
+
+def check_lengths(folder: Path, meta: Meta) -> None:
+    """Raises DataError if a shard is missing or not of the length that `meta` states."""
+    remedy = f"Prepare it again: {meta.prepare} --force"
+    if meta.dtype != DTYPE:
+        raise DataError(f"{folder}/meta.json: dtype {meta.dtype!r}, expected {DTYPE!r}. {remedy}")
+    for split in meta.splits.values():
+        for shard in split.files:
+            path = folder / shard.name
+            if not path.is_file():
+                raise DataError(f"{path}: missing, expected {shard.tokens} tokens. {remedy}")
+            size = path.stat().st_size
+            if size != 2 * shard.tokens:
+                expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
+                raise DataError(f"{path}: expected {expected}, found {size}. {remedy}")
+
+
+def summary(meta: Meta, folder: Path) -> str:
+    train, val = meta.splits["train"], meta.splits["val"]
+    return (
+        f"{train.tokens:,} train and {val.tokens:,} val tokens of {train.documents:,} and {val.documents:,} documents "
+        f"in {os.path.relpath(folder)}"
+    )
+
+
+def partial_folder(folder: str | Path) -> Path:
+    """Where the set in `folder` is written before it is whole."""
+    return Path(f"{folder}.partial")
 
 
 def _prepare_command(folder: Path) -> str:
     """The command that makes `folder`, as far as its name tells."""
     command = ["python", "-m", "data.prepare"]
-    if folder.name in SOURCES and not SOURCES[folder.name].takes_paths:
-        command += [folder.name]
-    else:
-        command += ["text", "--source", "FILES", "--name", folder.name]
+    corpus = folder.name if folder.name in SOURCES else "text"
+    command += [corpus]
+    if corpus in ("text", "books3"):  # there is nothing to download
+        command += ["--source", "FILES"]
+    if corpus != folder.name:
+        command += ["--name", folder.name]
     if folder.parent.resolve() != DATA_DIR.resolve():
         command += ["--out", str(folder.parent)]
     return shlex.join(command)
-
-
-class Writer:
-    """Writes one set: documents go to shards, each synced to disk before it takes its name; meta.json comes last.
-
-    with Writer(folder, tokenizer) as writer:
-        writer.add("train", ids)  # as often as there are documents
-        writer.finish(name, source, prepare)
-
-    Whatever an earlier preparation left in `folder` is removed first. Raises DataError if ids may not fit uint16.
-    """
-
-    def __init__(self, folder: str | Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS):
-        if tokenizer.vocab_size > 2**16:
-            raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "meta.json").unlink(missing_ok=True)
-        _sync_folder(self._folder)
-        for path in self._folder.iterdir():
-            if SHARD_NAME.fullmatch(path.name):
-                path.unlink()
-        self._tokenizer = tokenizer
-        self._splits = {name: _SplitWriter(self._folder, name, shard_tokens) for name in ("train", "val")}
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for split in self._splits.values():
-            split.abandon()
-
-    def add(self, split: str, ids: np.ndarray) -> None:
-        """One document: its ids, shape (n,), without the end-of-text that is written after them."""
-        self._splits[split].write(np.append(ids, self._tokenizer.eot).astype("<u2"))
-
-    def tokens(self, split: str) -> int:
-        """Tokens added so far."""
-        return self._splits[split].tokens
-
-    def finish(self, name: str, source: dict, prepare: str) -> Meta:
-        """Closes the shards and makes the set whole by writing meta.json."""
-        splits = {split: writer.finish() for split, writer in self._splits.items()}
-        for file_name, data in self._tokenizer.files.items():
-            _write_file(self._folder / file_name, data)
-        tokenizer = {key: getattr(self._tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
-        meta = Meta(name, tokenizer, DTYPE, splits, source, prepare)
-        _write_file(self._folder / "meta.json", json.dumps(asdict(meta), indent=2).encode() + b"\n")
-        return meta
-
-
-class _SplitWriter:
-    """The shards of one split, one after another."""
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int):
-        self.tokens = 0
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._documents = 0
-        self._shards: list[Shard] = []
-        self._open: _ShardWriter | None = None
-
-    def write(self, ids: np.ndarray) -> None:
-        self.tokens += len(ids)
-        self._documents += 1
-        while len(ids):
-            if self._open is None:
-                self._open = _ShardWriter(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
-            room = self._shard_tokens - self._open.tokens
-            self._open.write(ids[:room])
-            ids = ids[room:]
-            if self._open.tokens == self._shard_tokens:
-                self._close()
-
-    def finish(self) -> Split:
-        if self._open is not None:
-            self._close()
-        return Split(self.tokens, self._documents, self._shards)
-
-    def abandon(self) -> None:
-        if self._open is not None:
-            self._open.file.close()
-
-    def _close(self) -> None:
-        self._shards.append(self._open.finish())
-        self._open = None
-
-
-class _ShardWriter:
-    """One shard under its temporary name."""
-
-    def __init__(self, path: Path):
-        self.tokens = 0
-        self.file = open(f"{path}.tmp", "wb")  # noqa: SIM115 (closed by finish, or by abandon of the split)
-        self._path = path
-        self._sha256 = hashlib.sha256()
-
-    def write(self, ids: np.ndarray) -> None:
-        data = ids.tobytes()
-        self.file.write(data)
-        self._sha256.update(data)
-        self.tokens += len(ids)
-
-    def finish(self) -> Shard:
-        _publish(self.file, self._path)
-        return Shard(self._path.name, self.tokens, self._sha256.hexdigest())
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with open(f"{path}.tmp", "wb") as file:
-        file.write(data)
-        _publish(file, path)
-
-
-def _publish(file: BinaryIO, path: Path) -> None:
-    """Give a written temporary file its name, once its bytes are safely on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(file.name, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,10 @@ Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that
 pseudo-random permutation of all windows; row r of step s takes place s * batch_size + r in the endless row of epochs.
 """
 
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import numpy as np
 
 from data import DataError
@@ -11,6 +15,7 @@ from data.bins import Tokens
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+T = TypeVar("T")
 
 
 class Loader:
@@ -57,6 +62,16 @@ def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.nd
         window = tokens.read(int(index) * block_size, block_size + 1)
         x[row], y[row] = window[:-1], window[1:]
     return x, y
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items, each made by another thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        source, end = iter(items), object()
+        following = thread.submit(next, source, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, source, end)
+            yield item
 
 
 def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:

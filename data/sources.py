@@ -1,114 +1,202 @@
-"""The corpora that `python -m data.prepare` knows: one table, a line each, and the readers behind it.
+"""The corpora that `python -m data.prepare` knows: one table, and the list of input files behind each row.
 
-A reader yields (id, text), one pair a document, always in the same order. Text is None where a document is not UTF-8
-and the corpus would rather lose it than stop.
+Sizes and counts come from the corpora's own pages and scripts as stored in 2026-11 (docs/data.md names them); "~" marks
+what is reckoned from them. The hub may have moved on since.
 """
 
-import gzip
-import json
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from data import DataError
+from data.readers import KINDS, Input
 
-Documents = Iterator[tuple[str, str | None]]
+
+class Hub(NamedTuple):
+    """Files of one data set on the Hugging Face hub."""
+
+    repo: str
+    files: str  # a pattern below the repository
+    download: str
+    tokens: str
+    licence: str
+    only: tuple[str, str] | None = None  # rows whose field, dots for nesting, has this value
 
 
 class Source(NamedTuple):
-    description: str
-    documents: Callable[..., Documents]  # (paths, text_field) where takes_paths, else ()
+    about: str
     tokenizer: str  # unless told otherwise
     val_fraction: float  # of the documents, unless told otherwise
-    takes_paths: bool
+    paper: str = "-"  # what the paper used
+    notes: str = "-"
+    text_field: str = "text"
+    hub: dict[str, Hub] = {}  # by the name that --config takes; the first unless told otherwise
+    local: str = ""  # what --source takes; empty: nothing
 
+
+COPY = "a downloaded copy"
+OWN = "files and folders"
+ODC_BY = "ODC-By 1.0, Common Crawl's terms of use"
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+SOURCES = {
+    "stdlib": Source(
+        about="the source text of the running Python's standard library",
+        tokenizer="bytes",
+        val_fraction=0.05,
+        notes="for the quickstart; needs no network; PSF licence",
+    ),
+    "text": Source(
+        about=f"your own files and folders of them: {' '.join(KINDS)}",
+        tokenizer="gpt2",
+        val_fraction=0.05,
+        local=OWN,
+    ),
+    "fineweb-edu": Source(
+        about="web pages of educational value",
+        tokenizer="gpt2",
+        val_fraction=0.0005,
+        paper="50 B tokens of FineWeb-Edu, sample not named: sample-100BT holds enough to see none twice",
+        local=COPY,
+        hub={
+            "sample-10BT": Hub(FINEWEB, "sample/10BT/*.parquet", "28.5 GB, 14 files", "10 B", ODC_BY),
+            "sample-100BT": Hub(FINEWEB, "sample/100BT/*.parquet", "~285 GB, ~140 files", "100 B", ODC_BY),
+            "sample-350BT": Hub(FINEWEB, "sample/350BT/*.parquet", "~1 TB", "350 B", ODC_BY),
+            "default": Hub(FINEWEB, "data/*/*.parquet", "~5 TB", "1.3 T", ODC_BY),
+        },
+    ),
+    "arxiv": Source(
+        about="LaTeX sources of arXiv papers",
+        tokenizer="gpt2",
+        val_fraction=0.001,
+        paper="`Arxiv`, not said which: the Pile's meaning, LaTeX source, is assumed",
+        notes="pile: the rows of the whole Pile that are ArXiv's, each paper about twice, as the Pile has them; "
+        "pile-sample: 8% of them; common-pile: plain text, not LaTeX",
+        local=COPY,
+        hub={
+            "proof-pile-2": Hub(
+                "EleutherAI/proof-pile-2", "arxiv/train/*.jsonl.zst", "~24 GB, 100 files", "~28 B", "none stated"
+            ),
+            "pile": Hub(
+                "monology/pile-uncopyrighted",
+                "train/*.jsonl.zst",
+                "~330 GB, 30 files",
+                "~42 B",
+                "none stated",
+                ("meta.pile_set_name", "ArXiv"),
+            ),
+            "pile-sample": Hub(
+                "timaeus/pile-arxiv", "data/train-*.parquet", "2.2 GB, 10 files", "~1.7 B", "none stated"
+            ),
+            "common-pile": Hub(
+                "common-pile/arxiv_papers", "*.json*.gz", "~6 GB", "~5 B", "CC BY, CC BY-SA or CC0, row by row"
+            ),
+        },
+    ),
+    "books3": Source(
+        about="196,640 books in plain text, 101 GiB",
+        tokenizer="gpt2",
+        val_fraction=0.001,
+        paper="Books3, ~27 B tokens",
+        notes="withdrawn for copyright in 2023: prepared from your own copy alone; pg19 is the public-domain stand-in",
+        local="books3.tar.gz, or a folder, or jsonl(.gz, .zst)",
+    ),
+    "pg19": Source(
+        about="28,602 books of Project Gutenberg published before 1919, 10.9 GiB",
+        tokenizer="gpt2",
+        val_fraction=0.005,
+        paper="- (stands in for Books3)",
+        local=COPY,
+        hub={
+            "default": Hub(
+                "emozilla/pg19",
+                "data/train-*.parquet",
+                "~6.5 GB, 23 files",
+                "~3 B",
+                "Apache-2.0; texts in the public domain",
+            )
+        },
+    ),
+}
 
 # Tests are more than half of the library, and many systems ship Python without them;
 # encodings and pydoc_data are generated tables; the rest is other people's code.
 STDLIB_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
-def stdlib_documents() -> Documents:
-    """Every module of the running Python's standard library, by relative path."""
+def stdlib_inputs() -> list[Input]:
+    """Every module of the running Python's standard library, in the order of their relative paths."""
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if STDLIB_SKIPS.isdisjoint(relative.parts):
-            try:
-                yield relative.as_posix(), path.read_bytes().decode()
-            except UnicodeDecodeError:
-                yield relative.as_posix(), None
+    paths = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+    paths = [path for path in paths if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)]
+    return [Input(str(path), path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
 
 
-TEXT_KINDS = (".txt", ".md", ".jsonl", ".txt.gz", ".md.gz", ".jsonl.gz")
+def local_inputs(paths: Iterable[Path]) -> list[Input]:
+    """The files named, and those below the folders named in sorted order.
 
-
-def text_documents(paths: list[Path], text_field: str) -> Documents:
-    """Local files, and files below folders in sorted order: a .txt or .md is one document, a .jsonl has one a row.
-
-    Raises DataError: at once, a path that is not there or holds no file of a known kind; while reading, text that is
-    not UTF-8 or a broken archive, and rows that are not JSON objects with a string in `text_field`.
+    Raises DataError of a path that is not there, a file of no known kind, a folder without files of a known kind.
     """
-    files = [file for path in paths for file in _find_files(path)]
-    return (document for file in files for document in _read(file, text_field))
+    inputs = []
+    for path in paths:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
+            if not files:
+                raise DataError(
+                    f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another --source"
+                )
+            inputs += [Input(str(file), file.relative_to(path).as_posix(), file.stat().st_size) for file in files]
+        elif not path.is_file():
+            raise DataError(f"{path}: no such file or folder: correct --source")
+        elif not path.name.endswith(KINDS):
+            raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
+        else:
+            inputs.append(Input(str(path), path.name, path.stat().st_size))
+    return inputs
 
 
-def _find_files(path: Path) -> list[Path]:
-    kinds = " ".join(TEXT_KINDS)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_KINDS) and file.is_file())
-        if not files:
-            raise DataError(f"{path}: no file of a known kind ({kinds}) in this folder: name another --source")
-        return files
-    if not path.is_file():
-        raise DataError(f"{path}: no such file or folder: correct --source")
-    if not path.name.endswith(TEXT_KINDS):
-        raise DataError(f"{path}: not a file of a known kind ({kinds}): rename or convert it")
-    return [path]
+def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]:
+    """(revision, its files in sorted order): the commit `revision`, or the newest and what it is called.
 
+    Raises DataError where the hub cannot be reached, or has no such data set or files.
+    """
+    import fsspec
+    from huggingface_hub import HfApi
 
-def _read(path: Path, text_field: str) -> Documents:
+    page = f"https://huggingface.co/datasets/{hub.repo}"
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if ".jsonl" not in path.suffixes[-2:]:
-                yield str(path), _decode(file.read(), path, 0)
-                return
-            offset = 0
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    text = _row_text(_decode(line, path, offset), f"{path}: line {number}", text_field)
-                    yield f"{path}:{number}", text
-                offset += len(line)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: broken gzip file ({error}): fetch it again") from error
+        revision = HfApi().dataset_info(hub.repo, revision=revision, timeout=30).sha
+        root = f"datasets/{hub.repo}@{revision}/"
+        found = fsspec.filesystem("hf").glob(root + hub.files, detail=True)
+    except Exception as error:  # whatever the client libraries raise
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise DataError(
+            f"{page} cannot be had ({reason}). With a network, see whether the page opens; `hf auth login` and "
+            f"HF_TOKEN help with limits, HF_ENDPOINT names a mirror. Without one, fetch the files elsewhere:\n"
+            f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER\n"
+            f"and prepare them with --source FOLDER"
+        ) from error
+    if not found:
+        raise DataError(f"{page} has no files {hub.files!r} at revision {revision}: choose another --config")
+    return revision, [Input(f"hf://{path}", path.removeprefix(root), found[path]["size"]) for path in sorted(found)]
 
 
-def _decode(data: bytes, path: Path, offset: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {offset + error.start}: convert it with iconv -t utf-8") from error
-
-
-def _row_text(line: str, where: str, text_field: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON ({error}): correct or remove it") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is a {type(row).__name__}, expected a JSON object with a field {text_field!r}")
-    if text_field not in row:
-        fields = ", ".join(map(repr, row)) or "none at all"
-        raise DataError(f"{where} has no field {text_field!r}; it has {fields}: choose one by --text-field")
-    if not isinstance(row[text_field], str):
-        kind = type(row[text_field]).__name__
-        raise DataError(f"{where}: field {text_field!r} is a {kind}, expected a string: choose another by --text-field")
-    return row[text_field]
-
-
-SOURCES = {
-    "stdlib": Source("the source text of Python's standard library", stdlib_documents, "bytes", 0.05, False),
-    "text": Source("local .txt .md .jsonl files, also .gz, and folders of them", text_documents, "gpt2", 0.01, True),
-}
+def table() -> str:
+    """What `python -m data.prepare --list` prints."""
+    lines = []
+    for name, source in SOURCES.items():
+        lines += [f"{name}: {source.about}"]
+        for i, (config, hub) in enumerate(source.hub.items()):
+            chosen = " (unless told otherwise)" if i == 0 and len(source.hub) > 1 else ""
+            lines += [
+                f"    --config {config}{chosen}: {hub.repo}, {hub.files}",
+                f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}",
+            ]
+        lines += [f"    --source: {source.local}"] if source.local else []
+        lines += [
+            f"    text field {source.text_field!r}, tokenizer {source.tokenizer}, "
+            f"{source.val_fraction:.2%} of the documents for validation"
+        ]
+        lines += [f"    paper: {source.paper}"] if source.paper != "-" else []
+        lines += [f"    notes: {source.notes}"] if source.notes != "-" else []
+    return "\n".join(lines)

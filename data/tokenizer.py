@@ -20,7 +20,8 @@ WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI carries t
 
 # tiktoken's regular expression gives up (a Rust panic) where it must step back over 10^6 white-space characters,
 # so longer runs are cut first. The ids still decode to the same text.
-LONG_GAP = re.compile(r"(\s{500000})")
+MAX_GAP = 500_000
+LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
 
 class TokenizerError(DataError):
@@ -62,7 +63,7 @@ class GPT2Tokenizer:
 
         self.hash = hashlib.sha256(ranks).hexdigest()
         self.files = {RANKS_FILE: ranks}  # kept beside the tokens, so that they decode without a network
-        self._bpe = tiktoken.Encoding(
+        self.bpe = tiktoken.Encoding(
             self.name,
             pat_str=r50k_pat_str,
             mergeable_ranks={b64decode(token): int(rank) for token, rank in map(bytes.split, ranks.splitlines())},
@@ -71,18 +72,23 @@ class GPT2Tokenizer:
         )
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array a text, on all cores. `<|endoftext|>` inside a text is text like any other."""
-        cut = [LONG_GAP.split(text) for text in texts]
-        pieces = [piece for parts in cut for piece in parts]
-        ids = iter(self._bpe.encode_ordinary_batch(pieces, num_threads=os.cpu_count() or 1))
-        return [np.concatenate([np.array(next(ids), np.uint16) for _ in parts]) for parts in cut]
+        """One uint16 array a text. `<|endoftext|>` in a text is text like any other; lone surrogates become U+FFFD."""
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        pieces = [text] if len(text) < MAX_GAP else LONG_GAP.split(text)
+        try:
+            ids = [self.bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+        except UnicodeEncodeError:
+            return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return np.concatenate(ids).astype(np.uint16)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 50256 the end-of-text mark."""
-        return self._bpe.decode([int(i) for i in ids], errors="replace")
+        return self.bpe.decode([int(i) for i in ids], errors="replace")
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer

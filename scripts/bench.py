@@ -1,21 +1,39 @@
 """How fast it is: alternatives timed in turns within one process, compared by ratios of medians.
 
     python -m scripts.bench step config/quickstart.toml [--routers dense softmax kern] [--section.key=value ...]
+    python -m scripts.bench data [FILES]
 
 `step` times whole training steps (forward, backward, clipping, AdamW; no auxiliary loss) of one micro-batch of random
 tokens, for dense and each router.
+
+`data` times how fast text becomes GPT-2 tokens and tokens become batches: tiktoken alone on text in memory, a worker's
+whole task (decode, parse, choose the split, tokenize) on the same documents, a whole preparation from file to file, and
+the loader on the set that comes out.
 """
 
 import argparse
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import configure
+from data import DataError, prepare
+from data.bins import open_tokens
+from data.encode import Encoder
+from data.loader import Loader
+from data.prepare import cores
+from data.readers import read
+from data.sources import local_inputs, stdlib_inputs
+from data.tokenizer import load_tokenizer
 from model import GPT
 from router import ROUTERS
 from runtime import RunError, distributed
@@ -74,6 +92,63 @@ def bench_step(args, overrides):
         print(f"{router:16} {1000 * median:9.1f} ms {tokens / median:12,.0f} tokens/s   ratio {median / base:.3f}")
 
 
+def bench_data(args):
+    tokenizer = load_tokenizer("gpt2", args.ranks)
+    inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
+    encoder = Encoder(tokenizer, val_fraction=0.01)
+    documents = [raw for file in inputs for raw in read(file, "text")]
+    texts = [encoder.text(raw) for raw in documents]
+    characters = sum(map(len, texts))
+    repeats = 1 + 300_000_000 // characters  # of the files, so that a whole preparation outlasts its start
+    folder = tempfile.TemporaryDirectory()
+    source = Path(folder.name, "source")
+    source.mkdir()
+    for i in range(repeats):
+        for number, file in enumerate(inputs):
+            end = "".join(Path(file.name).suffixes[-2:]) if args.files else ".txt"
+            Path(source, f"{i}-{number}{end}").symlink_to(Path(file.url).resolve())
+
+    def whole_preparation():
+        ranks = ["--ranks", args.ranks] if args.ranks else []
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            command = ["text", "--source", str(source), "--out", folder.name, "--name", "bench", "--force", *ranks]
+            assert prepare.main(command) == 0
+
+    tokens = sum(map(len, tokenizer.encode_batch(texts)))
+    rates = {
+        "tiktoken, 1 thread": (lambda: tokenizer.bpe.encode_ordinary_batch(texts, num_threads=1), tokens),
+        "our task, 1 process": (lambda: encoder(documents), tokens),
+        f"tiktoken, {cores()} threads": (
+            lambda: tokenizer.bpe.encode_ordinary_batch(texts, num_threads=cores()),
+            tokens,
+        ),
+        f"whole preparation, {cores()} workers": (whole_preparation, tokens * repeats),
+    }
+    seconds = in_turns({name: function for name, (function, _) in rates.items()}, args.rounds, torch.device("cpu"))
+    print(f"{describe(torch.device('cpu'))}; {characters / 1e6:.1f} M characters, {tokens / 1e6:.1f} M GPT-2 tokens")
+    print(f"medians of {args.rounds} rounds in turns; ratio: to tiktoken with as many threads")
+    base = 0.0
+    for name, (_, count) in rates.items():
+        rate = count / statistics.median(seconds[name])
+        base = rate if name.startswith("tiktoken") else base
+        print(f"{name:32} {rate:14,.0f} tokens/s   ratio {rate / base:.3f}")
+
+    train = open_tokens(Path(folder.name, "bench"), "train")
+    loaders = {(T, B): Loader(train, T, B, seed=0) for T in (512, 1024, 2048) for B in (8, 32)}
+    steps = dict.fromkeys(loaders, 0)
+
+    def load(key):
+        for _ in range(100):
+            steps[key] += 1
+            loaders[key].batch(steps[key])
+
+    seconds = in_turns({key: partial(load, key) for key in loaders}, args.rounds, torch.device("cpu"))
+    print(f"loader, 1 thread, {len(train):,} tokens:")
+    for (T, B), times in seconds.items():
+        print(f"  {B} windows of {T:4} tokens {100 * B * T / statistics.median(times):14,.0f} tokens/s")
+    folder.cleanup()
+
+
 def describe(device):
     threads, python = torch.get_num_threads(), platform.python_version()
     return f"{distributed.device_name(device)}, {threads} threads, torch {torch.__version__}, Python {python}"
@@ -86,14 +161,22 @@ def _synchronize(device):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["step"], help="step: a training step of dense and each router")
-    parser.add_argument("config", help="config file; --section.key=value overrides it")
-    parser.add_argument("--routers", nargs="+", default=list(ROUTERS), choices=ROUTERS, metavar="ROUTER")
-    parser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
+    what = parser.add_subparsers(dest="what", required=True)
+    step = what.add_parser("step", help="a training step of dense and each router")
+    step.add_argument("config", help="config file; --section.key=value overrides it")
+    step.add_argument("--routers", nargs="+", default=list(ROUTERS), choices=ROUTERS, metavar="ROUTER")
+    data = what.add_parser("data", help="tokenizer, preparation and loader")
+    data.add_argument("files", nargs="*", help="text as data.prepare takes it (default: Python's standard library)")
+    data.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
+    for command, rounds in ((step, 10), (data, 5)):
+        command.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
     try:
-        bench_step(args, overrides)
-    except (configure.ConfigError, RunError) as error:
+        if args.what == "step":
+            bench_step(args, overrides)
+        else:
+            bench_data(args)
+    except (configure.ConfigError, DataError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

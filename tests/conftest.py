@@ -4,12 +4,13 @@ import logging
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 
 import configure
-from data.bins import Writer
 from data.tokenizer import ByteTokenizer
+from data.writer import Writer
 
 # Matrices are tiny here: a second thread costs more than it brings, and where cores are shared a hundred times more.
 torch.set_num_threads(1)
@@ -66,7 +67,7 @@ def corpus(tmp_path_factory):
         for split, documents in {"train": 60, "val": 4}.items():
             for _ in range(documents):
                 text = " ".join(choice(WORDS) for _ in range(100))
-                writer.add(split, tokenizer.encode_batch([text])[0])
+                writer.write(split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot)))
         writer.finish("tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes")
     return folder
 

@@ -1,10 +1,10 @@
-"""data/: tokenizers, the file format and its check, the order of windows, the prepare command."""
+"""data/: tokenizers, the file format and its check, the order of windows. The commands: test_prepare.py."""
 
-import gzip
 import hashlib
 import json
 import os
-import re
+import resource
+import threading
 from base64 import b64encode
 from itertools import islice, product
 from pathlib import Path
@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, bins, prepare, tokenizer
-from data.bins import Tokens, Writer, check, open_tokenizer, open_tokens, read_meta
-from data.loader import Loader, fixed_windows, permute, windows
+from data import DataError, bins, tokenizer
+from data.bins import Tokens, check, open_tokenizer, open_tokens, read_meta
+from data.loader import Loader, ahead, fixed_windows, permute, windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, load_tokenizer
+from data.writer import Writer
 
 BYTES = ByteTokenizer()
 HOUSE = Path(__file__).parents[1]
@@ -122,52 +123,109 @@ def test_offline_error_says_how_to_supply_the_ranks(offline):
 
 def write_set(folder: Path, shard_tokens: int = 7) -> list[np.ndarray]:
     """Five training documents of 4 ids and one of validation; returns what the splits should read as."""
-    train = [np.arange(start, start + 4, dtype=np.uint16) for start in range(0, 100, 20)]
-    val = np.array([250, 251, 252], np.uint16)
+    train = np.concatenate([[*range(start, start + 4), 256] for start in range(0, 100, 20)]).astype(np.uint16)
+    val = np.array([250, 251, 252, 256], np.uint16)
     with Writer(folder, BYTES, shard_tokens) as writer:
-        for ids in train:
-            writer.add("train", ids)
-        writer.add("val", val)
+        writer.write("train", train[:5])
+        writer.write("val", val)
+        writer.write("train", train[5:], documents=4)
         writer.finish("set", {"corpus": "text"}, "python -m data.prepare text --source x --name set")
-    return [np.concatenate([np.append(ids, 256) for ids in train]), np.append(val, 256)]
+    return [train, val]
 
 
 def test_shards_read_as_one_array(tmp_path):
-    train, val = write_set(tmp_path)
-    tokens = open_tokens(tmp_path, "train")
-    assert sorted(path.name for path in tmp_path.glob("train*")) == [f"train-0000{i}.bin" for i in range(4)]
+    folder = tmp_path / "set"
+    train, val = write_set(folder)
+    tokens = open_tokens(folder, "train")
+    assert sorted(path.name for path in folder.glob("train*")) == [f"train-0000{i}.bin" for i in range(4)]
     assert len(tokens) == len(train) == 25
     for start in range(26):
         for count in range(26 - start):
             part = tokens.read(start, count)
             assert part.dtype == np.uint16 and np.array_equal(part, train[start : start + count])
-    assert np.array_equal(open_tokens(tmp_path, "val").read(0, 4), val)
-    assert (tmp_path / "val-00000.bin").read_bytes() == val.astype("<u2").tobytes()
+    assert np.array_equal(open_tokens(folder, "val").read(0, 4), val)
+    assert (folder / "val-00000.bin").read_bytes() == val.astype("<u2").tobytes()
     for start, count in ((-1, 1), (0, 26), (26, 0), (3, -1)):
         with pytest.raises(IndexError):
             tokens.read(start, count)
 
 
+def test_reading_gives_memory_back_and_goes_on(tmp_path, monkeypatch):
+    train, _ = write_set(tmp_path / "set")
+    tokens = open_tokens(tmp_path / "set", "train")
+    released = []
+
+    class Map:
+        def __init__(self, shard):
+            self.shard = shard
+
+        def madvise(self, advice):
+            released.append(advice)
+            self.shard.madvise(advice)
+
+    tokens._maps = [Map(shard) for shard in tokens._maps]
+    monkeypatch.setattr(bins, "RELEASE_BYTES", 3 * bins.FAULT_BYTES)
+    for start in range(20):
+        assert np.array_equal(tokens.read(start, 6), train[start : start + 6])
+    assert len(released) == 4 * 6  # of each of the four shards at every third reading
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
+def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
+    size = 2**25  # 64 MB
+    with Writer(tmp_path / "set", BYTES, size // 4) as writer:
+        for value in range(16):
+            writer.write("train", np.full(size // 16, value, np.uint16))
+        writer.finish("set", {}, "")
+    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**22)
+    tokens = open_tokens(tmp_path / "set", "train")
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, most = resident(), 0
+    for start in range(0, size, 2**14):
+        assert tokens.read(start, 2**14).sum(dtype=np.int64) == start * 16 // size * 2**14
+        most = max(most, resident() - before)
+    assert most < 2**24
+
+
+def test_more_shards_than_a_process_may_open_files(tmp_path):
+    train, _ = write_set(tmp_path / "set", shard_tokens=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = max(map(int, os.listdir("/dev/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 10, limits[1]))
+    try:
+        assert np.array_equal(open_tokens(tmp_path / "set", "train").read(0, 25), train)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_meta_tells_what_is_there(tmp_path):
-    write_set(tmp_path)
-    meta = check(tmp_path, vocab_size=257)
-    assert meta == read_meta(tmp_path)
+    folder = tmp_path / "set"
+    write_set(folder)
+    meta = check(folder, vocab_size=257)
+    assert meta == read_meta(folder)
     assert meta.tokenizer == {"name": "bytes", "hash": BYTES.hash, "vocab_size": 257, "eot": 256}
     assert (meta.splits["train"].tokens, meta.splits["train"].documents) == (25, 5)
+    assert (meta.splits["val"].tokens, meta.splits["val"].documents) == (4, 1)
     assert [shard.tokens for shard in meta.splits["train"].files] == [7, 7, 7, 4]
-    last = meta.splits["train"].files[-1]
-    assert last.sha256 == hashlib.sha256((tmp_path / last.name).read_bytes()).hexdigest()
-    assert not list(tmp_path.glob("*.tmp"))
+    for split in meta.splits.values():
+        for shard in split.files:
+            assert shard.sha256 == hashlib.sha256((folder / shard.name).read_bytes()).hexdigest()
+    names = {shard.name for split in meta.splits.values() for shard in split.files}
+    assert {path.name for path in folder.iterdir()} == {"meta.json"} | names
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks, offline):
     monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())
     gpt2 = GPT2Tokenizer(fake_ranks)
-    with Writer(tmp_path, gpt2) as writer:
-        writer.add("train", gpt2.encode_batch(["à propos"])[0])
+    with Writer(tmp_path / "set", gpt2) as writer:
+        writer.write("train", np.append(gpt2.encode_batch(["à propos"])[0], np.uint16(gpt2.eot)))
         writer.finish("set", {}, "")
-    tokens = open_tokens(tmp_path, "train")
-    assert open_tokenizer(tmp_path).decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
+    tokens = open_tokens(tmp_path / "set", "train")
+    assert open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
 
 
 def damage_odd(folder):
@@ -199,30 +257,30 @@ def damage_remove(folder):
     ],
 )
 def test_check_finds_damage(tmp_path, damage, message):
-    write_set(tmp_path)
-    damage(tmp_path)
+    write_set(tmp_path / "set")
+    damage(tmp_path / "set")
     with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
-        check(tmp_path, 257)
+        check(tmp_path / "set", 257)
 
 
 def test_big_sets_are_not_hashed(tmp_path, monkeypatch):
-    write_set(tmp_path)
-    damage_flip(tmp_path)
+    write_set(tmp_path / "set")
+    damage_flip(tmp_path / "set")
     monkeypatch.setattr(bins, "HASHED_BYTES", 10)
-    assert check(tmp_path, 257).splits["train"].tokens == 25
+    assert check(tmp_path / "set", 257).splits["train"].tokens == 25
 
 
 def test_check_wants_a_set_that_fits(tmp_path):
-    write_set(tmp_path)
+    write_set(tmp_path / "set")
     with pytest.raises(DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"):
-        check(tmp_path, 256)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    (tmp_path / "meta.json").write_text(json.dumps(meta | {"dtype": "int32"}))
+        check(tmp_path / "set", 256)
+    meta = json.loads((tmp_path / "set/meta.json").read_text())
+    (tmp_path / "set/meta.json").write_text(json.dumps(meta | {"dtype": "int32"}))
     with pytest.raises(DataError, match="dtype 'int32', expected 'uint16'.*--force"):
-        check(tmp_path, 257)
-    (tmp_path / "meta.json").write_text('{"name": ')
+        check(tmp_path / "set", 257)
+    (tmp_path / "set/meta.json").write_text('{"name": ')
     with pytest.raises(DataError, match="meta.json: cannot be read.*--force"):
-        check(tmp_path, 257)
+        check(tmp_path / "set", 257)
 
 
 def test_check_names_the_prepare_command(tmp_path, monkeypatch):
@@ -237,25 +295,80 @@ def test_check_names_the_prepare_command(tmp_path, monkeypatch):
         check(tmp_path / "books", 257)
 
 
-def test_killed_preparation_is_not_taken_for_a_set(tmp_path):
-    write_set(tmp_path)
-    with pytest.raises(KeyboardInterrupt), Writer(tmp_path, BYTES, 2) as writer:
-        writer.add("train", np.zeros(4, np.uint16))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.pop("splits"),
+        lambda meta: meta["splits"].pop("val"),
+        lambda meta: meta["splits"]["train"].update(tokens="25"),
+        lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0),
+        lambda meta: meta["splits"]["train"]["files"][0].pop("sha256"),
+        lambda meta: meta["tokenizer"].pop("vocab_size"),
+        lambda meta: meta.update(tokenizer="gpt2"),
+        lambda meta: meta.update(unknown=1),
+    ],
+)
+def test_meta_of_another_form(tmp_path, change):
+    write_set(tmp_path / "set")
+    path = tmp_path / "set/meta.json"
+    meta = json.loads(path.read_text())
+    change(meta)
+    path.write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="meta.json: cannot be read .*Prepare the set again: .*--name set.*--force"):
+        check(tmp_path / "set", 257)
+
+
+def test_half_prepared_set_is_not_taken_for_a_set(tmp_path):
+    folder, ids = tmp_path / "set", np.arange(5, dtype=np.uint16)
+    with pytest.raises(KeyboardInterrupt), Writer(folder, BYTES, 2) as writer:
+        writer.write("train", ids)
+        writer.commit({"place": 5})
+        writer.write("train", ids)
         raise KeyboardInterrupt
-    assert not (tmp_path / "meta.json").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "train-00000.bin",
-        "train-00001.bin",
-        "train-00002.bin.tmp",
-    ]
-    write_set(tmp_path, shard_tokens=100)
-    check(tmp_path, 257)
-    assert {path.name for path in tmp_path.iterdir()} == {"meta.json", "train-00000.bin", "val-00000.bin"}
+    assert not folder.exists()
+    with pytest.raises(
+        DataError,
+        match="set: half-prepared. Go on by the command that began it: .*text --source FILES --name set --out",
+    ):
+        check(folder, 257)
+    found = {path.name: path.stat().st_size for path in (tmp_path / "set.partial").glob("*.bin")}
+    assert found == {"train-00000.bin": 4, "train-00001.bin": 4, "train-00002.bin": 2}  # what is committed alone
+
+    with Writer(folder, BYTES, 2) as writer:
+        assert writer.state == {"place": 5} and writer.tokens("train") == 5
+        writer.write("train", ids[:2])
+        writer.finish("set", {}, "")
+    tokens = open_tokens(folder, "train")
+    assert tokens.read(0, len(tokens)).tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"] and len(check(folder, 257).splits["train"].files) == 4
+
+
+def test_uncommitted_set_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "set", BYTES, 2) as writer:
+        writer.write("train", np.arange(5, dtype=np.uint16))
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_writer_tells_when_a_shard_is_full(tmp_path):
+    with Writer(tmp_path / "set", BYTES, 4) as writer:
+        filled = [writer.write("train", np.zeros(n, np.uint16)) for n in (3, 0, 1, 3, 9, 1)]
+        assert filled == [False, False, True, False, True, False]
+        assert (writer.tokens("train"), writer.tokens("val")) == (17, 0)
+
+
+def test_lost_part_of_an_unfinished_set(tmp_path):
+    with Writer(tmp_path / "set", BYTES, 4) as writer:
+        writer.write("train", np.arange(6, dtype=np.uint16))
+        writer.commit(None)
+    os.truncate(tmp_path / "set.partial/train-00001.bin", 2)
+    with pytest.raises(DataError, match="set.partial/train-00001.bin: part of it is lost: start over by --force"):
+        Writer(tmp_path / "set", BYTES, 4)
 
 
 def test_ids_must_fit_uint16(tmp_path):
     with pytest.raises(DataError, match="65537 ids; uint16"):
-        Writer(tmp_path, SimpleNamespace(name="big", vocab_size=65537))
+        Writer(tmp_path / "set", SimpleNamespace(name="big", vocab_size=65537))
 
 
 # the order of windows
@@ -346,166 +459,49 @@ def test_too_few_tokens_for_a_window():
         fixed_windows(counting(8), 8, 1)
 
 
-# the command
+# reading at scale
 
 
-@pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command on sets below tmp_path; returns (exit code, what it printed)."""
-
-    def run(*args) -> tuple[int, str]:
-        code = prepare.main([*map(str, args), "--out", str(tmp_path / "out")])
-        printed = capsys.readouterr()
-        assert printed.err.startswith("error: ") if code else "error" not in printed.err
-        return code, printed.out + printed.err
-
-    return run
+def mapped(folder: Path, n: int, shard_tokens: int) -> np.ndarray:
+    ids = np.random.default_rng(0).integers(0, 256, n).astype(np.uint16)
+    with Writer(folder, BYTES, shard_tokens) as writer:
+        writer.write("train", ids)
+        writer.finish("set", {}, "")
+    return ids
 
 
-@pytest.fixture
-def corpus(tmp_path) -> Path:
-    """A folder of every known kind of file; 3 documents in rows.jsonl.gz, one in each other."""
-    folder = tmp_path / "corpus"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "b.txt").write_text("bee\n")
-    (folder / "a.md").write_bytes("# naïve\r\n".encode())
-    (folder / "deep" / "c.txt.gz").write_bytes(gzip.compress(b"sea"))
-    (folder / "empty.txt").write_text(" \n")
-    (folder / "ignored.pdf").write_bytes(b"\xff")
-    rows = "\n".join(json.dumps({"text": text, "id": 1}) for text in ("one", "two", "<|endoftext|>"))
-    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(rows.encode() + b"\n\n"))
-    return folder
+def test_windows_cross_many_mapped_shards(tmp_path):
+    ids = mapped(tmp_path / "set", 5001, shard_tokens=7)  # fewer tokens in a shard than in a window: 715 files
+    x, y = Loader(open_tokens(tmp_path / "set", "train"), 50, 100, seed=0).batch(0)
+    assert sorted(map(bytes, x)) == sorted(map(bytes, ids[:-1].reshape(100, 50).astype(np.int64)))
+    assert np.array_equal(x[:, 1:], y[:, :-1])
 
 
-def documents_of(folder: Path) -> dict[str, list[str]]:
-    """What the set in `folder` decodes to."""
-    found = {}
-    for split in ("train", "val"):
-        tokens = open_tokens(folder, split)
-        ids = tokens.read(0, len(tokens))
-        found[split] = [BYTES.decode(part[:-1]) for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]]
-    return found
+def test_ahead_makes_one_item_while_another_is_in_use():
+    made = threading.Semaphore(0)
+    begun = []
+
+    def items():
+        for i in range(4):
+            begun.append(i)
+            made.release()
+            yield i
+
+    source = ahead(items())
+    for i in range(4):
+        assert next(source) == i
+        for _ in range(2 if i == 0 else i < 3):  # this one and the next are made by now, or soon
+            assert made.acquire(timeout=10)
+        assert begun == list(range(min(4, i + 2)))
+    assert next(source, "end") == "end"
 
 
-def test_text_becomes_a_set(run, corpus, tmp_path):
-    code, out = run("text", "--source", corpus, "--name", "mine", "--tokenizer", "bytes", "--val-fraction", 0.3)
-    assert code == 0 and "prepared:" in out and "skipped 1 documents" in out and "empty.txt" in out
-    found = documents_of(tmp_path / "out" / "mine")
-    assert found["train"] and found["val"]
-    assert {*found["train"], *found["val"]} == {"bee\n", "# naïve\r\n", "sea", "one", "two", "<|endoftext|>"}
-    meta = check(tmp_path / "out" / "mine", 257)
-    assert meta.splits["train"].documents + meta.splits["val"].documents == 6
-    assert meta.prepare.startswith(f"python -m data.prepare text --source {corpus} --name mine")
+def test_ahead_passes_errors_on_where_they_belong():
+    def items():
+        yield 1
+        raise DataError("broken")
 
-
-def test_prepared_again_it_is_already_there(run, corpus, tmp_path):
-    command = ("text", "--source", corpus, "--tokenizer", "bytes")
-    assert run(*command)[0] == 0
-    before = (tmp_path / "out/text/meta.json").stat().st_mtime_ns
-    code, out = run(*command)
-    assert code == 0 and "already there" in out
-    assert (tmp_path / "out/text/meta.json").stat().st_mtime_ns == before
-
-    code, out = run(*command, "--val-fraction", "0.5")
-    assert code == 2 and "val_fraction 0.01, now 0.5" in out and "--force" in out and "--name" in out
-    assert run(*command, "--val-fraction", "0.5", "--force")[0] == 0
-    assert "--force" not in read_meta(tmp_path / "out/text").prepare
-
-    damaged = tmp_path / "out/text/train-00000.bin"
-    damaged.write_bytes(damaged.read_bytes()[:-2])
-    code, out = run(*command, "--val-fraction", "0.5")
-    assert code == 2 and "train-00000.bin: expected" in out
-
-
-def test_half_prepared_is_prepared_again(run, corpus, tmp_path):
-    (tmp_path / "out/text").mkdir(parents=True)
-    (tmp_path / "out/text/train-00007.bin").write_bytes(b"left over")
-    assert run("text", "--source", corpus, "--tokenizer", "bytes")[0] == 0
-    check(tmp_path / "out/text", 257)
-    assert not (tmp_path / "out/text/train-00007.bin").exists()
-
-
-def test_stdlib_is_prepared_from_the_running_python(run, tmp_path, monkeypatch):
-    library = tmp_path / "lib"
-    for name in ("b.py", "a/c.py", "a/test/t.py", "site-packages/p.py", "latin.py", "notes.txt"):
-        (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text(f"# {name}")
-    (library / "latin.py").write_bytes(b"\xe9")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    code, out = run("stdlib")
-    assert code == 0 and "skipped 1 documents" in out and "latin.py" in out
-    found = documents_of(tmp_path / "out/stdlib")
-    assert sorted(found["train"] + found["val"]) == ["# a/c.py", "# b.py"]
-
-
-texts = st.lists(st.text(max_size=3), min_size=2, max_size=30)
-
-
-@given(texts=texts, val_fraction=st.sampled_from([1e-9, 0.01, 0.3]))
-def test_split_loses_nothing_and_leaves_nothing_empty(texts, val_fraction):
-    pairs = list(prepare.assign(texts, val_fraction))
-    assert sorted(text for _, text in pairs) == sorted(texts)
-    assert any(split == "val" for split, _ in pairs)
-
-
-def test_split_stays_when_the_corpus_grows():
-    texts = [f"document {i}" for i in range(2000)]
-    small, large = ({text: split for split, text in prepare.assign(part, 0.1)} for part in (texts[::3], texts))
-    assert all(large[text] == split for text, split in small.items())
-    assert 150 < list(large.values()).count("val") < 250
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("rows.jsonl", b'{"text": "a"}\n{"text"\n', "rows.jsonl: line 2 is not JSON"),
-        ("rows.jsonl", b'{"body": "a", "id": 3}\n', "line 1 has no field 'text'; it has 'body', 'id'.*--text-field"),
-        ("rows.jsonl", b'{"text": 3}\n', "line 1: field 'text' is a int, expected a string"),
-        ("rows.jsonl", b'["a"]\n', "line 1 is a list, expected a JSON object"),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "rows.jsonl: not UTF-8 at byte 24"),
-        ("a.txt", b"abc\xff", "a.txt: not UTF-8 at byte 3"),
-        ("a.txt.gz", gzip.compress(bytes(1000))[:20], "a.txt.gz: broken gzip file"),
-        ("a.txt.gz", b"not gzip", "a.txt.gz: broken gzip file"),
-        ("a.pdf", b"", r"a.pdf: not a file of a known kind \(.txt"),
-        ("folder/a.pdf", b"", r"folder: no file of a known kind \(.txt"),
-        ("a.txt", b"only one", "1 document to read.*one each.*split"),
-        ("a.txt", b"", "no documents to read"),
-    ],
-)
-def test_bad_files(run, tmp_path, name, content, message):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    source = path.parent if "/" in name else path
-    code, out = run("text", "--source", source, "--tokenizer", "bytes")
-    assert code == 2
-    assert re.search(message, out)
-    assert not (tmp_path / "out/text/meta.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["stdlbi"], "invalid choice: 'stdlbi'.*stdlib"),
-        (["text"], "text needs files: add --source"),
-        (["text", "--source", "absent.txt"], "absent.txt: no such file or folder"),
-        (["stdlib", "--source", "x"], "takes no --source"),
-        (["stdlib", "--name", "../x"], "letters, digits"),
-        (["text", "--source", "x", "--name", "stdlib"], "a corpus' own name"),
-        (["stdlib", "--val-fraction", "1.5"], "1.5: expected a number between 0 and 1"),
-        (["stdlib", "--shard-tokens", "0"], "at least 1"),
-        (["stdlib", "--tokenizer", "gpt2", "--ranks", "absent"], "absent: cannot read GPT-2's ranks"),
-    ],
-)
-def test_bad_arguments(run, tmp_path, args, message):
-    code, out = run(*args)
-    assert code == 2
-    assert re.search(message, out)
-    assert not (tmp_path / "out").exists()
-
-
-def test_everything_in_validation(run, tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("b")
-    code, out = run("text", "--source", tmp_path, "--tokenizer", "bytes", "--val-fraction", "0.999999")
-    assert code == 2 and "lower --val-fraction" in out
+    source = ahead(items())
+    assert next(source) == 1
+    with pytest.raises(DataError, match="broken"):
+        next(source)

@@ -9,6 +9,7 @@ from urllib.parse import urlparse
 import pytest
 import torch
 import wandb
+from wandb.proto import wandb_internal_pb2
 
 from model import GPT
 from runtime import RunError, checkpoint, distributed
@@ -301,7 +302,23 @@ def test_wandb_writes_offline_runs(tmp_path, monkeypatch):
     metrics.log(1, 64, **{"train/loss": torch.tensor(1.5)})
     metrics.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"train/loss" in file.read_bytes()
+    logged = {item.nested_key[0]: item.value_json for record in wandb_records(file) for item in record.history.item}
+    assert logged["train/loss"] == "1.5"
+
+
+def wandb_records(file):
+    """Records of a .wandb file, which is a log of LevelDB's format: blocks of 32 KiB, the first without its first 7
+    bytes; in them pieces of (checksum 4, length 2, kind 1, data), of which kinds 1 and 4 end a record."""
+    data, position, record = file.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
 
 
 # ---- loads in numbers
