@@ -103,7 +103,10 @@ def read_meta(folder: str | Path) -> Meta:
             for name, split in raw["splits"].items()
         }
         meta = Meta(**raw)
-        sizes = [meta.splits[name].tokens for name in ("train", "val")] + [meta.tokenizer["vocab_size"]]
+        sizes = [meta.splits[name].tokens for name in ("train", "val")] + [
+            meta.tokenizer["vocab_size"],
+            meta.tokenizer["eot"],
+        ]
         sizes += [file.tokens for split in meta.splits.values() for file in split.files]
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError("a size is not a whole number")

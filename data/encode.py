@@ -18,6 +18,8 @@ from data import DataError
 from data.readers import Raw
 from data.tokenizer import Tokenizer
 
+MAX_HELD = 2**28  # bytes of documents that wait for workers
+
 
 class Encoded(NamedTuple):
     ids: dict[str, np.ndarray]  # train and val: (n,) uint16, an end-of-text after each document
@@ -116,13 +118,17 @@ def encode_in_order(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
     pending: deque = deque()
+    held = 0
     try:
         for key, documents in batches:
-            pending.append((key, pool.submit(_work, documents)))
-            while len(pending) > 2 * workers + 2 or (pending and pending[0][1].done()):
-                key, future = pending.popleft()
+            size = sum(len(raw.data) for raw in documents)
+            pending.append((key, pool.submit(_work, documents), size))
+            held += size
+            while len(pending) > 2 * workers + 2 or held > MAX_HELD or (pending and pending[0][1].done()):
+                key, future, size = pending.popleft()
+                held -= size
                 yield key, future.result()
-        for key, future in pending:
+        for key, future, _ in pending:
             yield key, future.result()
     except BrokenProcessPool as error:
         raise DataError(

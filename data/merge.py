@@ -7,13 +7,13 @@ from pathlib import Path
 
 from data import DataError
 from data.bins import Meta, Shard, Split, check, open_tokenizer, partial_folder, summary
-from data.writer import differences, lock, publish, read_progress, recover
+from data.writer import differences, lock, publish, read_progress, recover, refuse_foreign
 
 
 def merge(out: Path, name: str, force: bool, command: str) -> None:
     """Make `out`/`name` of its parts, `out`/`name`-I-of-N, in their order. Their shards are linked, not copied, where
     the file system can, and their folders go. Raises DataError if parts are missing, damaged or do not fit together."""
-    folder = out / name
+    folder = (out / name).resolve()
     recover(folder)
     if (folder / "meta.json").exists() and not force:
         print(f"already there: {summary(check(folder, 2**16), folder)}; to make it anew of its parts add --force")
@@ -29,8 +29,11 @@ def merge(out: Path, name: str, force: bool, command: str) -> None:
             raise DataError(
                 f"{folders[0]} and {part} were made with different arguments ({changes}): make one of them anew"
             )
-    if not any(meta.splits["val"].tokens for meta in metas):
-        raise DataError(f"no part of {name} has a validation document: prepare them with a larger --val-fraction")
+    for split, change in (("train", "smaller"), ("val", "larger")):
+        if not any(meta.splits[split].tokens for meta in metas):
+            raise DataError(f"no part of {name} has a {split} document: prepare them with a {change} --val-fraction")
+    refuse_foreign(folder)
+    refuse_foreign(partial_folder(folder))
 
     partial = partial_folder(folder)
     partial.mkdir(exist_ok=True)
@@ -47,8 +50,9 @@ def merge(out: Path, name: str, force: bool, command: str) -> None:
                 link(part / shard.name, partial / shards[-1].name)
         documents = sum(meta.splits[split].documents for meta in metas)
         splits[split] = Split(sum(shard.tokens for shard in shards), documents, shards)
+    commands = " && ".join([*(meta.prepare for meta in metas), command])
     counts = {key: sum(meta.source[key] for meta in metas) for key in ("empty", "bad")}
-    meta = Meta(name, metas[0].tokenizer, metas[0].dtype, splits, sources[0] | counts, command)
+    meta = Meta(name, metas[0].tokenizer, metas[0].dtype, splits, sources[0] | counts, commands)
     publish(folder, meta, open_tokenizer(folders[0]))
     os.close(locked)
     for part in folders:

@@ -41,6 +41,7 @@ COMMIT_SECONDS = 10  # of work that a kill may cost
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     try:
         args = parse(argv)
         command = shlex.join(["python", "-m", "data.prepare", *(arg for arg in argv if arg != "--force")])
@@ -71,8 +72,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items())
     )
     parser.add_argument("--list", action="store_true", help="print the corpora with their sources, sizes and licences")
-    parser.add_argument("--config", help="which variant of a corpus on the hub")
-    parser.add_argument("--revision", help="of the data set on the hub: a commit, branch or tag (default: the newest)")
+    parser.add_argument("--config", help="which variant of a corpus (see --list; default: the first)")
+    parser.add_argument(
+        "--revision",
+        help="of the hub's data set: a commit, branch or tag (default: the newest; all --shards need the same)",
+    )
     parser.add_argument(
         "--source", nargs="+", default=[], metavar="PATH", help="local files and folders to read instead"
     )
@@ -81,7 +85,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help="default: bytes for stdlib, else gpt2")
     parser.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks (default: tiktoken's cache, then its download)")
     parser.add_argument("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="of data sets (default: data)")
-    parser.add_argument("--val-fraction", type=float, metavar="F", help="documents kept for validation")
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        metavar="F",
+        help="part of the documents kept for validation (default: see --list)",
+    )
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes (default: one a core)")
     parser.add_argument(
@@ -90,7 +99,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shard", metavar="I/N", help="prepare the I-th of N parts of the corpus, each a set of its own"
     )
-    parser.add_argument("--merge", action="store_true", help="make one set of all parts")
+    parser.add_argument("--merge", action="store_true", help="make one set of all parts, which lie in --out")
     parser.add_argument("--force", action="store_true", help="replace the set that is there")
     args = parser.parse_args(argv)
     if args.list:
@@ -115,8 +124,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise DataError("text needs files: add --source PATH ...")
     if args.source and not source.local:
         raise DataError(f"{args.corpus} takes no --source: leave it out, or prepare the corpus `text`")
-    if args.config and args.source:
-        raise DataError("--config chooses among files on the hub, --source names local ones: leave one of them out")
     if args.config and args.config not in source.hub:
         choices = f"choose one of {', '.join(source.hub)}" if source.hub else "leave it out"
         raise DataError(f"{args.corpus} has no --config {args.config}: {choices}")
@@ -164,7 +171,7 @@ class Tally:
 
 def prepare(args: argparse.Namespace, command: str) -> None:
     """Make the set that `args` describe unless it is there. `command`, what the user typed, is kept in meta.json."""
-    folder = args.out / args.name
+    folder = (args.out / args.name).resolve()
     recover(folder)
     made_from = {key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")}
     made_from |= {"config": args.config} if args.config else {}
@@ -174,11 +181,9 @@ def prepare(args: argparse.Namespace, command: str) -> None:
         return
 
     tokenizer = load_tokenizer(args.tokenizer, args.ranks)
-    hub = SOURCES[args.corpus].hub.get(args.config) if args.config else None
-    if hub:
-        unfinished = read_progress(folder)
-        begun_with = unfinished["made_from"].get("revision") if unfinished else None
-        made_from["revision"], inputs = hub_inputs(hub, args.revision or begun_with)
+    hub = SOURCES[args.corpus].hub.get(args.config)
+    if hub and not args.source:
+        made_from["revision"], inputs = hub_inputs(hub, args.revision or begun_revision(folder, made_from))
     else:
         inputs = files_here(args)
     made_from |= {"inputs": fingerprint(inputs), "tokenizer": args.tokenizer}
@@ -211,6 +216,15 @@ def prepare(args: argparse.Namespace, command: str) -> None:
     print(f"prepared: {summary(meta, folder)}")
 
 
+def begun_revision(folder: Path, made_from: dict) -> str | None:
+    """The hub's revision with which an unfinished set of these arguments was begun."""
+    try:
+        begun = (read_progress(folder) or {"made_from": {}})["made_from"]
+    except ValueError:
+        return None  # damaged, which the writer will say
+    return begun.get("revision") if made_from.items() <= begun.items() else None
+
+
 def run(writer: Writer, inputs: list[Input], encoder: Encoder, args: argparse.Namespace) -> Tally:
     """All documents of `inputs`, those after the writer's last commit, into the writer."""
     tally = Tally(**(writer.state or {}))
@@ -222,7 +236,6 @@ def run(writer: Writer, inputs: list[Input], encoder: Encoder, args: argparse.Na
     )
     begin = committed = time.monotonic()
     begin_tokens = sum(map(writer.tokens, ("train", "val")))
-    documents = 0
     bar = tqdm(
         desc=args.name,
         total=total,
@@ -241,7 +254,7 @@ def run(writer: Writer, inputs: list[Input], encoder: Encoder, args: argparse.Na
             tally.examples = (tally.examples + encoded.bad)[:3]
             tally.lowest = min(tally.lowest, encoded.lowest)
 
-            documents += sum(encoded.documents.values())
+            documents = sum(map(writer.documents, encoded.ids))
             tokens = sum(map(writer.tokens, encoded.ids))
             now = time.monotonic()
             speed = (tokens - begin_tokens) / (now - begin)
@@ -292,7 +305,7 @@ def fingerprint(inputs: list[Input]) -> str:
 def check_splits(writer: Writer, tally: Tally, args: argparse.Namespace) -> None:
     """Raises DataError, and gives up the set, if training or validation got nothing."""
     train, val = writer.tokens("train"), writer.tokens("val")
-    if train and (val or args.shard):
+    if train and val or args.shard:  # of parts the whole counts
         return
     writer.discard()
     if not train and not val:
@@ -317,7 +330,7 @@ def existing(folder: Path, made_from: dict, args: argparse.Namespace) -> Meta:
     meta = read_meta(folder)
     now = made_from | {"tokenizer": args.tokenizer}
     now |= {"revision": args.revision} if args.revision else {}
-    if not args.config and all(map(os.path.exists, args.source)):
+    if (args.source or not args.config) and all(map(os.path.exists, args.source)):
         now["inputs"] = fingerprint(files_here(args))
     not_asked = {"empty", "bad", "inputs", "revision"} - set(now)
     changes = differences({key: value for key, value in meta.source.items() if key not in not_asked}, now)

@@ -140,7 +140,7 @@ def local_inputs(paths: Iterable[Path]) -> list[Input]:
     inputs = []
     for path in paths:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
+            files = sorted(file for file in path.rglob("*") if file.name.lower().endswith(KINDS) and file.is_file())
             if not files:
                 raise DataError(
                     f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another --source"
@@ -148,7 +148,7 @@ def local_inputs(paths: Iterable[Path]) -> list[Input]:
             inputs += [Input(str(file), file.relative_to(path).as_posix(), file.stat().st_size) for file in files]
         elif not path.is_file():
             raise DataError(f"{path}: no such file or folder: correct --source")
-        elif not path.name.endswith(KINDS):
+        elif not path.name.lower().endswith(KINDS):
             raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
         else:
             inputs.append(Input(str(path), path.name, path.stat().st_size))
@@ -174,7 +174,7 @@ def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]
             f"{page} cannot be had ({reason}). With a network, see whether the page opens; `hf auth login` and "
             f"HF_TOKEN help with limits, HF_ENDPOINT names a mirror. Without one, fetch the files elsewhere:\n"
             f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER\n"
-            f"and prepare them with --source FOLDER"
+            f"and add --source FOLDER to this command"
         ) from error
     if not found:
         raise DataError(f"{page} has no files {hub.files!r} at revision {revision}: choose another --config")

@@ -25,11 +25,12 @@ SAMPLE_TOKENS = 60
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check a data set from end to end.")
-    parser.add_argument("name", help="of the data set")
+    parser.add_argument("name", help="of the data set, or its folder")
     parser.add_argument("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="of data sets (default: data)")
     args = parser.parse_args(argv)
     try:
-        print(verify(args.out / args.name))
+        sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
+        print(verify(Path(args.name) if os.sep in args.name else args.out / args.name))
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def verify(folder: Path) -> str:
-    """What the set in `folder` holds. Raises DataError naming all that is wrong with it, file by file."""
+    """What the set in `folder` holds. Raises DataError of a shard missing or of wrong length, else of all faults."""
     meta = read_meta(folder)
     check_lengths(folder, meta)
     shards = [(folder / shard.name, shard.sha256) for split in meta.splits.values() for shard in split.files]

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,10 @@ import numpy as np
 
 from data import DataError
 from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
-from data.tokenizer import Tokenizer
+from data.tokenizer import RANKS_FILE, Tokenizer
+
+REPLACED = "replaced"  # the set that was there before, within the one that takes its place
+OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|(meta|progress)\.json(\.tmp)?|lock|{REPLACED}|{RANKS_FILE}(\.tmp)?")
 
 
 class Writer:
@@ -43,19 +47,16 @@ class Writer:
             raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
         self._folder, self._partial = Path(folder), partial_folder(folder)
         self._tokenizer, self._made_from = tokenizer, made_from or {}
+        for path in (self._folder, self._partial):
+            refuse_foreign(path)
         self._partial.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self._partial)
         try:
-            progress = read_progress(folder)
-            changes = differences(progress["made_from"], self._made_from) if progress else ""
-            if changes and not force:
-                raise DataError(
-                    f"{self._partial} is an unfinished set made with other arguments ({changes}): go on with those, "
-                    f"start over by --force, or choose another --name"
-                )
-            if changes:
+            if force and self._unfinished_faults():
                 self.discard()
-                progress = None
+            if faults := self._unfinished_faults():
+                raise DataError(f"{self._partial}: {faults}: start over by --force, or choose another --name")
+            progress = read_progress(self._folder)
             self.state = progress["state"] if progress else None
             committed = self._cut_back()
             self._splits = {
@@ -105,24 +106,30 @@ class Writer:
         """Gives up what is written, committed or not."""
         (self._partial / "progress.json").unlink(missing_ok=True)
 
+    def _unfinished_faults(self) -> str:
+        """Why the unfinished set here, if there is one, cannot be gone on with; empty if it can."""
+        try:
+            progress = read_progress(self._folder)
+        except ValueError as error:
+            return f"progress.json cannot be read ({error})"
+        if changes := differences(progress["made_from"], self._made_from) if progress else "":
+            return f"an unfinished set made with other arguments ({changes}); go on with those"
+        for name, size in _committed_sizes(progress).items():
+            path = self._partial / name
+            if not path.is_file() or path.stat().st_size < size:
+                return f"part of {name} is lost"
+        return ""
+
     def _cut_back(self) -> dict:
         """Leaves in the folder what is committed, nothing else, and returns it by split."""
         progress = read_progress(self._folder)
-        committed = progress["splits"] if progress else {}
-        sizes = {}
-        for split, state in committed.items():
-            sizes |= {shard["name"]: 2 * shard["tokens"] for shard in state["shards"]}
-            if state["open_tokens"]:
-                sizes[_shard_name(split, len(state["shards"]))] = 2 * state["open_tokens"]
+        sizes = _committed_sizes(progress)
         for path in self._partial.iterdir():
             if path.name not in (*sizes, "progress.json", "lock"):
                 path.unlink()
         for name, size in sizes.items():
-            path = self._partial / name
-            if not path.is_file() or path.stat().st_size < size:
-                raise DataError(f"{path}: part of it is lost: start over by --force")
-            os.truncate(path, size)
-        return committed
+            os.truncate(self._partial / name, size)
+        return progress["splits"] if progress else {}
 
 
 class _SplitWriter:
@@ -234,28 +241,46 @@ def publish(folder: Path, meta: Meta, tokenizer: Tokenizer) -> None:
 
 def recover(folder: Path) -> None:
     """Puts a whole set into its place, wherever its preparation was killed in doing so."""
-    partial, old = partial_folder(folder), Path(f"{folder}.old")
-    if (partial / "meta.json").is_file():
-        os.close(lock(partial))  # none is at it still
+    if (partial_folder(folder) / "meta.json").is_file():
+        os.close(lock(partial_folder(folder)))  # none is at it still
         _put_in_place(folder)
-    if old.exists() and not folder.exists():
-        os.rename(old, folder)
-    if old.exists():
-        shutil.rmtree(old)
+    _tidy(folder)
 
 
 def _put_in_place(folder: Path) -> None:
-    partial, old = partial_folder(folder), Path(f"{folder}.old")
-    for name in ("progress.json", "lock"):
-        (partial / name).unlink(missing_ok=True)
-    if old.exists():
-        shutil.rmtree(old)
+    partial = partial_folder(folder)
     if folder.exists():
-        os.rename(folder, old)
+        os.rename(folder, partial / REPLACED)  # so that it goes where it cannot be taken for the set
     os.rename(partial, folder)
     _sync_folder(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _tidy(folder)
+
+
+def _tidy(folder: Path) -> None:
+    for name in ("progress.json", "lock"):
+        (folder / name).unlink(missing_ok=True)
+    if (folder / REPLACED).is_dir():
+        shutil.rmtree(folder / REPLACED)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises DataError if `folder` holds files that are no data set's: it is about to be replaced."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    foreign = [name for name in names if not OURS.fullmatch(name)]
+    if foreign:
+        raise DataError(
+            f"{folder} holds {foreign[0]!r}, which is no part of a data set: move it, or choose another --name"
+        )
+
+
+def _committed_sizes(progress: dict | None) -> dict[str, int]:
+    """Bytes of each shard that a commit covers."""
+    sizes = {}
+    for split, state in progress["splits"].items() if progress else ():
+        sizes |= {shard["name"]: 2 * shard["tokens"] for shard in state["shards"]}
+        if state["open_tokens"]:
+            sizes[_shard_name(split, len(state["shards"]))] = 2 * state["open_tokens"]
+    return sizes
 
 
 def _shard_name(split: str, number: int) -> str:

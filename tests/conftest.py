@@ -3,6 +3,8 @@
 import logging
 import os
 import random
+from base64 import b64encode
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -84,3 +86,11 @@ def tiny_file(tmp_path, corpus):
 def tiny(tiny_file):
     """`tiny("train.max_steps=9")`: the Config of that file with overrides."""
     return lambda *overrides: configure.load(tiny_file, overrides)
+
+
+@pytest.fixture(scope="session")
+def fake_ranks() -> bytes:
+    """A file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them."""
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
+    return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))

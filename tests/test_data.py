@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import threading
-from base64 import b64encode
-from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +25,6 @@ REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or HOUSE.parent / "shared/dat
 
 
 # tokenizers
-
-
-@pytest.fixture(scope="module")
-def fake_ranks() -> bytes:
-    """A file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them."""
-    tokens = [bytes([i]) for i in range(256)]
-    tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
-    return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
 @pytest.fixture(scope="module", params=["bytes", "gpt2"])
@@ -362,7 +352,7 @@ def test_lost_part_of_an_unfinished_set(tmp_path):
         writer.write("train", np.arange(6, dtype=np.uint16))
         writer.commit(None)
     os.truncate(tmp_path / "set.partial/train-00001.bin", 2)
-    with pytest.raises(DataError, match="set.partial/train-00001.bin: part of it is lost: start over by --force"):
+    with pytest.raises(DataError, match="set.partial: part of train-00001.bin is lost: start over by --force"):
         Writer(tmp_path / "set", BYTES, 4)
 
 

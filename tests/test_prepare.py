@@ -511,13 +511,47 @@ def test_left_overs_of_an_older_format_are_replaced(run, books, tmp_path):
     assert not (tmp_path / "out/text/train-00999.bin").exists()
 
 
-def test_a_set_that_was_to_be_replaced_comes_back(run, books, tmp_path):
-    """Somebody removed what was to replace it."""
+@pytest.mark.parametrize("folder", ["text", "text.partial"])
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_other_peoples_files_are_not_removed(run, books, tmp_path, folder, force):
+    (tmp_path / "out" / folder).mkdir(parents=True)
+    (tmp_path / "out" / folder / "thesis.txt").write_text("precious")
+    code, out = run(*books, *force)
+    assert code == 2 and f"{folder} holds 'thesis.txt', which is no part of a data set: move it" in out
+    assert (tmp_path / "out" / folder / "thesis.txt").read_text() == "precious"
+
+
+def test_a_set_behind_a_link_is_replaced_where_it_lies(run, books, tmp_path):
+    (tmp_path / "disk/text").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/text").symlink_to(tmp_path / "disk/text")
+    assert run(*books)[0] == 0 and run(*books, "--val-fraction", 0.3, "--force")[0] == 0
+    assert read_meta(tmp_path / "disk/text").source["val_fraction"] == 0.3
+    assert (tmp_path / "out/text").is_symlink() and os.listdir(tmp_path / "disk") == ["text"]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no JSON"])
+def test_force_starts_over_where_an_unfinished_set_is_damaged(run, books, tmp_path, damage):
+    ids = np.full(500, 7, np.uint16)
     assert run(*books)[0] == 0
     whole = snapshot(tmp_path / "out/text")
-    (tmp_path / "out/text").rename(tmp_path / "out/text.old")
+    made_from = {
+        key: value for key, value in read_meta(tmp_path / "out/text").source.items() if key not in ("empty", "bad")
+    }
+    shutil.rmtree(tmp_path / "out/text")
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "out/text", BYTES, 1000, made_from) as writer:
+        writer.write("train", ids)
+        writer.commit({})
+        raise KeyboardInterrupt
+    partial = tmp_path / "out/text.partial"
+    if damage == "cut short":
+        os.truncate(partial / "train-00000.bin", 10)
+    else:
+        (partial / "progress.json").write_text("{")
     code, out = run(*books)
-    assert code == 0 and "already there" in out and snapshot(tmp_path / "out/text") == whole
+    assert code == 2 and "start over by --force" in out
+    assert run(*books, "--force")[0] == 0
+    assert snapshot(tmp_path / "out/text") == whole
 
 
 def test_two_processes_at_once(run, books, tmp_path, small_steps):
@@ -669,6 +703,21 @@ def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
     assert documents_of(tmp_path / "out/arxiv") == split_of(texts, 0.2)
     meta = read_meta(tmp_path / "out/arxiv")
     assert (meta.source["empty"], meta.source["bad"]) == (2, 0)
+    local = hub.root / f"datasets/monology/pile-uncopyrighted@{REVISION}/train"
+    assert run("arxiv", "--config", "pile", "--val-fraction", 0.2, "--source", local, "--name", "copy")[0] == 0
+    assert documents_of(tmp_path / "out/copy") == documents_of(tmp_path / "out/arxiv")
+
+
+def test_another_config_after_a_killed_one(run, hub, tmp_path):
+    made_from = {"corpus": "arxiv", "config": "pile", "revision": "older", "tokenizer": "bytes"}
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "out/arxiv", BYTES, 1000, made_from) as unfinished:
+        unfinished.write("train", np.full(500, 7, np.uint16))
+        unfinished.commit({})
+        raise KeyboardInterrupt
+    shared(hub, "EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst"], corpus_texts(), write_zst)
+    code, out = run("arxiv", "--val-fraction", 0.2)
+    assert code == 2 and "config 'pile', now 'proof-pile-2'" in out
+    assert run("arxiv", "--val-fraction", 0.2, "--force")[0] == 0
 
 
 @pytest.mark.parametrize(("corpus", "write"), [("arxiv", write_zst), ("fineweb-edu", parquet)])
@@ -1154,7 +1203,20 @@ def test_parts_without_any_validation(run, five_files, tmp_path):
     for i in (1, 2):
         assert run(*five_files, "--val-fraction", lowest / 2, "--shard", f"{i}/2")[0] == 0
     code, out = run(*five_files, "--merge")
-    assert code == 2 and "no part of text has a validation document: prepare them with a larger --val-fraction" in out
+    assert code == 2 and "no part of text has a val document: prepare them with a larger --val-fraction" in out
+
+
+def test_a_part_may_lack_a_split(run, tmp_path):
+    for i in range(12):
+        (tmp_path / f"{i:02d}.txt").write_text(f"the text of file {i}" * bool(i))  # one is empty
+    argv = ("text", "--source", *sorted(tmp_path.glob("*.txt")), "--val-fraction", 0.3)
+    for i in range(1, 13):
+        assert run(*argv, "--shard", f"{i}/12")[0] == 0
+    assert run(*argv, "--merge")[0] == 0
+    merged = documents_of(tmp_path / "out/text")
+    assert run(*argv, "--name", "whole")[0] == 0
+    assert merged == documents_of(tmp_path / "out/whole") and len(merged["val"]) > 1
+    assert read_meta(tmp_path / "out/text").prepare.count("--shard") == 12  # what makes it again
 
 
 # bad input
@@ -1446,10 +1508,6 @@ def test_list_names_every_corpus_with_its_licence(run):
             "has no --config sample-1BT: choose one of sample-10BT, sample-100BT",
         ),
         (["stdlib", "--config", "default"], "stdlib has no --config default: leave it out"),
-        (
-            ["pg19", "--config", "default", "--source", "x"],
-            "--config chooses among files on the hub, --source names local",
-        ),
         (["pg19", "--revision", "main", "--source", "x"], "--revision is of a data set on the hub"),
         (["stdlib", "--revision", "main"], "--revision is of a data set on the hub, and these files are local"),
         (["stdlib", "--name", "../x"], "letters, digits"),
