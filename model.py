@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels import expert_mlp
 from router import ROUTERS, Router, balance_loss, expert_loads, token_distribution, z_loss
@@ -117,8 +118,14 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
         self.mlp = MLP(config) if ROUTERS[config.router] is None else MoE(config)
         self.dropout = config.dropout
+        self.checkpointing = False  # keep x alone for the backward pass, and compute the block once more there
 
     def forward(self, x):
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+    def compute(self, x):
         x = x + self.attn(self.ln_1(x))
         y, stats = self.mlp(self.ln_2(x))
         return x + F.dropout(y, self.dropout, self.training), stats
@@ -172,6 +179,12 @@ def stack(layers, device):
     if layers[0] is None:
         return Stats(torch.zeros(0, 0, dtype=torch.int64, device=device), *torch.zeros(4, 0, device=device))
     return Stats(*map(torch.stack, zip(*layers, strict=True)))
+
+
+def parameter_shapes(config):
+    """{name: shape} of the parameters of GPT(config), without allocating them."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
 
 
 def count_parameters(config):

@@ -177,7 +177,7 @@ def monte_carlo_scale(n_expert, top_k, samples=200_000, seed=0):
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
     for _ in range(20):
-        y = torch.randn(samples // 20, n_expert, generator=generator)
+        y = torch.randn(samples // 20, n_expert, generator=generator, device="cpu")
         kept = normalize(y, "l2 over all").relu().topk(top_k).values
         norms = torch.linalg.vector_norm(kept, dim=-1)
         norms = norms[norms > 0]

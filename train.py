@@ -17,18 +17,26 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import configure
 from data import DataError
 from data.bins import check, open_tokens
 from data.loader import Loader, ahead, fixed_windows, windows
-from model import GPT, MoE, count_parameters, flops_per_token
+from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
-from runtime import RunError, checkpoint, distributed
+from runtime import RunError, checkpoint, distributed, memory
 from runtime.metrics import Metrics, load_metrics, read, start_wandb
+from runtime.parallel import average_in, distribute, whole
 
+MAY_CHANGE = (
+    "log.",
+    "run.dir",
+    "data.dir",
+    "train.parallel",
+    "train.activation_checkpointing",
+    "train.timeout_minutes",
+)
 MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
 
 
@@ -74,13 +82,17 @@ def evaluate(model, tokens, indices, config, ranks, autocast):
     mine = indices[ranks.rank :: ranks.world_size]
     loss, loads = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
     micro_batch = config.train.micro_batch_size
-    rows = (mine[first : first + micro_batch] for first in range(0, len(mine), micro_batch))
-    for x, y in ahead(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows):
+    # Under FSDP2 every rank must come to every forward pass: one without windows of its own takes any, and counts none.
+    rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
+    counts = [len(mine[first : first + micro_batch]) for first in rounds]
+    rows = (mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds)
+    batches = ahead(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows)
+    for count, (x, y) in zip(counts, batches, strict=True):
         x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
         with autocast():
             out = model(x, y)
-        loss += out.loss.double() * len(x)
-        loads = loads + out.stats.loads
+        loss += out.loss.double() * count
+        loads = loads + out.stats.loads * min(count, 1)
     model.train()
     loss, loads = distributed.sum_over_ranks(loss), distributed.sum_over_ranks(loads)
     return {"val/loss": loss / len(indices)} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
@@ -91,7 +103,7 @@ def open_run(config):
     folder = Path(config.run.dir, config.run.name)
     if (folder / "config.toml").exists():
         changed = configure.differences(configure.load(folder / "config.toml"), config)
-        changed = [line for line in changed if not line.startswith(("log.", "run.dir", "data.dir"))]
+        changed = [line for line in changed if not line.startswith(MAY_CHANGE)]
         if changed:
             raise RunError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
@@ -114,31 +126,29 @@ def train(config):
     train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
     loader = Loader(train_tokens, config.model.block_size, batch_size, config.run.seed)
     val_windows = fixed_windows(val_tokens, config.model.block_size, config.eval.windows)
-    if len(val_windows) < distributed.world_size():
-        raise RunError(
-            f"{len(val_windows)} validation windows for {distributed.world_size()} ranks; raise eval.windows, or "
-            f"prepare more validation text"
-        )
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(config.train.dtype, device)
+    parallel, needed = memory.settle(
+        config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
+    )
 
-    ranks = distributed.start(device)
+    ranks = distributed.start(device, config.train.timeout_minutes)
     first = ranks.rank == 0
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model = GPT(config.model).to(device)
+    model = GPT(config.model)
+    for block in model.blocks:
+        block.checkpointing = config.train.activation_checkpointing
+    runner = distribute(model, parallel, ranks, dtype, config.train.compile)
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if start:
         checkpoint.load(folder / "checkpoints", start, model, optimizer, scaler)
 
     routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
-    gammas = [router.gamma.detach() for router in routers if router.gamma is not None]
+    gammas = [router.gamma for router in routers if router.gamma is not None]
     L, E = len(routers), config.model.n_expert
     sizes = (1, 1, L, L, L * E)  # of a step's sums: loss, auxiliary loss, entropy, zero gates, loads
     parameters = list(model.parameters())
-    runner = torch.compile(model) if config.train.compile else model
-    if ranks.world_size > 1:
-        runner = DistributedDataParallel(runner, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     accumulation = batch_size // (micro_batch * ranks.world_size)
@@ -158,6 +168,7 @@ def train(config):
             f"{str(dtype).removeprefix('torch.')}; {max_steps} steps of {tokens_per_step:,} tokens, "
             f"{len(val_windows)} validation windows" + (f", from step {start}" if start else "")
         )
+        print(f"{folder}: memory: {memory.describe(parallel, needed, distributed.memory_bytes(device))}")
         tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
         metrics = Metrics(folder, start if start else -1, tracker)
     bar = tqdm(
@@ -203,8 +214,7 @@ def train(config):
         totals = 0  # of this step's micro-batches, see sizes
         for micro in range(accumulation):
             x, y = (part.to(device, non_blocking=True) for part in next(batches))
-            if ranks.world_size > 1:  # average gradients over ranks in the last backward pass alone
-                runner.require_backward_grad_sync = micro == accumulation - 1
+            average_in(runner, last=micro == accumulation - 1)
             with autocast():
                 loss, stats = runner(x, y)[1:]
             aux_loss = torch.zeros((), device=device)
@@ -219,7 +229,7 @@ def train(config):
         distributed.sum_over_ranks(totals)
 
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip or math.inf)
+        grad_norm = whole(nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip or math.inf))
         finite = bool(grad_norm.isfinite())  # the same on every rank: gradients are averaged over ranks already
         if finite:
             scaler.step(optimizer)
@@ -242,7 +252,9 @@ def train(config):
                 update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
 
         interval.append(totals)
-        if first and ((step + 1) % config.log.interval == 0 or step + 1 == max_steps):
+        log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
+        gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]).mean() if log and gammas else None
+        if first and log:
             seconds = (time.perf_counter() - clock) / len(interval)
             means = torch.stack(interval).mean(0) / (accumulation * ranks.world_size)  # per micro-batch
             loss, aux_loss, entropy, zero_gates, loads = means.split(sizes)
@@ -252,8 +264,7 @@ def train(config):
             if routers:
                 values |= {"router/entropy": entropy.mean(), "router/zero_gates": zero_gates.mean()}
                 values |= {f"router/{name}": value for name, value in load_metrics(loads.view(L, E)).items()}
-            if gammas:
-                values["router/gamma"] = torch.cat(gammas).mean()
+            values |= {} if gamma is None else {"router/gamma": gamma}
             values |= {"perf/tokens_per_sec": tokens_per_step / seconds, "perf/step_ms": 1000 * seconds}
             if peak:
                 values["perf/mfu"] = flops * tokens_per_step / seconds / (peak * ranks.world_size)
@@ -261,6 +272,7 @@ def train(config):
                 values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.log(step + 1, (step + 1) * tokens_per_step, **values)
             bar.set_postfix_str(f"loss {loss.item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
+        if log:
             interval, clock = [], time.perf_counter()
         bar.update()
 

@@ -62,6 +62,13 @@ class Train(Section):
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda where there is one")
     compile: bool = Field(False, description="torch.compile the model")
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+        "auto",
+        description="how ranks share the model; ddp: a copy each, fsdp: parts over all ranks, hsdp: parts over those "
+        "of a node; auto: the first of ddp, hsdp, fsdp that fits",
+    )
+    activation_checkpointing: bool = Field(False, description="keep blocks' inputs alone, compute the rest again")
+    timeout_minutes: float = Field(10.0, gt=0, description="longest wait of a rank for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0: off")
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0: off")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0: off")
@@ -138,6 +145,10 @@ def check(config: Config, world_size: int = 1) -> list[str]:
         remedy = f"--train.batch_size={ceil(train.batch_size / group) * group}"
         if train.batch_size % world_size == 0:
             remedy += f" or --train.micro_batch_size={gcd(train.batch_size // world_size, train.micro_batch_size)}"
+        if train.batch_size % train.micro_batch_size == 0 and world_size > 1:
+            most = train.batch_size // train.micro_batch_size
+            fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            remedy += f", or start {fitting} ranks"
         faults.append(
             f"train.batch_size = {train.batch_size} is not a multiple of train.micro_batch_size = "
             f"{train.micro_batch_size} times {world_size} rank(s) = {group}; set {remedy}"

@@ -1,6 +1,7 @@
 """Processes and devices: who this rank is, what it computes on, and sums over all ranks."""
 
 import os
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,17 @@ class Ranks(NamedTuple):
     rank: int
     world_size: int
     device: torch.device
+    local_size: int = 1  # ranks on this node
 
 
 def world_size():
     """Ranks of this job, as torchrun tells them; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_size():
+    """Ranks of this job on this node; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def pick_device(name):
@@ -73,14 +80,34 @@ def peak_flops(device, dtype):
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name(device)), None)
 
 
-def start(device):
-    """Join the process group if there is more than one rank: NCCL on CUDA, gloo on CPU. Returns Ranks."""
+def memory_bytes(device):
+    """Memory of a CUDA device; None for a CPU, which swaps."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def start(device, timeout_minutes=10):
+    """Join the process group if there is more than one rank: NCCL on CUDA, gloo on CPU. Returns Ranks.
+
+    A rank that waits for the others longer than the timeout fails, and torchrun then ends the job. Raises RunError if
+    NCCL is missing.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size() > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return Ranks(dist.get_rank(), dist.get_world_size(), device)
-    return Ranks(0, 1, device)
+    if world_size() == 1:
+        return Ranks(0, 1, device)
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise RunError(
+            "many ranks on CUDA devices need NCCL, which this torch was built without; install a torch build for Linux "
+            "with CUDA, or start one rank"
+        )
+    # Without this a rank of NCCL that times out would leave the others to wait.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size())
 
 
 def sum_over_ranks(tensor):

@@ -2,6 +2,7 @@
 
     python -m scripts.bench step config/quickstart.toml [--routers dense softmax kern] [--section.key=value ...]
     python -m scripts.bench data [FILES]
+    python -m scripts.bench scaling config/quickstart.toml --model.router=kern [--ranks 1 2]
 
 `step` times whole training steps (forward, backward, clipping, AdamW; no auxiliary loss) of one micro-batch of random
 tokens, for dense and each router.
@@ -9,12 +10,16 @@ tokens, for dense and each router.
 `data` times how fast text becomes GPT-2 tokens and tokens become batches: tiktoken alone on text in memory, a worker's
 whole task (decode, parse, choose the split, tokenize) on the same documents, a whole preparation from file to file, and
 the loader on the set that comes out.
+
+`scaling` runs train.py itself on each number of ranks, with one micro-batch of the config's size a rank and step: then
+averaging gradients weighs most. It prints tokens/s, and as efficiency tokens/s a rank over those of the first.
 """
 
 import argparse
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +42,10 @@ from data.tokenizer import load_tokenizer
 from model import GPT
 from router import ROUTERS
 from runtime import RunError, distributed
+from runtime.metrics import read as read_metrics
 from train import build_optimizer
+
+PREPARED_CHARACTERS = 300_000_000  # so that a whole preparation outlasts its start
 
 
 def in_turns(functions, rounds, device):
@@ -92,14 +100,19 @@ def bench_step(args, overrides):
         print(f"{router:16} {1000 * median:9.1f} ms {tokens / median:12,.0f} tokens/s   ratio {median / base:.3f}")
 
 
-def bench_data(args):
+def bench_data(args, overrides):
     tokenizer = load_tokenizer("gpt2", args.ranks)
     inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
     encoder = Encoder(tokenizer, val_fraction=0.01)
     documents = [raw for file in inputs for raw in read(file, "text")]
-    texts = [encoder.text(raw) for raw in documents]
+    try:
+        texts = [encoder.text(raw) for raw in documents]
+    except ValueError as error:
+        raise DataError(f"{args.files}: a document {error}") from error
     characters = sum(map(len, texts))
-    repeats = 1 + 300_000_000 // characters  # of the files, so that a whole preparation outlasts its start
+    if overrides or not characters:
+        raise DataError(f"unknown options {overrides}" if overrides else f"no text in {args.files}: name other files")
+    repeats = 1 + PREPARED_CHARACTERS // characters  # of the files
     folder = tempfile.TemporaryDirectory()
     source = Path(folder.name, "source")
     source.mkdir()
@@ -149,6 +162,44 @@ def bench_data(args):
     folder.cleanup()
 
 
+def bench_scaling(args, overrides):
+    config = configure.load(args.config, overrides)
+    device = distributed.pick_device(config.train.device)
+    rates = {ranks: [] for ranks in args.ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        for round_ in range(args.rounds):
+            for ranks in args.ranks:
+                settings = {
+                    "run.dir": folder,
+                    "run.name": f"{ranks}-{round_}",
+                    "train.batch_size": ranks * config.train.micro_batch_size,
+                    "train.max_steps": args.steps,
+                    "optim.warmup_steps": 1,
+                    "eval.interval": args.steps,
+                    "eval.windows": max(args.ranks),
+                    "log.interval": args.steps // 5,
+                }
+                launch = (
+                    ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+                )
+                command = [sys.executable, *launch, "train.py", args.config, *overrides]
+                command += [f"--{key}={value}" for key, value in settings.items()]
+                threads = {} if device.type == "cuda" else {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+                done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
+                if done.returncode:
+                    raise RunError(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
+                lines = read_metrics(Path(folder, f"{ranks}-{round_}", "metrics.jsonl"))
+                rates[ranks] += [line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line][1:]
+    print(f"{describe(device)}, {cores()} cores; {args.config} {' '.join(overrides)}".rstrip())
+    print(f"medians of {args.rounds} runs of {args.steps} steps each, their first fifth left out")
+    base = statistics.median(rates[args.ranks[0]]) / args.ranks[0]
+    for ranks, values in rates.items():
+        rate = statistics.median(values)
+        print(f"{ranks:4} ranks {rate:12,.0f} tokens/s   efficiency {rate / ranks / base:.2f}")
+    if device.type == "cpu":
+        print("ranks on one CPU share its cores: this shows that it works, not how it scales")
+
+
 def describe(device):
     threads, python = torch.get_num_threads(), platform.python_version()
     return f"{distributed.device_name(device)}, {threads} threads, torch {torch.__version__}, Python {python}"
@@ -168,14 +219,15 @@ def main(argv=None):
     data = what.add_parser("data", help="tokenizer, preparation and loader")
     data.add_argument("files", nargs="*", help="text as data.prepare takes it (default: Python's standard library)")
     data.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
-    for command, rounds in ((step, 10), (data, 5)):
+    scaling = what.add_parser("scaling", help="train.py on several numbers of ranks")
+    scaling.add_argument("config", help="config file of a prepared data set; --section.key=value overrides it")
+    scaling.add_argument("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="(default: 1 2)")
+    scaling.add_argument("--steps", type=int, default=50, help="of a run (default: %(default)s)")
+    for command, rounds in ((step, 10), (data, 5), (scaling, 3)):
         command.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
     try:
-        if args.what == "step":
-            bench_step(args, overrides)
-        else:
-            bench_data(args)
+        {"step": bench_step, "data": bench_data, "scaling": bench_scaling}[args.what](args, overrides)
     except (configure.ConfigError, DataError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -86,7 +86,7 @@ def test_peak_flops_are_of_known_devices_and_tensor_core_types(gpus):
 
 def test_one_process_is_no_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert distributed.start(torch.device("cpu")) == (0, 1, torch.device("cpu"))
+    assert distributed.start(torch.device("cpu")) == (0, 1, torch.device("cpu"), 1)
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
     distributed.stop()

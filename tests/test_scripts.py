@@ -1,9 +1,11 @@
-"""scripts/: sweep, report, sample, bench."""
+"""scripts/: sweep, report, sample, bench, plan."""
 
+import hashlib
 import itertools
 import math
 import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 
 import configure
 import train
+from data import tokenizer
+from model import GPT, parameter_shapes
+from runtime import memory
 from runtime.metrics import Metrics, read
-from scripts import bench, report, sample, sweep
+from scripts import bench, plan, report, sample, sweep
 
 # ---- sweep
 
@@ -297,3 +302,104 @@ def test_bench_refuses_bad_input(tiny_file, capsys):
     assert "kernn" in (message := capsys.readouterr().err) and "softmax" in message
     assert bench.main(["step", str(tiny_file), "--model.n_layr=1"]) == 2
     assert "did you mean 'model.n_layer'?" in capsys.readouterr().err
+
+
+def test_bench_data(tmp_path, capsys, monkeypatch, fake_ranks):
+    (tmp_path / "ranks").write_bytes(fake_ranks)
+    monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "some words, {i} times"}}\n' for i in range(100)))
+    monkeypatch.setattr(bench, "PREPARED_CHARACTERS", 10_000)
+    assert bench.main(["data", str(tmp_path / "a.jsonl"), "--rounds=1", "--ranks", str(tmp_path / "ranks")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rates = [float(line.split("tokens/s")[0].split()[-1].replace(",", "")) for line in lines if "tokens/s" in line]
+    assert len(rates) == 4 + 6 and min(rates) > 0
+
+
+def test_bench_scaling(tiny_file, capsys):
+    assert bench.main(["scaling", str(tiny_file), "--ranks", "1", "2", "--rounds=1", "--steps=5"]) == 0
+    out = capsys.readouterr().out
+    found = [re.search(rf"{ranks} ranks +([\d,]+) tokens/s +efficiency ([\d.]+)", out).groups() for ranks in (1, 2)]
+    one, two = (float(rate.replace(",", "")) for rate, _ in found)
+    assert found[0][1] == "1.00" and float(found[1][1]) == pytest.approx(two / one / 2, rel=0.02)
+    assert "share its cores" in out
+
+
+# ---- plan
+
+HOUSE = Path(__file__).parents[1]
+
+
+def test_plan_of_the_largest_model(capsys):
+    """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under FSDP2."""
+    assert plan.main([str(HOUSE / "config/1b3.toml"), "--gpus", "8", "--memory", "80", "--mfu", "0.4"]) == 0
+    out = capsys.readouterr().out
+    assert "6,952.4 M in all, 1,315.3 M active" in out and "6.55 B: 50,000 steps of 131,072" in out
+    columns = re.search(r"( +ddp.*)", out)[1].split("  ")
+    assert [name.strip() for name in columns if name] == ["ddp", "ddp, checkpointing", "fsdp", "fsdp, checkpointing"]
+    parts = {line.split()[0]: line.split()[1::2] for line in out.splitlines() if "iB   " in line}
+    state = [sum(float(parts[part][i]) for part in ("weights", "gradients", "optimizer")) for i in (0, 2)]
+    assert [round(gib * 2**30 / 1e9) for gib in state] == [111, 14]
+    assert out.splitlines()[-1] == "--train.parallel=fsdp"
+    flops = configure.load(HOUSE / "config/1b3.toml").train.max_steps * 131072 * 8.187e9
+    assert float(re.search(r"([\d.]+) h on 8 x H100", out)[1]) == pytest.approx(
+        flops / 8 / 989e12 / 0.4 / 3600, abs=0.1
+    )
+
+
+def test_plan_for_nodes_and_for_too_little_memory(capsys):
+    file = str(HOUSE / "config/1b3.toml")
+    assert plan.main([file, "--gpus=16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=hsdp"
+    assert plan.main([file, "--gpus=4", "--memory=24"]) == 0
+    assert "none fits" in capsys.readouterr().out
+    assert plan.main([file, "--gpus=8", "--memory=40", "--train.micro_batch_size=16"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=fsdp"
+
+
+def test_plan_takes_the_mfu_of_a_run(make_run, tmp_path, capsys):
+    file, folder = str(HOUSE / "config/125m.toml"), tmp_path / "measured"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5)))
+    assert plan.main([file, "--mfu", str(folder)]) == 0
+    assert "at an MFU of 0.20" in capsys.readouterr().out
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert plan.main([file, "--mfu", str(folder)]) == 2
+    assert "has no perf/mfu" in capsys.readouterr().err
+    assert plan.main([file, "--gpus=0"]) == 2
+    assert "--gpus 0: expected more than 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("router", ["dense", "softmax", "kern"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps(router, dtype):
+    """Of one block more: bytes of the tensors saved for the backward pass that are neither weights nor their casts."""
+
+    def kept(n_layer):
+        model = configure.load(
+            HOUSE / "config/125m.toml",
+            [f"--model.router={router}", f"--model.n_layer={n_layer}", "--model.vocab_size=64", "--model.n_embd=192"]
+            + ["--model.block_size=256", "--model.expert_hidden=192", "--model.n_expert=16", "--model.top_k=4"],
+        ).model
+        gpt, sizes, alive = GPT(model), {}, []
+        shapes = {tuple(p.shape) for p in gpt.parameters() if p.dim() > 1}
+        shapes |= {shape[::-1] for shape in shapes}
+
+        def pack(tensor):
+            if tuple(tensor.shape) not in shapes:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)  # so that no address comes twice
+            return tensor
+
+        x = torch.zeros(8, 256, dtype=torch.int64).random_(64)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            gpt(x, x)
+        return sum(sizes.values()), model
+
+    (two, model), (one, _) = kept(2), kept(1)
+    assert memory.activation_bytes(model, 8 * 256, dtype) == pytest.approx(two - one, rel=0.05)
+
+
+def test_shapes_without_the_model():
+    model = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern-mc"]).model
+    assert parameter_shapes(model) == {name: tuple(p.shape) for name, p in GPT(model).named_parameters()}

@@ -81,23 +81,6 @@ def test_accumulation_changes_nothing(tiny, router):
         assert parts[1]["router/entropy"] == pytest.approx(whole[1]["router/entropy"], rel=1e-5)
 
 
-def test_two_ranks_train_like_one(tiny, tiny_file):
-    overrides = ["train.micro_batch_size=2", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"]
-    alone = run(tiny("run.name=alone", *overrides))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "train.py", tiny_file, "--run.name=ranks", *(f"--{override}" for override in overrides)]
-    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "2 x cpu" in done.stdout
-    config = tiny("run.name=ranks", *overrides)
-    ranks = read(folder_of(config) / "metrics.jsonl")
-    assert column(ranks, "step") == column(alone, "step")  # rank 0 alone writes
-    for key in ("train/loss", "train/aux_loss", "optim/grad_norm", "val/loss", "router/load_imbalance"):
-        assert column(ranks, key) == pytest.approx(column(alone, key), rel=1e-5)
-    betas = [load_run(folder_of(tiny(f"run.name={name}")))[0].blocks[1].mlp.router for name in ("alone", "ranks")]
-    assert betas[0].selection_bias.any() and torch.equal(betas[0].selection_bias, betas[1].selection_bias)
-
-
 # ---- what is learned
 
 
@@ -409,13 +392,6 @@ def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error
     with pytest.raises(error, match=re.escape(words)):
         train.train(config)
     assert not folder_of(config).exists()
-
-
-def test_rank_without_a_validation_window_is_refused(tiny, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="1 validation windows for 2 ranks; raise eval.windows"):
-        train.train(tiny("eval.windows=1"))
-    assert not folder_of(tiny()).exists() and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
