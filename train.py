@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import configure
@@ -29,13 +30,10 @@ from runtime import RunError, checkpoint, distributed, memory
 from runtime.metrics import Metrics, load_metrics, read, start_wandb
 from runtime.parallel import average_in, distribute, whole
 
-MAY_CHANGE = (
-    "log.",
-    "run.dir",
-    "data.dir",
-    "train.parallel",
-    "train.activation_checkpointing",
-    "train.timeout_minutes",
+# Keys that may differ from those the run was begun with: they change where and how it computes, not what.
+MAY_CHANGE = ("log.", "run.dir", "data.dir") + tuple(
+    f"train.{key}:"
+    for key in ["parallel", "activation_checkpointing", "timeout_minutes", "micro_batch_size", "compile", "device"]
 )
 MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
 
@@ -62,7 +60,10 @@ def build_optimizer(model, optim):
 def on_host(batch, device):
     """A batch as tensors from which a copy to `device` need not wait."""
     x, y = map(torch.from_numpy, batch)
-    return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; without, pinning would open a context on GPU 0
+        x, y = x.pin_memory(), y.pin_memory()
+    return x, y
 
 
 def micro_batches(loader, micro_batch, accumulation, steps, ranks):
@@ -133,6 +134,7 @@ def train(config):
     )
 
     ranks = distributed.start(device, config.train.timeout_minutes)
+    distributed.agree(f"train.parallel = {parallel}, going on from step {start}")
     first = ranks.rank == 0
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
@@ -239,7 +241,7 @@ def train(config):
         scaler.update()
         if not finite and scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
             scaler.update(MIN_LOSS_SCALE)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not isinstance(runner, DistributedDataParallel))  # DDP's lie in its buckets
         if skipped_in_row == config.train.max_skipped_steps:
             raise RunError(
                 f"{folder}: {skipped_in_row} steps in a row had gradients that are not finite (step {step + 1}, loss "
@@ -288,6 +290,7 @@ if __name__ == "__main__":
     try:
         train(config)
     except (RunError, DataError, configure.ConfigError, OSError) as error:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", 0))
+        if rank == 0 or isinstance(error, OSError):  # other errors come to all ranks alike
+            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         sys.exit(2)

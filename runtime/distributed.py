@@ -100,14 +100,26 @@ def start(device, timeout_minutes=10):
             "many ranks on CUDA devices need NCCL, which this torch was built without; install a torch build for Linux "
             "with CUDA, or start one rank"
         )
-    # Without this a rank of NCCL that times out would leave the others to wait.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
     return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size())
+
+
+def agree(what):
+    """Raises RunError, on all ranks, if `what`, a few words, is not the same on all of them."""
+    if not dist.is_initialized():
+        return
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, what)
+    for rank, words in enumerate(found):
+        if words != found[0]:
+            raise RunError(
+                f"ranks disagree: {found[0]} (rank 0), {words} (rank {rank}). All nodes need the same config, the same "
+                f"run.dir on a shared file system, and the same GPUs; or set --train.parallel"
+            )
 
 
 def sum_over_ranks(tensor):

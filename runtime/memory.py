@@ -4,7 +4,7 @@ Weights, gradients and optimizer state are exact. Activations, logits and workin
 keeps for the backward pass; docs/scale.md has the terms, and what they were measured against.
 """
 
-from math import ceil, prod
+from math import ceil, log2, prod
 from typing import NamedTuple
 
 from runtime import RunError, distributed
@@ -47,8 +47,9 @@ def plan(shapes, model, micro_batch_size, dtype, parallel, shards, checkpointing
         copies += REST[dtype] * kept_blocks * in_mlp
     else:
         parameters = sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes.values())
-        # Two blocks are gathered at a time, one of them has gradients; what is outside of blocks stays gathered.
-        copies += 3 * (REST[dtype] or 4) * in_mlp + 3 * 4 * in_block + 2 * 4 * outside
+        # Two blocks are gathered at a time, one more is in the buffer it comes in, one has gradients, which go out in
+        # fp32; what is outside of blocks stays gathered.
+        copies += (4 * (REST[dtype] or 4) + 4) * in_mlp + 5 * 4 * in_block + 2 * 4 * outside
     tokens = micro_batch_size * model.block_size
     layer = activation_bytes(model, tokens, dtype)
     per_layer = 4 * tokens * model.n_embd if checkpointing else layer  # a block's input
@@ -124,13 +125,19 @@ def check(parallel, memory, capacity, world_size):
         return
     needed = f"weights, gradients and AdamW need {human(memory.state)} a GPU, this one has {human(capacity)}"
     if parallel == "ddp":
-        ranks = max(2, ceil(memory.state / (USABLE * capacity)) + 1)
+        ranks = power_of_two(memory.state / (USABLE * capacity))
         remedy = "set --train.parallel=fsdp"
-        remedy += f" on at least {ranks} GPUs (torchrun --nproc_per_node={ranks})" if ranks > world_size else ""
+        remedy += f" on {ranks} GPUs (torchrun --nproc_per_node={ranks})" if ranks > world_size else ""
+    elif parallel == "hsdp":
+        remedy = "set --train.parallel=fsdp, which shards over all nodes"
     else:
-        remedy = f"start at least {ceil(world_size * memory.state / (USABLE * capacity))} ranks"
-        remedy += ", or set --train.parallel=fsdp, which shards over all nodes" if parallel == "hsdp" else ""
+        remedy = f"start {power_of_two(world_size * memory.state / (USABLE * capacity))} ranks"
     raise RunError(f"{needed}: {remedy}")
+
+
+def power_of_two(least):
+    """The next, which divides most batches; 2 at least."""
+    return 2 ** max(1, ceil(log2(least)))
 
 
 def human(size):

@@ -226,6 +226,8 @@ def main(argv=None):
     for command, rounds in ((step, 10), (data, 5), (scaling, 3)):
         command.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
+    if args.rounds < 1 or args.what == "scaling" and (args.steps < 5 or min(args.ranks) < 1):
+        parser.error("--rounds and --ranks need at least 1, --steps at least 5")
     try:
         {"step": bench_step, "data": bench_data, "scaling": bench_scaling}[args.what](args, overrides)
     except (configure.ConfigError, DataError, RunError) as error:

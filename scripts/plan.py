@@ -47,9 +47,20 @@ def measured_mfu(folder):
     return statistics.median(values)
 
 
+def utilisation(text):
+    """Of --mfu: a number in (0, 1], or a run's folder. Raises ConfigError."""
+    try:
+        mfu = float(text)
+    except ValueError:
+        return measured_mfu(text)
+    if not 0 < mfu <= 1:
+        raise configure.ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
+    return mfu
+
+
 def report(config, args):
     peak = PEAK_FLOPS[args.gpu]
-    mfu = float(args.mfu) if args.mfu.replace(".", "", 1).isdigit() else measured_mfu(args.mfu)
+    mfu = utilisation(args.mfu)
     total, active = count_parameters(config.model)
     count = tokens(config)
     checkpoint = 12 * total
@@ -62,6 +73,8 @@ def report(config, args):
     yield f"  a checkpoint     {memory.human(checkpoint)}, {config.train.keep_checkpoints} kept (weights, AdamW)"
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
     yield f"  time             {time:,.1f} h on {gpus}, {time * args.gpus:,.0f} GPU hours"
+    here = min(args.gpus, args.gpus_per_node)
+    yield f"  host memory      {memory.human(4 * total * here)} a node at the start: {here} ranks make the model whole"
     yield ""
     yield f"memory of each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
     columns = plans(config, args.gpus, args.gpus_per_node)
@@ -93,10 +106,10 @@ def main(argv=None):
     )
     args, overrides = parser.parse_known_args(argv)
     try:
-        config = configure.load(args.config, overrides)
         for name in ("gpus", "gpus_per_node", "memory"):
             if getattr(args, name) <= 0:
                 raise configure.ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+        config = configure.load(args.config, overrides, world_size=args.gpus)
         for line in report(config, args):
             print(line)
     except (configure.ConfigError, OSError) as error:

@@ -78,7 +78,7 @@ HALF = [
     "eval.interval=5",
 ]
 WINDOWS = ["train.micro_batch_size=1", "eval.windows=5", "train.max_steps=1"]  # on 4 ranks 2, 1, 1 and 1
-WINDOWS += ["train.timeout_minutes=0.1", "optim.warmup_steps=0"]
+WINDOWS += ["train.timeout_minutes=1", "optim.warmup_steps=0"]
 NODES = ["train.micro_batch_size=1", "train.max_steps=6"]
 UNEVEN = ["eval.windows=8", "train.micro_batch_size=2", "train.max_steps=1", "optim.warmup_steps=0"]
 UNEVEN += ["model.n_expert=6", "model.block_size=31"]
@@ -118,7 +118,7 @@ for saved, resumed in ONWARD.items():
 def config_of(folder, name):
     """A case has its own run.dir; the runs that go on from another's checkpoint share its run.name."""
     case = CASES[name]
-    own = [f"run.dir={(folder / name).as_posix()}", "train.timeout_minutes=0.5", f"train.parallel={case.parallel}"]
+    own = [f"run.dir={(folder / name).as_posix()}", "train.timeout_minutes=2", f"train.parallel={case.parallel}"]
     return configure.load(folder / "tiny.toml", [*own, *case.overrides], case.ranks)
 
 
@@ -256,7 +256,7 @@ def be_ended(folder, how):
         return last_step(optim, max_steps, step)
 
     train.learning_rate = learning_rate
-    own = [f"run.dir={(folder / how).as_posix()}", "train.micro_batch_size=1", "train.timeout_minutes=0.2"]
+    own = [f"run.dir={(folder / how).as_posix()}", "train.micro_batch_size=1", "train.timeout_minutes=0.5"]
     train.train(configure.load(folder / "tiny.toml", own, 2))
 
 
@@ -525,17 +525,16 @@ def test_way_that_the_ranks_do_not_allow_is_refused(tiny, monkeypatch, parallel,
 @pytest.mark.parametrize(
     "parallel, ranks, words",
     [
-        ("ddp", 1, "--train.parallel=fsdp on at least 3 GPUs (torchrun --nproc_per_node=3)"),
+        ("ddp", 1, "set --train.parallel=fsdp on 2 GPUs (torchrun --nproc_per_node=2)"),
         ("ddp", 8, "set --train.parallel=fsdp"),
-        ("fsdp", 2, "start at least 3 ranks"),
-        ("hsdp", 16, "or set --train.parallel=fsdp, which shards over all nodes"),
+        ("fsdp", 2, "start 4 ranks"),
+        ("hsdp", 16, "set --train.parallel=fsdp, which shards over all nodes"),
     ],
 )
 def test_device_known_to_be_too_small_is_refused(parallel, ranks, words):
     with pytest.raises(RunError, match=re.escape("need 4.0 GiB a GPU, this one has 3.0 GiB")) as caught:
         memory.check(parallel, SMALL, 3 * 2**30, ranks)
-    assert words in str(caught.value)
-    assert ("at least" in str(caught.value)) != (parallel == "ddp" and ranks == 8)
+    assert str(caught.value).endswith(words)
     memory.check(parallel, SMALL, 4 * 2**30, ranks)
     memory.check(parallel, SMALL, None, ranks)
 
@@ -579,7 +578,7 @@ def jobs(folder):
 
     def wait(name):
         if name not in ended:
-            output = processes[name].communicate(timeout=150)[0]
+            output = processes[name].communicate(timeout=300)[0]
             ended[name] = Job(processes[name].returncode, output, time.perf_counter() - started)
         return ended[name]
 
@@ -603,11 +602,11 @@ def test_two_agents_of_torchrun_train_like_one_process(jobs, folder):
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_job_ends_when_a_rank_does(jobs, name):
     job = jobs(name)
-    assert job.code != 0 and job.seconds < 120
+    assert job.code != 0 and job.seconds < 200
     assert "at step 3" in job.output  # it had begun
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", job.output), job.output
     if name == "SIGSTOP":  # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
-        assert "Timed out waiting 12000ms" in job.output and job.seconds > 12
+        assert "Timed out waiting 30000ms" in job.output and job.seconds > 30
 
 
 # ---- refusals
@@ -653,3 +652,26 @@ if __name__ == "__main__":
         be_a_rank(Path(sys.argv[1]))
     else:
         be_ended(Path(sys.argv[1]), sys.argv[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_peak_on_a_gpu_is_as_planned(micro_batch):
+    """Of one training step of 125m.toml in float16, within 15%."""
+    config = configure.load(HOUSE / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = model_module.GPT(config.model).cuda()
+    optimizer, scaler = train.build_optimizer(model, config.optim), torch.amp.GradScaler("cuda")
+    x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
+    for _ in range(3):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x, x)[1]
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    shapes = parameter_shapes(config.model)
+    planned = memory.plan(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

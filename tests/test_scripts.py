@@ -348,7 +348,12 @@ def test_plan_of_the_largest_model(capsys):
 
 def test_plan_for_nodes_and_for_too_little_memory(capsys):
     file = str(HOUSE / "config/1b3.toml")
-    assert plan.main([file, "--gpus=16"]) == 0
+    assert plan.main([file, "--gpus=16"]) == 2
+    assert (
+        "set --train.batch_size=512 or --train.micro_batch_size=16, or start 1, 2, 4, 8 ranks"
+        in capsys.readouterr().err
+    )
+    assert plan.main([file, "--gpus=16", "--train.micro_batch_size=16"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=hsdp"
     assert plan.main([file, "--gpus=4", "--memory=24"]) == 0
     assert "none fits" in capsys.readouterr().out
@@ -365,6 +370,9 @@ def test_plan_takes_the_mfu_of_a_run(make_run, tmp_path, capsys):
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     assert plan.main([file, "--mfu", str(folder)]) == 2
     assert "has no perf/mfu" in capsys.readouterr().err
+    for wrong in ("0", "40"):
+        assert plan.main([file, "--mfu", wrong]) == 2
+        assert f"--mfu {wrong}: expected a number above 0" in capsys.readouterr().err
     assert plan.main([file, "--gpus=0"]) == 2
     assert "--gpus 0: expected more than 0" in capsys.readouterr().err
 
