@@ -139,7 +139,7 @@ def work(folder, name, rank=0):
     """Train as the case says, and report what this rank saw."""
     case, config = CASES[name], config_of(folder, name)
     accumulation = passes(config, case.ranks)
-    seen = {"weights": [], "scales": [], "seeds": [], "loads": [], "dtypes": {}, "gradients": set()}
+    seen = {"weights": [], "scales": [], "seeds": [], "loads": [], "dtypes": {}, "gradients": set(), "held": []}
     load_counts, save, build, GradScaler = (
         model_module.expert_loads,
         checkpoint.save,
@@ -168,6 +168,7 @@ def work(folder, name, rank=0):
                 seen["weights"].append([local(p).detach().clone() for p in parameters])
                 seen["scales"].append(scalers[0].get_scale())
                 seen["seeds"].append(torch.initial_seed())
+                seen["held"].append([0 if p.grad is None else local(p.grad).data_ptr() for p in parameters])
 
         model.register_forward_pre_hook(before_forward, prepend=True)  # before FSDP2 gathers anything
 
@@ -476,6 +477,13 @@ def test_bytes_are_as_planned(outcome, folder, case, shards):
         assert all(other[part] <= first[part] for part in first)
     total = 4 * sum(parameter.numel() for parameter in outcome(case).reports[0]["parameters"].values())
     assert (first["weights"] < total) == (shards > 1)
+
+
+@pytest.mark.parametrize("way", ["ddp-2", "ddp-4"])
+def test_gradients_stay_in_ddps_buckets(outcome, way):
+    """Once DDP has settled them each lies where it lay, so no rank ever holds gradients twice."""
+    first, *later = outcome(f"kern {way}").reports[0]["held"][12:]  # its first steps find the order of buckets
+    assert len(later) >= 7 and all(first) and all(held == first for held in later)
 
 
 @pytest.mark.parametrize("way", ["fsdp-2", "fsdp-4", "hsdp-2x2"])
