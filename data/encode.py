@@ -45,10 +45,12 @@ class Encoder(NamedTuple):
             except ValueError as error:
                 bad.append(f"{raw.where} {error}")
                 continue
-            if text is not None:
+            if text is None:
+                continue
+            if text.strip():
                 texts.append(text)
-                empty += not text.strip()
-        texts = [text for text in texts if text.strip()]
+            else:
+                empty += 1
         places = [place(text) for text in texts]
         ids: dict[str, list] = {"train": [], "val": []}
         for where, document in zip(places, self.tokenizer.encode_batch(texts), strict=True):

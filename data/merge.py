@@ -18,7 +18,7 @@ def merge(out: Path, name: str, force: bool, command: str) -> None:
     if (folder / "meta.json").exists() and not force:
         print(f"already there: {summary(check(folder, 2**16), folder)}; to make it anew of its parts add --force")
         return
-    if read_progress(folder) and not force:
+    if not force and read_progress(folder):
         raise DataError(f"{partial_folder(folder)} is an unfinished set: finish it, or replace it by --force")
     folders = find_parts(out, name)
     metas = [check(part, 2**16) for part in folders]

@@ -191,7 +191,8 @@ def prepare(args: argparse.Namespace, command: str) -> None:
         part, parts = args.shard
         if parts > len(inputs):
             raise DataError(
-                f"{len(inputs)} files cannot be shared out in {parts} parts: --shard 1/{len(inputs)} at most"
+                f"{len(inputs)} files cannot be shared out in {parts} parts: --shard 1/{len(inputs)} at most, as a "
+                f"file belongs to one part; or cut the files up"
             )
         inputs = inputs[len(inputs) * (part - 1) // parts : len(inputs) * part // parts]
 
@@ -220,7 +221,7 @@ def begun_revision(folder: Path, made_from: dict) -> str | None:
     """The hub's revision with which an unfinished set of these arguments was begun."""
     try:
         begun = (read_progress(folder) or {"made_from": {}})["made_from"]
-    except ValueError:
+    except DataError:
         return None  # damaged, which the writer will say
     return begun.get("revision") if made_from.items() <= begun.items() else None
 

@@ -1,7 +1,7 @@
 """From an input file to its raw documents, always in the same order: parquet, JSON lines, plain texts, tar archives.
 
 Files may lie here or on the Hugging Face hub, plain or compressed; nothing is extracted or copied to disk, and memory
-does not grow with the file. Decoding and parsing are left to whoever takes the documents (see prepare.py).
+does not grow with the file. Decoding and parsing are left to whoever takes the documents (see encode.py).
 """
 
 import io

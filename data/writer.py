@@ -110,8 +110,8 @@ class Writer:
         """Why the unfinished set here, if there is one, cannot be gone on with; empty if it can."""
         try:
             progress = read_progress(self._folder)
-        except ValueError as error:
-            return f"progress.json cannot be read ({error})"
+        except DataError:
+            return "progress.json cannot be read"
         if changes := differences(progress["made_from"], self._made_from) if progress else "":
             return f"an unfinished set made with other arguments ({changes}); go on with those"
         for name, size in _committed_sizes(progress).items():
@@ -212,11 +212,15 @@ class _ShardWriter:
 
 
 def read_progress(folder: str | Path) -> dict | None:
-    """What the last commit of an unfinished preparation of `folder` says: made_from, splits, state."""
+    """What the last commit of an unfinished preparation of `folder` says: made_from, splits, state; None if there is
+    none. Raises DataError if it is damaged."""
+    path = partial_folder(folder) / "progress.json"
     try:
-        return json.loads((partial_folder(folder) / "progress.json").read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read ({error}): start over by --force") from error
 
 
 def differences(was: dict, now: dict) -> str:

@@ -1206,6 +1206,16 @@ def test_parts_without_any_validation(run, five_files, tmp_path):
     assert code == 2 and "no part of text has a val document: prepare them with a larger --val-fraction" in out
 
 
+def test_merge_over_a_damaged_unfinished_set(run, five_files, tmp_path):
+    for i in (1, 2):
+        assert run(*five_files, "--shard", f"{i}/2")[0] == 0
+    (tmp_path / "out/text.partial").mkdir()
+    (tmp_path / "out/text.partial/progress.json").write_text("{")
+    code, out = run(*five_files, "--merge")
+    assert code == 2 and "progress.json cannot be read" in out and "start over by --force" in out
+    assert run(*five_files, "--merge", "--force")[0] == 0
+
+
 def test_a_part_may_lack_a_split(run, tmp_path):
     for i in range(12):
         (tmp_path / f"{i:02d}.txt").write_text(f"the text of file {i}" * bool(i))  # one is empty
