@@ -155,16 +155,22 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], d
     """Settings by dotted key (file, then overrides) and sweep axes, every value checked alone."""
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
-    in_file = _flatten(table)
-    axes = _flatten(sweep) if isinstance(sweep, dict) else {}
+    try:
+        in_file = _flatten(table)
+        axes = _flatten(sweep) if isinstance(sweep, dict) else {}
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: tables nested without end; a setting is [section] and below it key = value"
+        ) from None
+    in_file = {key: value for key, value in in_file.items() if key not in SECTIONS or value != {}}  # without lines
     given = dict(_parse_override(text) for text in overrides)
 
     faults = [fault for key, value in in_file.items() if (fault := _fault(key, value, path))]
     if not isinstance(sweep, dict):
-        faults.append(f"{path}: sweep: found {sweep!r}, expected a section: [sweep] with lists by dotted key")
+        faults.append(f"{path}: sweep: found {_shown(sweep)}, expected a section: [sweep] with lists by dotted key")
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
-            faults.append(f"{path} [sweep]: {key}: found {values!r}, expected a list of values")
+            faults.append(f"{path} [sweep]: {_named(key)}: found {_shown(values)}, expected a list of values")
         else:
             faults += [fault for value in values if (fault := _fault(key, value, f"{path} [sweep]"))]
     faults += [fault for key, value in given.items() if (fault := _fault(key, value, COMMAND_LINE))]
@@ -176,12 +182,18 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], d
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    try:
+        data = path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); make it readable, or name another file"
+        ) from None
+    if data is None:
         nearby = sorted(map(str, path.parent.glob("*.toml"))) or sorted(map(str, Path("config").glob("*.toml")))
         raise ConfigError(f"{path}: no such file; there are: {', '.join(nearby) or 'none nearby'}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # also no UTF-8, a number of 5,000 digits, brackets without end
         raise ConfigError(f"{path} is not TOML: {error}; strings need quotes, booleans are true or false") from None
 
 
@@ -193,9 +205,10 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if key in KEYS and KEYS[key]["type"] == "string":
         return key, value
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
         return key, value  # the check of its type will name it
+    return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
 
 
 def _as_override(value: Any) -> str:
@@ -223,18 +236,37 @@ def _nest(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _fault(key: str, value: Any, source: str | Path) -> str | None:
     """What is wrong with one setting, alone; None if it is valid."""
     if key in SECTIONS:
-        if value == {}:  # a section whose every line is commented out
-            return None
-        return f"{source}: {key}: found {value!r}, expected a section: [{key}] in a file, or --{key}.KEY=VALUE"
+        return f"{source}: {key}: found {_shown(value)}, expected a section: [{key}] in a file, or --{key}.KEY=VALUE"
     if key not in KEYS:
-        return f"{source}: {key}: unknown key{_did_you_mean(key, [*KEYS, *SECTIONS])}"
+        return f"{source}: {_named(key)}: unknown key{_did_you_mean(key, [*KEYS, *SECTIONS])}"
     section, name = key.split(".")
+    expected = None
     try:
         SECTIONS[section].model_validate({name: value})
     except ValidationError:
-        hint = _did_you_mean(str(value), KEYS[key].get("enum", []))
-        return f"{source}: {key}: found {value!r} ({type(value).__name__}), expected {_expected(key)}{hint}"
-    return None
+        expected = _expected(key)
+    else:
+        if isinstance(value, int) and abs(value) >= 2**63:
+            expected = "a number below 2^63"
+        elif isinstance(value, str) and not value.isprintable():
+            expected = "printable text"
+    if expected is None:
+        return None
+    hint = _did_you_mean(value, KEYS[key].get("enum", [])) if isinstance(value, str) else ""
+    return f"{source}: {key}: found {_shown(value)} ({type(value).__name__}), expected {expected}{hint}"
+
+
+def _named(key: str) -> str:
+    return key if key and key.isprintable() else repr(key)
+
+
+def _shown(value: Any) -> str:
+    """The value as Python writes it, its beginning if that is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of 5,000 digits, tables without end
+        return "a value too large to show"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

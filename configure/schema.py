@@ -5,7 +5,7 @@ paper is silent (warm-up, last learning rate, weight decay, clipping) they follo
 DAPE repository. A new key is one line here: `--help`, overrides and errors follow from it.
 """
 
-from math import ceil, gcd
+from math import gcd
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,18 +28,18 @@ class Run(Section):
 
 
 class Model(Section):
-    n_layer: int = Field(12, ge=1, description="transformer blocks")
-    n_head: int = Field(12, ge=1, description="attention heads a block")
-    n_embd: int = Field(768, ge=1, description="width of the residual stream")
-    block_size: int = Field(512, ge=1, description="context length, tokens")
+    n_layer: int = Field(12, ge=1, le=2**10, description="transformer blocks")
+    n_head: int = Field(12, ge=1, le=2**10, description="attention heads a block")
+    n_embd: int = Field(768, ge=1, le=2**17, description="width of the residual stream")
+    block_size: int = Field(512, ge=1, le=2**20, description="context length, tokens")
     vocab_size: int = Field(50304, ge=2, le=2**16, description="tokens known; GPT-2's 50257 padded to a multiple of 64")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
     router: Literal[*ROUTERS] = Field(
         "kern", description="how tokens choose experts; dense: one MLP of hidden width top_k * expert_hidden instead"
     )
-    n_expert: int = Field(64, ge=1, description="experts a block; ignored by dense")
-    top_k: int = Field(8, ge=1, description="experts a token uses")
-    expert_hidden: int = Field(384, ge=1, description="hidden width of one expert")
+    n_expert: int = Field(64, ge=1, le=2**14, description="experts a block; ignored by dense")
+    top_k: int = Field(8, ge=1, le=2**14, description="experts a token uses")
+    expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
     pos: Literal["learned", "rope"] = Field("learned", description="how positions enter: embedding table or rotary")
     tie_embeddings: bool = Field(True, description="output layer shares the token embedding's weights")
     init_std: float = Field(
@@ -54,8 +54,8 @@ class Data(Section):
 
 
 class Train(Section):
-    batch_size: int = Field(256, ge=1, description="sequences an optimizer step, over all ranks")
-    micro_batch_size: int = Field(32, ge=1, description="sequences a rank puts through the model at once")
+    batch_size: int = Field(256, ge=1, le=2**24, description="sequences an optimizer step, over all ranks")
+    micro_batch_size: int = Field(32, ge=1, le=2**24, description="sequences a rank puts through the model at once")
     max_steps: int = Field(50_000, ge=1, description="optimizer steps in all")
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         "float16", description="autocast type; auto: bfloat16 where the hardware multiplies it fast, else float32"
@@ -68,13 +68,22 @@ class Train(Section):
         "of a node; auto: the first of ddp, hsdp, fsdp that fits",
     )
     activation_checkpointing: bool = Field(False, description="keep blocks' inputs alone, compute the rest again")
-    timeout_minutes: float = Field(10.0, gt=0, description="longest wait of a rank for the others")
+    timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest wait of a rank for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0: off")
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0: off")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0: off")
-    max_skipped_steps: int = Field(20, ge=1, description="non-finite steps in a row that stop the run")
-    checkpoint_interval: int = Field(5000, ge=0, description="steps between checkpoints; 0: only the last step")
+    loss_spike: Literal["off", "warn", "skip"] = Field(
+        "off", description="what to do about a loss far above the last 128: nothing, say so, or skip the step too"
+    )
+    spike_sigma: float = Field(6.0, gt=0, description="how far: standard deviations above their mean")
+    max_skipped_steps: int = Field(20, ge=1, description="skipped steps in a row that stop the run")
+    checkpoint_interval: int = Field(5000, ge=0, description="steps between checkpoints; 0: no such")
+    checkpoint_minutes: float = Field(30.0, ge=0, description="minutes between checkpoints; 0: no such")
     keep_checkpoints: int = Field(2, ge=1, description="latest checkpoints kept on disk")
+    on_save_error: Literal["stop", "warn"] = Field(
+        "stop", description="when a checkpoint cannot be written: stop, or say so and go on without"
+    )
+    deterministic: bool = Field(False, description="ask torch for operations that give the same bits each time")
 
 
 class Optim(Section):
@@ -131,7 +140,7 @@ def check(config: Config, world_size: int = 1) -> list[str]:
         width = "even width, which rope needs" if model.pos == "rope" else "equal width"
         faults.append(
             f"model.n_embd = {model.n_embd} does not divide into model.n_head = {model.n_head} heads of "
-            f"{width}; set --model.n_embd={ceil(model.n_embd / head_unit) * head_unit}"
+            f"{width}; set --model.n_embd={-(-model.n_embd // head_unit) * head_unit}"
         )
 
     if model.top_k > model.n_expert and not dense:
@@ -142,12 +151,12 @@ def check(config: Config, world_size: int = 1) -> list[str]:
 
     group = train.micro_batch_size * world_size
     if train.batch_size % group:
-        remedy = f"--train.batch_size={ceil(train.batch_size / group) * group}"
+        remedy = f"--train.batch_size={-(-train.batch_size // group) * group}"
         if train.batch_size % world_size == 0:
             remedy += f" or --train.micro_batch_size={gcd(train.batch_size // world_size, train.micro_batch_size)}"
         if train.batch_size % train.micro_batch_size == 0 and world_size > 1:
             most = train.batch_size // train.micro_batch_size
-            fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            fitting = ", ".join(str(n) for n in range(1, min(most, 4096) + 1) if most % n == 0)
             remedy += f", or start {fitting} ranks"
         faults.append(
             f"train.batch_size = {train.batch_size} is not a multiple of train.micro_batch_size = "

@@ -30,11 +30,15 @@ class Loader:
 
         Without `count`, all rows from `start` on.
         """
+        return windows(self._tokens, self.indices(step, start, count), self._block_size)
+
+    def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        """Which windows those rows are, (count,) int64."""
         count = self._batch_size - start if count is None else count
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
         places = step * self._batch_size + np.arange(start, start + count)
         epochs, indices = np.divmod(places, self.n_windows)
-        return windows(self._tokens, permute(indices, self.n_windows, self._seed, epochs), self._block_size)
+        return permute(indices, self.n_windows, self._seed, epochs)
 
 
 def count_windows(tokens: Tokens, block_size: int) -> int:
@@ -55,13 +59,15 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int) -> np.ndarray:
 
 
 def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of the windows `indices`, (B,): int64, each (B, T)."""
-    x = np.empty((len(indices), block_size), np.int64)
-    y = np.empty_like(x)
+    """Inputs and targets of the windows `indices`, (B,): int64, each (B, T). Raises DataError naming file and place if
+    an id is beyond the tokens' vocabulary: on a GPU it would be an assertion that names nothing."""
+    ids = np.empty((len(indices), block_size + 1), np.uint16)
     for row, index in enumerate(indices):
-        window = tokens.read(int(index) * block_size, block_size + 1)
-        x[row], y[row] = window[:-1], window[1:]
-    return x, y
+        ids[row] = tokens.read(int(index) * block_size, block_size + 1)
+    if ids.max(initial=0) >= tokens.vocab_size:
+        bad = indices[ids.max(axis=1) >= tokens.vocab_size][0]
+        tokens.check_ids(int(bad) * block_size, block_size + 1)
+    return ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:

@@ -10,15 +10,34 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from data import DataError
-from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
+from data.bins import CLOSED, DTYPE, SHARD_TOKENS, Count, Meta, Shard, Split, partial_folder
 from data.tokenizer import RANKS_FILE, Tokenizer
 
 REPLACED = "replaced"  # the set that was there before, within the one that takes its place
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|(meta|progress)\.json(\.tmp)?|lock|{REPLACED}|{RANKS_FILE}(\.tmp)?")
+
+
+@with_config(CLOSED)
+class Committed(TypedDict):
+    documents: Count
+    shards: list[Shard]
+    open_tokens: Count  # in the shard after those
+
+
+@with_config(CLOSED)
+class Progress(TypedDict):
+    """What progress.json says of an unfinished preparation."""
+
+    made_from: dict
+    splits: dict[Literal["train", "val"], Committed]
+    state: Any
 
 
 class Writer:
@@ -120,7 +139,7 @@ class Writer:
                 return f"part of {name} is lost"
         return ""
 
-    def _cut_back(self) -> dict:
+    def _cut_back(self) -> dict[str, Committed]:
         """Leaves in the folder what is committed, nothing else, and returns it by split."""
         progress = read_progress(self._folder)
         sizes = _committed_sizes(progress)
@@ -146,7 +165,7 @@ class _SplitWriter:
     ):
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self.documents = documents
-        self._shards = [Shard(**shard) for shard in shards]
+        self._shards = list(shards)
         self._open = self._next(open_tokens) if open_tokens else None
         self.tokens = sum(shard.tokens for shard in self._shards) + open_tokens
 
@@ -211,15 +230,20 @@ class _ShardWriter:
         return Shard(Path(self.file.name).name, self.tokens, self._sha256.hexdigest())
 
 
-def read_progress(folder: str | Path) -> dict | None:
-    """What the last commit of an unfinished preparation of `folder` says: made_from, splits, state; None if there is
-    none. Raises DataError if it is damaged."""
+def read_progress(folder: str | Path) -> Progress | None:
+    """What the last commit of an unfinished preparation of `folder` says; None if there is none. Raises DataError if it
+    is damaged."""
     path = partial_folder(folder) / "progress.json"
     try:
-        return json.loads(path.read_bytes())
+        progress = TypeAdapter(Progress).validate_python(json.loads(path.read_bytes()))
+        for split, state in progress["splits"].items():
+            for i, shard in enumerate(state["shards"]):  # these are cut to length: no other file may be
+                if shard.name != _shard_name(split, i):
+                    raise ValueError(f"{split} file {i} is {shard.name!r}")
+        return progress
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): start over by --force") from error
 
 
@@ -277,11 +301,11 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def _committed_sizes(progress: dict | None) -> dict[str, int]:
+def _committed_sizes(progress: Progress | None) -> dict[str, int]:
     """Bytes of each shard that a commit covers."""
     sizes = {}
     for split, state in progress["splits"].items() if progress else ():
-        sizes |= {shard["name"]: 2 * shard["tokens"] for shard in state["shards"]}
+        sizes |= {shard.name: 2 * shard.tokens for shard in state["shards"]}
         if state["open_tokens"]:
             sizes[_shard_name(split, len(state["shards"]))] = 2 * state["open_tokens"]
     return sizes

@@ -101,6 +101,10 @@ def test_a_section_without_lines_is_fine(write):
         ('run.name = "a/b"', "run.name: found 'a/b' (str), expected string of letters, digits, '.', '_' and '-'"),
         ('run.name = ".."', "run.name: found '..'"),
         ('data.name = ""', "data.name: found ''"),
+        ('run.dir = "a\\u0000b"', r"run.dir: found 'a\x00b' (str), expected printable text"),
+        (r'"\n" = 1', r"'\n': unknown key"),
+        ('"" = 1', "'': unknown key"),
+        ("train.max_steps = 9223372036854775808", "(int), expected a number below 2^63"),
     ],
 )
 def test_a_wrong_line_of_a_file(write, line, says):
@@ -121,6 +125,9 @@ def test_a_wrong_line_of_a_file(write, line, says):
         ("--model.router=Kern", "command line: model.router: found 'Kern' (str), expected one of dense, "),
         ("--train=3", "command line: train: found 3, expected a section"),
         ("--optim.lr", "command line: --optim.lr has no value; write --optim.lr=VALUE"),
+        ("--model={}", "command line: model: found {}, expected a section"),
+        ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps: found '1\nrun.seed = 2' (str), expected int >= 1"),
+        ("--run.dir=caf\udce9", r"run.dir: found 'caf\udce9' (str), expected"),  # an argument that is not UTF-8
     ],
 )
 def test_a_wrong_override(write, override, says):
@@ -150,6 +157,37 @@ def test_bad_toml_names_file_and_line(write):
     assert re.search(rf"{re.escape(str(file))} is not TOML: .*line 2.*strings need quotes", message(file))
     file.write_bytes(b"[model]\n\xff\xfe")
     assert f"{file} is not TOML" in message(file)
+
+
+WITHOUT_MEASURE = [  # value, what is said of it in a file, and on the command line
+    (f"0x{'f' * 9999}", "found a value too large to show (int)", "found a value too large to show (int)"),
+    (f"[{{{'a.' * 5000}a = 1}}]", "found a value too large to show (list)", "found a value too large to show (list)"),
+    (f"{['long'] * 999}", "'long',… (list), expected", "'long',… (list), expected"),
+    ("9" * 5000, "is not TOML: Exceeds the limit", "train.max_steps: found '9999"),
+    ("[" * 5000, "is not TOML: maximum recursion depth exceeded", "train.max_steps: found '[[[["),
+]
+
+
+@pytest.mark.parametrize("which", range(len(WITHOUT_MEASURE)))
+def test_values_without_measure(write, which):
+    value, in_file, in_override = WITHOUT_MEASURE[which]
+    file = write(f"train.max_steps = {value}")
+    assert message(file).startswith(str(file)) and in_file in message(file)
+    assert in_override in message(write(), f"--train.max_steps={value}")
+
+
+def test_tables_without_measure(write):
+    assert "x.toml: tables nested without end; a setting is" in message(write(f"{'a.' * 5000}a = 1"))
+
+
+def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
+    file = write()
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert f"{file}: cannot be read (Permission denied); make it readable" in message(file)
 
 
 def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
@@ -247,6 +285,7 @@ def test_an_axis_wins_over_the_same_key_in_the_file(write):
     ("sweep", "says"),
     [
         ("sweep = 3", "sweep: found 3, expected a section"),
+        ("sweep.model = [{}]", "[sweep]: model: found {}, expected a section"),
         ('sweep."model.router" = []', "[sweep]: model.router: found [], expected a list of values"),
         ('sweep."model.router" = "kern"', "[sweep]: model.router: found 'kern', expected a list of values"),
         ('sweep."model.routr" = ["kern"]', "[sweep]: model.routr: unknown key; did you mean 'model.router'?"),
@@ -291,7 +330,7 @@ def test_run_name_given_stays(write):
 
 BY_TYPE = {
     "boolean": lambda schema: st.booleans(),
-    "string": lambda schema: st.from_regex(schema.get("pattern", r"^.{1,9}$"), fullmatch=True),
+    "string": lambda schema: st.from_regex(schema.get("pattern", r"^[ -~éλ漢]{1,9}$"), fullmatch=True),
     "integer": lambda schema: st.integers(schema["minimum"], schema.get("maximum", 10**6)),
     "number": lambda schema: st.floats(
         schema.get("minimum", 0),
@@ -314,6 +353,7 @@ def configs(draw):
     model, train = values["model"], values["train"]
     model["n_embd"] = 2 * model["n_head"]
     model["n_expert"] = model["top_k"]
+    train["micro_batch_size"] = 1 + train["micro_batch_size"] % 1000
     train["batch_size"] = 3 * train["micro_batch_size"]
     train["max_steps"] += values["optim"]["warmup_steps"]
     return Config.model_validate(values)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
-from data.bins import Tokens, check, open_tokenizer, open_tokens, read_meta
+from data.bins import Tokens, check, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import Loader, ahead, fixed_windows, permute, windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, load_tokenizer
 from data.writer import Writer
@@ -218,44 +219,222 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks, offline):
     assert open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
 
 
-def damage_odd(folder):
-    with (folder / "train-00001.bin").open("ab") as file:
+def damage_odd(path):
+    with path.open("ab") as file:
         file.write(b"!")
 
 
-def damage_truncate(folder):
-    os.truncate(folder / "train-00001.bin", 10)
+def damage_truncate(path):
+    os.truncate(path, 12)
 
 
-def damage_flip(folder):
-    data = bytearray((folder / "train-00001.bin").read_bytes())
+def damage_grow(path):
+    with path.open("ab") as file:
+        file.write(b"\0\0")
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_high_bit(path):
+    data = bytearray(path.read_bytes())
     data[3] ^= 1
-    (folder / "train-00001.bin").write_bytes(data)
+    path.write_bytes(data)
 
 
-def damage_remove(folder):
-    (folder / "train-00001.bin").unlink()
+def damage_byte_order(path):
+    path.write_bytes(np.fromfile(path, "<u2").astype(">u2").tobytes())
+
+
+def damage_remove(path):
+    path.unlink()
+
+
+def damage_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def damage_link(path):
+    path.unlink()
+    path.symlink_to("nowhere")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (damage_odd, r"expected 14 bytes \(7 tokens\), found 15"),
-        (damage_truncate, r"expected 14 bytes \(7 tokens\), found 10"),
+        (damage_truncate, r"expected 14 bytes \(7 tokens\), found 12"),
+        (damage_grow, r"expected 14 bytes \(7 tokens\), found 16"),
+        (damage_empty, r"expected 14 bytes \(7 tokens\), found 0"),
         (damage_flip, "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
+        (damage_high_bit, r"id 279 at token 1, expected below 257 \(1 such among 7\)"),
+        (damage_byte_order, r"id 5632 at token 0, expected below 257 \(6 such among 7\)"),  # 256 becomes 1
         (damage_remove, "missing, expected 7 tokens"),
+        (damage_folder, "not a file, expected 7 tokens"),
+        (damage_link, "a link to nothing, expected 7 tokens"),
     ],
 )
 def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
-    damage(tmp_path / "set")
+    damage(tmp_path / "set/train-00001.bin")
     with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
         check(tmp_path / "set", 257)
 
 
+def test_a_shard_that_cannot_be_read(tmp_path, monkeypatch):
+    write_set(tmp_path / "set")
+
+    def refuse(path, *args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "fromfile", refuse)  # chmod would not stop root
+    with pytest.raises(DataError, match="train-00000.bin: cannot be read .Permission denied.. Make it readable: chmod"):
+        check(tmp_path / "set", 257)
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u4"])
+@pytest.mark.parametrize("hashed", [0, 2**30])
+def test_wider_ids_are_known_by_their_zeros(tmp_path, monkeypatch, dtype, hashed):
+    """Such as nanoGPT's own scripts would write for a larger vocabulary. Lengths and sha256 would fit."""
+    ids = np.random.default_rng(0).integers(0, 250, 100)
+    with Writer(tmp_path / "set", BYTES) as writer:
+        writer.write("val", np.arange(200, dtype=np.uint16))
+        writer.write("train", np.frombuffer(ids.astype(dtype), "<u2"))
+        writer.finish("set", {}, "python -m data.prepare text")
+    monkeypatch.setattr(bins, "HASHED_BYTES", hashed)
+    says = "id [0-9]+ at token 1, expected below 257" if dtype == ">u4" else "expected uint16, found every second of"
+    with pytest.raises(DataError, match=f"train-00000.bin: {says}.*--force"):
+        check(tmp_path / "set", 257)
+
+
+def test_a_shard_never_written_is_not_taken_for_text(tmp_path, monkeypatch):
+    with Writer(tmp_path / "set", BYTES) as writer:
+        writer.write("train", np.arange(200, dtype=np.uint16))
+        writer.finish("set", {}, "")
+    os.truncate(tmp_path / "set/train-00000.bin", 0)
+    os.truncate(tmp_path / "set/train-00000.bin", 400)
+    monkeypatch.setattr(bins, "HASHED_BYTES", 0)
+    with pytest.raises(DataError, match="a file of which a part was never written"):
+        check(tmp_path / "set", 257)
+
+
+# ids beyond the vocabulary
+
+
+@pytest.fixture
+def beyond(tmp_path):
+    """A set of three shards of training text; id 999 stands at tokens 150 and 180 of the second."""
+    ids = np.random.default_rng(0).integers(0, 257, 550).astype(np.uint16)
+    ids[[200 + 150, 200 + 180]] = 999
+    with Writer(tmp_path / "set", BYTES, 200) as writer:
+        writer.write("train", ids)
+        writer.write("val", ids[:100])
+        writer.finish("set", {}, "python -m data.prepare text")
+    return tmp_path / "set"
+
+
+BEYOND = (
+    r"train-00001.bin: id 999 at token 150, expected below 257 \(2 such among 200\). Prepare it again: .*text --force"
+)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_at_start(beyond, monkeypatch):
+    monkeypatch.setattr(bins, "CHUNK_BYTES", 64)  # the ids lie in two chunks
+    monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)  # and not in the sample
+    with pytest.raises(DataError, match=BEYOND):
+        check(beyond, 50304)  # the tokenizer's ids count, not the model's
+
+
+def test_an_id_beyond_the_vocabulary_is_named_in_the_first_ids_of_a_large_set(beyond, monkeypatch):
+    monkeypatch.setattr(bins, "HASHED_BYTES", 0)
+    with pytest.raises(DataError, match=BEYOND):
+        check(beyond, 50304)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_when_a_window_of_a_large_set_is_read(beyond, monkeypatch):
+    monkeypatch.setattr(bins, "HASHED_BYTES", 0)
+    monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)
+    check(beyond, 50304)
+    tokens = open_tokens(beyond, "train")
+    bad = [w for w in range(549 // 9) if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)]
+    assert len(bad) == 2
+    for w in range(549 // 9):
+        if w in bad:
+            with pytest.raises(DataError, match=BEYOND):
+                windows(tokens, np.array([0, w, 1]), 9)
+        else:
+            windows(tokens, np.array([0, w, 1]), 9)
+    with pytest.raises(DataError, match=BEYOND):
+        windows(tokens, np.array([0]), 549)  # from the first shard into the third
+
+
+def test_the_last_target_is_looked_at_too(beyond):
+    tokens = open_tokens(beyond, "train")
+    windows(tokens, np.array([0]), 349)
+    with pytest.raises(DataError, match=BEYOND):
+        windows(tokens, np.array([0]), 350)
+
+
+# what a checkpoint keeps to know a data set again
+
+
+def prepared(folder: Path, documents=(b"to be", b"or not"), val=b"that is", name="set") -> dict[str, str]:
+    with Writer(folder, BYTES, 7) as writer:
+        for document in documents:
+            writer.write("train", np.frombuffer(document, np.uint8).astype(np.uint16))
+        writer.write("val", np.frombuffer(val, np.uint8).astype(np.uint16))
+        writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
+    return fingerprint(check(folder, 257))
+
+
+def test_fingerprint_hangs_on_tokens_and_tokenizer_alone(tmp_path):
+    once = prepared(tmp_path / "a")
+    assert once == prepared(tmp_path / "b/c", name="other")
+    assert set(once) == {"data", "tokenizer"} and all(len(value) == 64 for value in once.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"documents": (b"to be", b"or nor")},
+        {"documents": (b"or not", b"to be")},
+        {"documents": (b"to be", b"or not", b"!")},
+        {"val": b"that iz"},
+        {"documents": (b"that is",), "val": b"to beor not"},
+        {"documents": (b"to be", b"or no"), "val": b"tthat is"},
+    ],
+)
+def test_fingerprint_tells_other_tokens(tmp_path, change):
+    once, other = prepared(tmp_path / "a"), prepared(tmp_path / "b", **change)
+    assert once["data"] != other["data"] and once["tokenizer"] == other["tokenizer"]
+
+
+def test_fingerprint_tells_where_training_text_ends(tmp_path):
+    once = prepared(tmp_path / "a", [b"to be, or not "], b"to be")  # shards of 7, 7 and 5 tokens either way
+    assert once["data"] != prepared(tmp_path / "b", [b"to be, "], b"or not to be")["data"]
+
+
+@pytest.mark.parametrize("change", [{"name": "utf8"}, {"hash": "0" * 64}, {"eot": 0}, {"vocab_size": 256}])
+def test_fingerprint_tells_another_tokenizer(tmp_path, change):
+    once = prepared(tmp_path / "a")
+    path = tmp_path / "a/meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | change}))
+    other = fingerprint(read_meta(tmp_path / "a"))
+    assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
+
+
 def test_big_sets_are_not_hashed(tmp_path, monkeypatch):
     write_set(tmp_path / "set")
-    damage_flip(tmp_path / "set")
+    damage_flip(tmp_path / "set/train-00001.bin")
     monkeypatch.setattr(bins, "HASHED_BYTES", 10)
     assert check(tmp_path / "set", 257).splits["train"].tokens == 25
 
@@ -286,26 +465,51 @@ def test_check_names_the_prepare_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "says"),
     [
-        lambda meta: meta.pop("splits"),
-        lambda meta: meta["splits"].pop("val"),
-        lambda meta: meta["splits"]["train"].update(tokens="25"),
-        lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0),
-        lambda meta: meta["splits"]["train"]["files"][0].pop("sha256"),
-        lambda meta: meta["tokenizer"].pop("vocab_size"),
-        lambda meta: meta.update(tokenizer="gpt2"),
-        lambda meta: meta.update(unknown=1),
+        (lambda meta: meta.pop("splits"), "splits: Field required"),
+        (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
+        (lambda meta: meta["splits"].update(test=meta["splits"]["val"]), "splits train, val, test, expected"),
+        (lambda meta: meta["splits"]["train"].update(tokens="25"), "splits.train.tokens: Input should be a valid int"),
+        (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0), "splits.train.files.0.tokens: Input"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=True), "splits.train.files.0.tokens: Input"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=-7), "splits.train.files.0.tokens: Input"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=0), "splits.train.files.0.tokens: Input"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=10**999), "splits.train.files.0.tokens: Inp"),
+        (lambda meta: meta["splits"]["train"]["files"][0].pop("sha256"), "splits.train.files.0.sha256: "),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(sha256="0"), "splits.train.files.0.sha256: String"),
+        (lambda meta: meta["splits"]["train"]["files"][1].update(name="/etc/passwd"), "train file 1 is '/etc/passwd'"),
+        (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
+        (lambda meta: meta["splits"]["train"]["files"][1].update(name="train-00000.bin"), "file 1 is 'train-00000"),
+        (lambda meta: meta["splits"]["val"]["files"][0].update(name="train-00000.bin"), "val file 0 is 'train-00000"),
+        (lambda meta: meta["tokenizer"].pop("vocab_size"), "tokenizer.vocab_size: Field required"),
+        (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
+        (lambda meta: meta.update(tokenizer="gpt2"), "tokenizer: Input should be a valid dictionary"),
+        (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
     ],
 )
-def test_meta_of_another_form(tmp_path, change):
+def test_meta_of_another_form(tmp_path, change, says):
     write_set(tmp_path / "set")
     path = tmp_path / "set/meta.json"
     meta = json.loads(path.read_text())
     change(meta)
     path.write_text(json.dumps(meta))
-    with pytest.raises(DataError, match="meta.json: cannot be read .*Prepare the set again: .*--name set.*--force"):
+    with pytest.raises(DataError) as caught:
         check(tmp_path / "set", 257)
+    assert str(caught.value).startswith(f"{path}: cannot be read (") and says in str(caught.value)
+    assert re.search("Prepare the set again: .*--name set.*--force$", str(caught.value))
+
+
+def test_meta_that_may_not_be_read(tmp_path, monkeypatch):
+    write_set(tmp_path / "set")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match="meta.json: cannot be read .Permission denied.. Make it readable: chmod u.r"):
+        read_meta(tmp_path / "set")
 
 
 def test_half_prepared_set_is_not_taken_for_a_set(tmp_path):
@@ -392,6 +596,16 @@ def test_global_batch_is_the_same_however_it_is_cut(batch_size, step, cuts):
     parts = [loader.batch(step, a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
     for i in (0, 1):
         assert np.array_equal(np.concatenate([part[i] for part in parts]), whole[i])
+
+
+def test_indices_are_the_windows_of_the_batch():
+    loader = Loader(counting(101), 4, 10, seed=1)
+    for step in (0, 1, 2, 77):
+        whole = loader.indices(step)
+        assert whole.shape == (10,) and whole.dtype == np.int64
+        assert np.array_equal(loader.batch(step)[0][:, 0], 4 * whole)
+        assert np.array_equal(loader.indices(step, 3), whole[3:])
+        assert np.array_equal(loader.indices(step, 3, 4), whole[3:7])
 
 
 def test_batch_depends_on_seed_and_step_alone():

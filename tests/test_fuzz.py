@@ -1,0 +1,431 @@
+"""Whatever a config file, a command line or a data set holds: it runs no code, starts no run it should not, and every
+fault is named with its place. Values are drawn by hypothesis, the same ones at each run."""
+
+import json
+import math
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import train
+from configure import Config, ConfigError, from_command_line, load, sweep_points
+from configure.schema import KEYS, SECTIONS
+from data import DataError, prepare
+from data.bins import Meta, check, fingerprint, open_tokenizer, open_tokens, read_meta
+from data.loader import Loader
+from data.tokenizer import ByteTokenizer, TokenizerError, load_tokenizer
+from data.writer import Writer
+
+BYTES = ByteTokenizer()
+fuzz = settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+# configs
+
+ANY_TEXT = st.text(max_size=12)
+TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**31, 2**63 - 1, 2**63, 10**400, -(10**400), 1e308, 5e-324])
+)
+DATES = st.one_of(st.datetimes(), st.dates(), st.times())
+TOML = st.recursive(
+    st.one_of(
+        st.booleans(), NUMBERS, TOML_TEXT, DATES, st.sampled_from(sum((s.get("enum", []) for s in KEYS.values()), []))
+    ),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(TOML_TEXT, values, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.one_of(st.sampled_from([key.split(".")[1] for key in KEYS]), TOML_TEXT)
+SECTION = st.dictionaries(NAMES, TOML, max_size=3)
+SETTING = st.sampled_from(list(KEYS)).flatmap(lambda key: st.tuples(st.just(key), TOML))
+TABLE = st.dictionaries(st.one_of(st.sampled_from([*SECTIONS, "sweep"]), TOML_TEXT), SECTION | TOML, max_size=3)
+
+
+def outcome(file, overrides=(), world_size=1):
+    """A Config, or the words in which the input was refused; nothing else may happen."""
+    try:
+        sweep_points(file, overrides)
+        config = load(file, overrides, world_size)
+    except ConfigError as error:
+        assert str(error).startswith(str(file))
+        return str(error)
+    assert isinstance(config, Config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz") / "fuzzed.toml"
+
+
+@fuzz
+@given(setting=SETTING, world_size=st.sampled_from([1, 2, 8]))
+def test_any_value_of_a_known_key(config_file, setting, world_size):
+    key, value = setting
+    section, name = key.split(".")
+    config_file.write_text(tomli_w.dumps({section: {name: value}}), encoding="utf-8")
+    found = outcome(config_file, (), world_size)
+    if isinstance(found, Config):
+        kept = getattr(getattr(found, section), name)
+        assert kept == type(kept)(value) or not value  # a run without a name gets one
+        assert not isinstance(kept, float) or math.isfinite(kept)
+    else:
+        assert key in found
+
+
+SIZES = {key: schema for key, schema in KEYS.items() if schema["type"] == "integer"}
+SIZE = st.sampled_from(list(SIZES)).flatmap(
+    lambda key: st.tuples(st.just(key), st.integers(SIZES[key]["minimum"], SIZES[key].get("maximum", 10**6)))
+)
+
+
+@fuzz
+@given(sizes=st.lists(SIZE, max_size=4), world_size=st.integers(1, 4096))
+def test_sizes_each_valid_alone(config_file, sizes, world_size):
+    config_file.write_text("")
+    found = outcome(config_file, [f"--{key}={size}" for key, size in sizes], world_size)
+    assert isinstance(found, Config) or any(f"set --{key}=" in found for key in SIZES)
+
+
+@fuzz
+@given(table=TABLE)
+def test_any_table(config_file, table):
+    config_file.write_text(tomli_w.dumps(table), encoding="utf-8")
+    outcome(config_file)
+
+
+@fuzz
+@given(
+    key=st.sampled_from(list(KEYS)) | ANY_TEXT, value=ANY_TEXT | NUMBERS.map(str) | st.text("[]{}\"'=,.0123456789#\n")
+)
+def test_any_override(config_file, key, value):
+    config_file.write_text("")
+    found = outcome(config_file, [f"--{key}={value}"])
+    assert isinstance(found, Config) or "command line: " in found or any(key in found for key in KEYS)
+
+
+@fuzz
+@given(argv=st.lists(ANY_TEXT | st.sampled_from(["--model.n_layer", "3", "--", "--config", "fuzzed.toml"]), max_size=4))
+def test_any_command_line(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        from_command_line(argv)
+    assert caught.value.code in (0, 2)
+    out, err = capsys.readouterr()
+    assert (out if caught.value.code == 0 else err).strip()
+
+
+@fuzz
+@given(data=st.binary(max_size=40))
+@example(b"\xff\xfe")
+@example(b"\xef\xbb\xbfmodel.n_layer = 3")
+@example(b"\x00")
+def test_any_bytes_as_a_config(config_file, data):
+    config_file.write_bytes(data)
+    outcome(config_file)
+
+
+@fuzz
+@given(data=st.data())
+def test_a_config_with_a_piece_of_something_else(config_file, tiny_file, data):
+    text = tiny_file.read_bytes()
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(start + 9, len(text))))
+    config_file.write_bytes(text[:start] + data.draw(st.binary(max_size=6)) + text[stop:])
+    outcome(config_file)
+
+
+# data sets
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), NUMBERS, ANY_TEXT, st.sampled_from(["../val-00000.bin", "/etc/passwd", "uint32"])
+    ),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(ANY_TEXT, values, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed_set(tmp_path_factory):
+    """(folder of a valid set of 60 and 20 tokens, its meta.json as it should be)."""
+    folder = tmp_path_factory.mktemp("fuzz") / "set"
+    with Writer(folder, BYTES, 25) as writer:
+        writer.write("train", np.arange(60, dtype=np.uint16), documents=3)
+        writer.write("val", np.arange(20, dtype=np.uint16))
+        writer.finish("set", {"corpus": "text", "inputs": ["a", "b"]}, "python -m data.prepare text --name set")
+    return folder, (folder / "meta.json").read_bytes()
+
+
+def places(value, place=()):
+    """Of all values within a JSON value."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*place, key))
+
+
+def try_set(folder, meta: bytes):
+    """The data set under another meta.json: either it works, or a DataError names it; nothing else may happen."""
+    (folder / "meta.json").write_bytes(meta)
+    try:
+        found = check(folder, 50304)
+    except DataError as error:
+        assert str(folder) in str(error) and "repare" in str(error)
+        return None
+    assert isinstance(found, Meta) and found == read_meta(folder)
+    assert {split: found.splits[split].tokens for split in found.splits} == {"train": 60, "val": 20}
+    assert all(isinstance(value, str) for value in fingerprint(found).values())
+    assert Loader(open_tokens(folder, "train"), 4, 3, 0).batch(0)[0].shape == (3, 4)
+    return found
+
+
+@fuzz
+@given(data=st.data())
+def test_any_value_anywhere_in_meta(fuzzed_set, data):
+    folder, valid = fuzzed_set
+    meta = {"": json.loads(valid)}
+    for _ in range(data.draw(st.integers(1, 2))):
+        *way, last = data.draw(st.sampled_from([place for place in places(meta) if place]))
+        parent = meta
+        for key in way:
+            parent = parent[key]
+        change = data.draw(st.sampled_from(["replace", "replace", "remove", "add", "repeat"]))
+        if change == "remove":
+            del parent[last]
+        elif change == "add" and isinstance(parent, dict):
+            parent[data.draw(ANY_TEXT)] = data.draw(JSON)
+        elif change == "repeat" and isinstance(parent, list):
+            parent.append(parent[last])
+        else:
+            parent[last] = data.draw(JSON)
+        meta.setdefault("", None)
+    try_set(folder, json.dumps(meta[""]).encode())
+
+
+@fuzz
+@given(data=st.data())
+def test_meta_with_a_piece_of_something_else(fuzzed_set, data):
+    folder, valid = fuzzed_set
+    start = data.draw(st.integers(0, len(valid)))
+    stop = data.draw(st.integers(start, len(valid)))
+    try_set(folder, valid[:start] + data.draw(st.binary(max_size=6) | st.just(b"9" * 5000)) + valid[stop:])
+
+
+@pytest.mark.parametrize(
+    "meta", [b"", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"NaN", b"null", b"\xff\xfe", b'"\\ud800"']
+)
+def test_what_is_no_meta(fuzzed_set, meta):
+    assert try_set(fuzzed_set[0], meta) is None
+
+
+def test_the_meta_that_is_changed_here_is_valid(fuzzed_set):
+    assert try_set(*fuzzed_set) is not None
+
+
+# code
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """A file that exists once a payload has run."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "the payload ran"
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture(params=[0, 2, 5])
+def pickled(request, canary):
+    payload = pickle.dumps(Payload(canary), request.param)
+    pickle.loads(payload)
+    canary.unlink()  # raises if the payload did not work
+    return payload
+
+
+def test_a_pickle_as_meta_runs_nothing(tmp_path, corpus, pickled):
+    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    (tmp_path / "tiny/meta.json").write_bytes(pickled)
+    for use in (
+        read_meta,
+        open_tokenizer,
+        lambda folder: check(folder, 257),
+        lambda folder: open_tokens(folder, "val"),
+    ):
+        with pytest.raises(DataError, match="tiny/meta.json: cannot be read"):
+            use(tmp_path / "tiny")
+
+
+def test_a_pickle_as_ranks_runs_nothing(tmp_path, corpus, pickled):
+    (tmp_path / "ranks").write_bytes(pickled)
+    with pytest.raises(TokenizerError, match="ranks: not GPT-2's ranks: sha256"):
+        load_tokenizer("gpt2", tmp_path / "ranks")
+    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    meta = json.loads((tmp_path / "tiny/meta.json").read_text())
+    (tmp_path / "tiny/meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | {"name": "gpt2"}}))
+    (tmp_path / "tiny/gpt2.tiktoken").write_bytes(pickled)
+    with pytest.raises(TokenizerError, match="gpt2.tiktoken: not GPT-2's ranks: sha256"):
+        open_tokenizer(tmp_path / "tiny")
+
+
+def test_a_pickle_as_a_tokenizers_name_runs_nothing(tmp_path, corpus, canary):
+    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    meta = json.loads((tmp_path / "tiny/meta.json").read_text())
+    name = f"__import__('pathlib').Path({str(canary)!r}).touch()"
+    (tmp_path / "tiny/meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | {"name": name}}))
+    with pytest.raises(TokenizerError, match="no tokenizer .*choose one of bytes, gpt2"):
+        open_tokenizer(tmp_path / "tiny")
+
+
+def test_a_pickle_as_a_shard_runs_nothing(tmp_path, corpus, pickled):
+    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
+    shard = tmp_path / "tiny/train-00000.bin"
+    size = shard.stat().st_size
+    for data, says in ((pickled, f"expected {size} bytes"), (pickled.ljust(size, b"."), "train-00000.bin: id ")):
+        shard.write_bytes(data)
+        with pytest.raises(DataError, match=says):
+            check(tmp_path / "tiny", 257)
+    windows = Loader(open_tokens(tmp_path / "tiny", "train"), 32, 8, 0)
+    with pytest.raises(DataError, match="train-00000.bin: id [0-9]+ at token 0, expected below 257"):
+        windows.batch(0)
+
+
+def test_a_pickle_as_progress_runs_nothing(tmp_path, pickled, capsys):
+    partial = tmp_path / "set.partial"
+    partial.mkdir()
+    (partial / "progress.json").write_bytes(pickled)
+    with pytest.raises(DataError, match="set.partial: progress.json cannot be read: start over by --force"):
+        Writer(tmp_path / "set", BYTES)
+    (tmp_path / "text.txt").write_text("some text " * 99)
+    command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
+    assert prepare.main([*command, "--name", "set"]) == 2
+    assert "progress.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"train": {"documents": 1, "shards": [{"name": "../mine", "tokens": 1, "sha256": "0" * 64}], "open_tokens": 0}},
+        {"../mine": {"documents": 1, "shards": [], "open_tokens": 1}},
+        {"train": {"documents": 1, "shards": [], "open_tokens": -1}},
+        {"train": 3},
+        [],
+    ],
+)
+def test_progress_reaches_no_other_file(tmp_path, splits):
+    """What a commit covers is cut to its length, so a name there must not lead out of the folder."""
+    for name in ("mine", "mine-00000.bin"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "set.partial").mkdir()
+    progress = {"made_from": {}, "splits": splits, "state": None}
+    (tmp_path / "set.partial/progress.json").write_text(json.dumps(progress))
+    with pytest.raises(DataError, match="progress.json cannot be read: start over by --force"):
+        Writer(tmp_path / "set", BYTES)
+    assert (tmp_path / "mine").read_text() == (tmp_path / "mine-00000.bin").read_text() == "precious"
+
+
+PAYLOADS = [
+    "__import__('pathlib').Path('CANARY').touch()",
+    "exec(\"open('CANARY', 'w')\")",
+    "{__import__('pathlib').Path('CANARY').touch()}",
+    "!!python/object/apply:pathlib.Path.touch [CANARY]",
+    "$(touch CANARY)",
+    "`touch CANARY`",
+    "; touch CANARY",
+    "| touch CANARY",
+    "${touch CANARY}",
+    "%(touch CANARY)s",
+    "../CANARY",
+]
+TEXT_KEYS = ["run.name", "run.dir", "data.name", "data.dir", "log.project", "model.router", "train.dtype"]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("key", [*TEXT_KEYS, "model.n_layer", "optim.lr", "x"])
+def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, key, payload):
+    monkeypatch.chdir(tmp_path)
+    payload = payload.replace("CANARY", str(canary))
+    file = tmp_path / "config.toml"
+    file.write_text(f"{key} = {json.dumps(payload)}\nsweep.run.seed = [1, 2]")
+    for overrides in ([], ["--run.seed=1"], [f"--{key}={payload}", "--run.seed=1"]):
+        found = outcome(file, overrides)
+        if isinstance(found, Config):  # text stays text
+            section, name = key.split(".")
+            assert getattr(getattr(found, section), name) == payload and key in ("run.dir", "data.dir", "log.project")
+    file.write_text(f"{key} = {payload}")
+    assert isinstance(outcome(file), str)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pathlib\npathlib.Path('CANARY').touch()\n",
+        "model.__class__ = 'pathlib.Path'",
+        "__class__.__init__.__globals__ = 1",
+        "model.__init__ = \"__import__('pathlib').Path('CANARY').touch()\"",
+        "model.model_config = {}",
+        "model.model_post_init = \"open('CANARY', 'w')\"",
+        "__builtins__.exec = \"open('CANARY', 'w')\"",
+        "model = \"!!python/object/apply:os.system ['touch CANARY']\"",
+        "!!python/object/apply:os.system ['touch CANARY']",
+        "include = 'CANARY'",
+        "_target_ = 'pathlib.Path.touch'\n_args_ = ['CANARY']",
+        "[sweep]\nrun.seed = \"range(open('CANARY', 'w'))\"",
+        "[sweep]\nrun.seed = [\"open('CANARY', 'w')\"]",
+    ],
+)
+def test_a_config_is_no_program(tmp_path, canary, text):
+    file = tmp_path / "config.toml"
+    file.write_text(text.replace("CANARY", str(canary)))
+    assert isinstance(outcome(file), str)
+
+
+def test_a_pickle_as_a_config_runs_nothing(tmp_path, pickled):
+    (tmp_path / "config.toml").write_bytes(pickled)
+    assert "is not TOML" in outcome(tmp_path / "config.toml")
+
+
+# a run that is not begun
+
+
+@pytest.mark.parametrize(
+    ("file", "says", "change"),
+    [
+        ("meta.json", "cannot be read .JSONDecodeError", lambda data: data[:-9]),
+        ("meta.json", "splits.train.tokens", lambda data: data.replace(b'"tokens": ', b'"tokens": -')),
+        ("meta.json", "train file 0 is '../tiny/", lambda data: data.replace(b"train-", b"../tiny/train-")),
+        ("meta.json", "train-00000.bin: id 256 at", lambda data: data.replace(b'_size": 257', b'_size": 256')),
+        ("meta.json", "RecursionError", lambda data: b"[" * 100_000),
+        ("val-00000.bin", "expected [0-9]+ bytes", lambda data: data[:-1]),
+        ("val-00000.bin", "expected [0-9]+ bytes", lambda data: data[:-2]),
+        ("val-00000.bin", "id 65535 at token", lambda data: data[:-2] + b"\xff\xff"),
+        ("train-00000.bin", "id [0-9]+ at token", lambda data: data[::-1]),
+    ],
+)
+def test_a_damaged_set_begins_no_run(tmp_path, corpus, tiny, file, says, change):
+    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
+    path = tmp_path / "data/tiny" / file
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=says) as caught:
+        train.train(tiny(f"data.dir={tmp_path}/data"))
+    assert str(tmp_path / "data/tiny") in str(caught.value)
+    assert not (tmp_path / "runs").exists()
