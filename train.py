@@ -5,37 +5,39 @@
     python train.py --help        every key, its default and meaning
 
 A run lives in runs/<name>/: config.toml, metrics.jsonl, checkpoints/. Started again, it goes on from its last
-checkpoint.
+checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an error, which is named, 75 asked to stop
+(SIGTERM, SIGUSR1, Ctrl-C), saved, to be started again.
 """
 
 import math
 import os
+import statistics
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import configure
 from data import DataError
-from data.bins import check, open_tokens
+from data.bins import check, fingerprint, open_tokens
 from data.loader import Loader, ahead, fixed_windows, windows
 from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
-from runtime import RunError, checkpoint, distributed, memory
-from runtime.metrics import Metrics, load_metrics, read, start_wandb
-from runtime.parallel import average_in, distribute, whole
+from runtime import RunError, Stopped, checkpoint, crash, distributed, memory
+from runtime import folder as run_folder
+from runtime.metrics import Metrics, load_metrics, start_wandb
+from runtime.parallel import average_in, distribute, settle_buckets, whole
+from runtime.signals import EXIT_CODE, Stop
 
-# Keys that may differ from those the run was begun with: they change where and how it computes, not what.
-MAY_CHANGE = ("log.", "run.dir", "data.dir") + tuple(
-    f"train.{key}:"
-    for key in ["parallel", "activation_checkpointing", "timeout_minutes", "micro_batch_size", "compile", "device"]
-)
 MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
+SPIKE_WINDOW = 128  # losses that a spike is measured against, once there are half as many
 
 
 def learning_rate(optim, max_steps, step):
@@ -71,14 +73,18 @@ def micro_batches(loader, micro_batch, accumulation, steps, ranks):
     step are the same whatever their number."""
     for step in steps:
         for micro in range(accumulation):
-            rows = loader.batch(step, (micro * ranks.world_size + ranks.rank) * micro_batch, micro_batch)
-            yield on_host(rows, ranks.device)
+            yield on_host(loader.batch(step, first_row(micro, micro_batch, ranks), micro_batch), ranks.device)
+
+
+def first_row(micro, micro_batch, ranks):
+    """Of this rank's micro-batch, among the rows of a step."""
+    return (micro * ranks.world_size + ranks.rank) * micro_batch
 
 
 @torch.no_grad()
-def evaluate(model, tokens, indices, config, ranks, autocast):
-    """Cross-entropy (nats a token) and expert loads over the validation windows `indices`, shared out among the
-    ranks."""
+def evaluate(model, tokens, indices, config, ranks, autocast, stop):
+    """Cross-entropy (nats a token) and expert loads over the validation windows `indices`, shared out among the ranks;
+    None if any of them is asked to stop meanwhile."""
     model.eval()
     mine = indices[ranks.rank :: ranks.world_size]
     loss, loads = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
@@ -94,39 +100,56 @@ def evaluate(model, tokens, indices, config, ranks, autocast):
             out = model(x, y)
         loss += out.loss.double() * count
         loads = loads + out.stats.loads * min(count, 1)
+        if distributed.any_rank([stop.asked], ranks)[0]:
+            model.train()
+            return None
     model.train()
     loss, loads = distributed.sum_over_ranks(loss), distributed.sum_over_ranks(loads)
     return {"val/loss": loss / len(indices)} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
 
 
-def open_run(config):
-    """(folder, step of its last checkpoint or 0). Raises RunError if the folder holds a run of another config."""
-    folder = Path(config.run.dir, config.run.name)
-    if (folder / "config.toml").exists():
-        changed = configure.differences(configure.load(folder / "config.toml"), config)
-        changed = [line for line in changed if not line.startswith(MAY_CHANGE)]
-        if changed:
-            raise RunError(
-                f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
-                "Give this one another name (--run.name=NAME), or remove that folder"
-            )
-    return folder, max(checkpoint.steps(folder / "checkpoints"), default=0)
+@dataclass
+class Progress:
+    """What a checkpoint keeps of the loop besides tensors."""
+
+    in_interval: int = 0  # steps since the last logged one
+    skipped: int = 0  # steps without an update
+    skipped_in_row: int = 0
+    spikes: int = 0
+    losses: list[float] = field(default_factory=list)  # the last ones, that a spike is measured against
 
 
-def train(config):
+def is_spike(losses, loss, sigma):
+    """Whether `loss` is more than `sigma` standard deviations above the mean of `losses`, the ones before it."""
+    if len(losses) < SPIKE_WINDOW // 2:
+        return False
+    return loss > statistics.fmean(losses) + sigma * statistics.stdev(losses)
+
+
+def train(config, stop=None):
+    """Train the run that `config` describes, from its last whole checkpoint on. `stop.asked` ends it at a checkpoint:
+    raises Stopped. Raises RunError, DataError and ConfigError of what is wrong with the input or the run."""
     # Everything that can be wrong is checked here, before a process group, a GPU or a weight.
-    folder, start = open_run(config)
+    stop = stop or Stop()
+    folder = run_folder.path_of(config)
+    changes = run_folder.changes(config)
+    last = max(checkpoint.steps(folder / "checkpoints"), default=0)
     max_steps, batch_size, micro_batch = config.train.max_steps, config.train.batch_size, config.train.micro_batch_size
-    if start >= max_steps:
-        losses = [line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line]
+    if last and run_folder.is_finished(config, last):
+        losses = run_folder.evaluated(folder)
         if os.environ.get("RANK", "0") == "0":
-            print(f"{folder}: finished already, {start} steps" + (f", val loss {losses[-1]:.4f}" if losses else ""))
+            print(
+                f"{folder}: finished already, {last} steps"
+                + (f", val loss {max(losses.items())[1]:.4f}" if losses else "")
+            )
         return
     data = Path(config.data.dir, config.data.name)
-    check(data, config.model.vocab_size)
+    identity = fingerprint(check(data, config.model.vocab_size))
     train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
     loader = Loader(train_tokens, config.model.block_size, batch_size, config.run.seed)
     val_windows = fixed_windows(val_tokens, config.model.block_size, config.eval.windows)
+    if config.train.deterministic:
+        distributed.be_deterministic()
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(config.train.dtype, device)
     parallel, needed = memory.settle(
@@ -134,8 +157,14 @@ def train(config):
     )
 
     ranks = distributed.start(device, config.train.timeout_minutes)
-    distributed.agree(f"train.parallel = {parallel}, going on from step {start}")
+    distributed.agree(f"train.parallel = {parallel}, {folder.name} with checkpoints up to step {last}", ranks)
     first = ranks.rank == 0
+    if first:
+        run_folder.lock(folder)
+        checkpoint.sweep(folder / "checkpoints")
+    start, kept = checkpoint.latest(folder / "checkpoints", ranks)
+    done = resumed(folder, start, kept, identity) if start else Progress()
+
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
     for block in model.blocks:
@@ -143,26 +172,36 @@ def train(config):
     runner = distribute(model, parallel, ranks, dtype, config.train.compile)
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    if start:
-        checkpoint.load(folder / "checkpoints", start, model, optimizer, scaler)
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
 
     routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
     gammas = [router.gamma for router in routers if router.gamma is not None]
     L, E = len(routers), config.model.n_expert
     sizes = (1, 1, L, L, L * E)  # of a step's sums: loss, auxiliary loss, entropy, zero gates, loads
+    interval = torch.zeros(sum(sizes), dtype=torch.float64, device=device)  # sums of the steps since the last log
     parameters = list(model.parameters())
+    saver = checkpoint.Saver(
+        folder / "checkpoints",
+        ranks,
+        sharded=parallel != "ddp",
+        keep=config.train.keep_checkpoints,
+        on_error=config.train.on_save_error,
+    )
+    if start:
+        checkpoint.load(folder / "checkpoints", start, model, optimizer, {"interval": interval})
+        scaler.load_state_dict(kept["scaler"])
+    with autocast():
+        settle_buckets(runner, torch.zeros(micro_batch, config.model.block_size, dtype=torch.int64, device=device))
+    optimizer.zero_grad(set_to_none=False)
 
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     accumulation = batch_size // (micro_batch * ranks.world_size)
     batches = ahead(micro_batches(loader, micro_batch, accumulation, range(start, max_steps), ranks))
     tokens_per_step = batch_size * config.model.block_size
     peak = distributed.peak_flops(device, dtype)
     flops = flops_per_token(config.model)
+    seen = distributed.gather(start in run_folder.evaluated(folder) if start else False, ranks.control)[0]
     if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "config.toml").exists():
-            (folder / "config.tmp").write_text(configure.dumps(config))
-            os.replace(folder / "config.tmp", folder / "config.toml")
+        run_folder.write_config(folder, config)
         total, active = count_parameters(config.model)
         where = f"{ranks.world_size} x {device.type}" if ranks.world_size > 1 else str(device)
         print(
@@ -171,6 +210,8 @@ def train(config):
             f"{len(val_windows)} validation windows" + (f", from step {start}" if start else "")
         )
         print(f"{folder}: memory: {memory.describe(parallel, needed, distributed.memory_bytes(device))}")
+        if changes:
+            print(f"{folder}: changed: {'; '.join(changes)}")
         tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
         metrics = Metrics(folder, start if start else -1, tracker)
     bar = tqdm(
@@ -182,38 +223,42 @@ def train(config):
         bar_format="{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}",
     )
 
-    logged = read(folder / "metrics.jsonl") if start else []
-    skipped = max((line.get("optim/skipped_steps", 0) for line in logged if line["step"] <= start), default=0)
-    skipped_in_row = 0
-    interval, clock = [], time.perf_counter()  # totals of the steps since the last logged one
+    saved, saved_at = start, time.monotonic()
+    clock, timed = time.perf_counter(), 0  # since then, so many steps
     for step in range(start, max_steps + 1):
         # `step` optimizer steps are done. Evaluate, save, and take the next.
-        if (step % config.eval.interval == 0 or step == max_steps) and (step > start or not start):
-            paused = time.perf_counter()
-            result = evaluate(runner, val_tokens, val_windows, config, ranks, autocast)
-            if first:
+        minutes = (time.monotonic() - saved_at) / 60
+        late = first and 0 < config.train.checkpoint_minutes <= minutes  # by the clock of one rank
+        asked, late = distributed.any_rank([stop.asked, late], ranks)
+        paused = time.perf_counter()
+        if not asked and (step % config.eval.interval == 0 or step == max_steps) and not (step == start and seen):
+            result = evaluate(runner, val_tokens, val_windows, config, ranks, autocast, stop)
+            asked = result is None
+            if first and not asked:
                 metrics.log(step, step * tokens_per_step, **result)
                 bar.write(f"{config.run.name}: step {step}, val loss {result['val/loss'].item():.4f}")
-            if not result["val/loss"].isfinite():
+            if not asked and not result["val/loss"].isfinite():
                 raise RunError(
                     f"{folder}: val loss {result['val/loss'].item()} at step {step}, the run has diverged. Start again "
                     f"under another run.name, with a lower optim.lr or a longer optim.warmup_steps"
                 )
-            clock += time.perf_counter() - paused
         every = config.train.checkpoint_interval
-        due = every and step % every == 0 and not skipped_in_row  # after a finite step alone
-        if step > start and (step == max_steps or due):
-            paused = time.perf_counter()
-            checkpoint.save(folder / "checkpoints", step, model, optimizer, scaler, config.train.keep_checkpoints)
-            clock += time.perf_counter() - paused
-        if step == max_steps:
+        if step > saved and (asked or late or step == max_steps or (every and step % every == 0)):
+            if first:
+                metrics.sync()
+            facts = {"progress": asdict(done), "scaler": scaler.state_dict(), **identity}
+            saver.save(step, model, optimizer, {"interval": interval}, facts)
+            saved, saved_at = step, time.monotonic()
+        saver.poll()
+        clock += time.perf_counter() - paused
+        if asked or step == max_steps:
             break
 
         torch.manual_seed(hash((config.run.seed, step, ranks.rank)))  # dropout, too, hangs on nothing else
         lr = learning_rate(config.optim, max_steps, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        totals = 0  # of this step's micro-batches, see sizes
+        totals, losses = 0, []  # of this step's micro-batches, see sizes
         for micro in range(accumulation):
             x, y = (part.to(device, non_blocking=True) for part in next(batches))
             average_in(runner, last=micro == accumulation - 1)
@@ -225,44 +270,71 @@ def train(config):
             if routers and config.train.z_loss_coef:
                 aux_loss = aux_loss + config.train.z_loss_coef * stats.z_loss.mean()
             scaler.scale((loss + aux_loss) / accumulation).backward()
+            losses.append(loss.detach())
             with torch.no_grad():
                 parts = (loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
                 totals = totals + torch.cat([part.flatten().double() for part in parts])
         distributed.sum_over_ranks(totals)
+        mean_loss = totals[0] / (accumulation * ranks.world_size)
 
+        # The same on every rank from here on: losses are summed, gradients averaged over ranks already.
         scaler.unscale_(optimizer)
-        grad_norm = whole(nn.utils.clip_grad_norm_(parameters, config.optim.grad_clip or math.inf))
-        finite = bool(grad_norm.isfinite())  # the same on every rank: gradients are averaged over ranks already
-        if finite:
-            scaler.step(optimizer)
-            skipped_in_row = 0
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        grad_norm = whole(norm)
+        loss_is_finite, take = torch.stack([mean_loss.isfinite(), grad_norm.isfinite()]).tolist()
+        if not loss_is_finite:
+            rows = [first_row(micro, micro_batch, ranks) for micro in range(accumulation)]
+            scale = {"loss": mean_loss.item(), "loss_scale": scaler.get_scale(), "learning_rate": lr}
+            file = crash.dump(folder, step, scale, model, autocast, loader, rows, micro_batch, losses, ranks)
+            raise RunError(
+                f"{folder}: train loss {mean_loss.item()} in step {step + 1}, before its update: the weights are those "
+                f"of step {step}. {file} has its windows and the norms of layers and gradients. Start again under "
+                f"another run.name with a lower optim.lr, a longer optim.warmup_steps or train.dtype = bfloat16"
+            )
+        why = "" if take else "gradients that are not finite"
+        if take and config.train.loss_spike != "off":
+            now = mean_loss.item()
+            if is_spike(done.losses, now, config.train.spike_sigma):
+                done.spikes += 1
+                why = "a loss spike" if config.train.loss_spike == "skip" else ""
+                if first:
+                    mean, then = statistics.fmean(done.losses), "skipped" if why else "taken all the same"
+                    bar.write(f"{config.run.name}: step {step + 1}, loss {now:.4f} is a spike over {mean:.4f}: {then}")
+            if not why:
+                done.losses = [*done.losses, now][-SPIKE_WINDOW:]
+        if why:
+            done.skipped, done.skipped_in_row = done.skipped + 1, done.skipped_in_row + 1
         else:
-            skipped, skipped_in_row = skipped + 1, skipped_in_row + 1
+            nn.utils.clip_grads_with_norm_(parameters, config.optim.grad_clip or math.inf, norm)
+            scaler.step(optimizer)
+            done.skipped_in_row = 0
         scaler.update()
-        if not finite and scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
+        if not take and scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
             scaler.update(MIN_LOSS_SCALE)
         optimizer.zero_grad(set_to_none=not isinstance(runner, DistributedDataParallel))  # DDP's lie in its buckets
-        if skipped_in_row == config.train.max_skipped_steps:
+        if done.skipped_in_row == config.train.max_skipped_steps:
             raise RunError(
-                f"{folder}: {skipped_in_row} steps in a row had gradients that are not finite (step {step + 1}, loss "
-                f"{totals[0].item() / accumulation / ranks.world_size:.4g}, loss scale {scaler.get_scale():g}). The "
-                f"weights are those before the first of them. Lower optim.lr, lengthen optim.warmup_steps, or use "
-                f"train.dtype = bfloat16 or float32, under another run.name"
+                f"{folder}: {done.skipped_in_row} steps in a row skipped, the last for {why} (step {step + 1}, loss "
+                f"{mean_loss.item():.4g}, loss scale {scaler.get_scale():g}). The weights are those before the first "
+                f"of them. Lower optim.lr, lengthen optim.warmup_steps, or use train.dtype = bfloat16 or float32, "
+                f"under another run.name"
             )
-        if finite and config.train.bias_update_rate:
+        if not why and config.train.bias_update_rate:
             for router, load in zip(routers, totals.split(sizes)[-1].view(L, E), strict=True):
                 update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
 
-        interval.append(totals)
+        interval += totals
+        done.in_interval, timed = done.in_interval + 1, timed + 1
         log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
         gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]).mean() if log and gammas else None
         if first and log:
-            seconds = (time.perf_counter() - clock) / len(interval)
-            means = torch.stack(interval).mean(0) / (accumulation * ranks.world_size)  # per micro-batch
+            seconds = (time.perf_counter() - clock) / timed
+            means = interval / (done.in_interval * accumulation * ranks.world_size)  # per micro-batch
             loss, aux_loss, entropy, zero_gates, loads = means.split(sizes)
             values = {"train/loss": loss, "train/aux_loss": aux_loss}
-            values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": skipped}
+            values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": done.skipped}
             values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            values |= {"optim/loss_spikes": done.spikes} if config.train.loss_spike != "off" else {}
             if routers:
                 values |= {"router/entropy": entropy.mean(), "router/zero_gates": zero_gates.mean()}
                 values |= {f"router/{name}": value for name, value in load_metrics(loads.view(L, E)).items()}
@@ -275,22 +347,58 @@ def train(config):
             metrics.log(step + 1, (step + 1) * tokens_per_step, **values)
             bar.set_postfix_str(f"loss {loss.item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
         if log:
-            interval, clock = [], time.perf_counter()
+            interval.zero_()
+            done.in_interval, timed, clock = 0, 0, time.perf_counter()
         bar.update()
 
+    saver.finish()
     bar.close()
     if first:
         metrics.close()
+        run_folder.unlock(folder)
     del runner  # before the process group: DDP's destructor, were it the last owner, waits for gloo's threads for ever
     distributed.stop()
+    if asked:
+        raise Stopped(f"{folder}: asked to stop, saved at step {saved}. The same command goes on from there")
+
+
+def resumed(folder, step, kept, identity):
+    """The Progress that a checkpoint's facts hold. Raises RunError if they are of other data or of other code."""
+    path = checkpoint.folder_of(folder / "checkpoints", step)
+    for what, now in identity.items():
+        if kept.get(what) != now:
+            raise RunError(
+                f"{folder}: the {what} has changed since step {step}: sha256 {kept.get(what)} then, {now} now. Bring "
+                f"back what the run was begun with (data.name, data.dir), or start over in a new folder (--fresh)"
+            )
+    try:
+        return Progress(**kept["progress"])
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: written by other code ({error}). Use that, or start over (--fresh)") from error
+
+
+def main(argv, stop=None):
+    config = configure.from_command_line([word for word in argv if word != "--fresh"], distributed.world_size())
+    if "--fresh" in argv:
+        config = run_folder.renamed(config)
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        train(config, stop)
+    except Stopped as stopped:
+        if rank == 0:
+            print(stopped, flush=True)
+        return EXIT_CODE
+    except (RunError, DataError, configure.ConfigError, OSError) as error:
+        if getattr(tqdm, "_instances", None):
+            print(file=sys.stderr)  # after the progress bar
+        # Before ranks have met, and of a RunError, all have the same error.
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, OSError) or (isinstance(error, DataError) and dist.is_initialized()):
+            print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    config = configure.from_command_line(sys.argv[1:], distributed.world_size())
-    try:
-        train(config)
-    except (RunError, DataError, configure.ConfigError, OSError) as error:
-        rank = int(os.environ.get("RANK", 0))
-        if rank == 0 or isinstance(error, OSError):  # other errors come to all ranks alike
-            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(sys.argv[1:], Stop().listen()))

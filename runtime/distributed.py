@@ -1,4 +1,4 @@
-"""Processes and devices: who this rank is, what it computes on, and sums over all ranks."""
+"""Processes and devices: who this rank is, what it computes on, sums over all ranks, and what they agree upon."""
 
 import os
 from datetime import timedelta
@@ -18,6 +18,7 @@ class Ranks(NamedTuple):
     world_size: int
     device: torch.device
     local_size: int = 1  # ranks on this node
+    control: dist.ProcessGroup | None = None  # gloo, for a few words between ranks that are no work for a GPU
 
 
 def world_size():
@@ -105,15 +106,39 @@ def start(device, timeout_minutes=10):
         timeout=timedelta(minutes=timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size())
+    control = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
 
 
-def agree(what):
+def be_deterministic():
+    """Ask torch for the same bits each time, on CUDA too; an operation that cannot give them raises RuntimeError. Call
+    it before CUDA is touched."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def gather(value, group):
+    """[`value` of each rank], on every rank of `group`; alone without one."""
+    if group is None:
+        return [value]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+def any_rank(flags, ranks):
+    """`flags`, some bools, each true on all ranks if it is on one. Waits for the hosts, not for their GPUs."""
+    if ranks.control is None:
+        return flags
+    sums = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(sums, group=ranks.control)
+    return [bool(count) for count in sums.tolist()]
+
+
+def agree(what, ranks):
     """Raises RunError, on all ranks, if `what`, a few words, is not the same on all of them."""
-    if not dist.is_initialized():
-        return
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, what)
+    found = gather(what, ranks.control)
     for rank, words in enumerate(found):
         if words != found[0]:
             raise RunError(

@@ -4,75 +4,122 @@ words."""
 import json
 import netrc
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlparse
 
 import torch
+from tqdm import tqdm
 
 from runtime import RunError
 
+WANDB_SECONDS = 30  # to begin a run and again to end one; a client left alone waits for a network without end
+
 
 class Metrics:
-    """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one."""
+    """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one.
+
+    Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker that fails
+    is dropped with one printed line. Methods raise RunError if the file cannot be written.
+    """
 
     def __init__(self, folder, resume_step, tracker=None):
-        """`resume_step`: lines after this step, left by a run that was killed later, are dropped."""
+        """`resume_step`: lines after this step, left by a run that was killed later, are dropped. Of lines of the same
+        step and names the last is kept."""
         self.path = Path(folder, "metrics.jsonl")
-        kept = [line for line in read(self.path) if line["step"] <= resume_step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, self.path)
-        self.file = self.path.open("a")
         self.tracker = tracker
+        kept = {(line["step"], *line): line for line in read(self.path) if line["step"] <= resume_step}
+        with self._writing():
+            temporary = self.path.with_suffix(".tmp")
+            with temporary.open("w") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept.values())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+            self.file = self.path.open("a")
 
     def log(self, step, tokens, **values):
         line = {"step": step, "tokens": tokens} | {name: _number(value) for name, value in values.items()}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        if self.tracker:
-            self.tracker.log(line, step=step)
+        with self._writing():
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        self._tell("log", line, step=step)
+
+    def sync(self):
+        """Every line so far outlives a power failure. Comes before a checkpoint, whose steps are not trained again."""
+        with self._writing():
+            os.fsync(self.file.fileno())
 
     def close(self):
+        self.sync()
         self.file.close()
-        if self.tracker:
-            self.tracker.finish()
+        self._tell("finish")
+
+    @contextmanager
+    def _writing(self):
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written ({error.strerror}). Make room for it, or give yourself the right to "
+                f"write there, and start the same command again: it goes on from the last checkpoint"
+            ) from error
+
+    def _tell(self, method, *arguments, **named):
+        if not self.tracker:
+            return
+        try:
+            getattr(self.tracker, method)(*arguments, **named)
+        except Exception as error:  # whatever it is: the numbers are in the file
+            self.tracker = None
+            tqdm.write(
+                f"wandb: {method} failed ({_reason(error)}): on without it. {self.path} has every number; what wandb "
+                f"has got of them, `wandb sync {self.path.parent}/wandb/*run-*` sends"
+            )
 
 
 def read(path):
-    """The lines of a metrics.jsonl as dicts; none if it is not there. A last line cut short by a kill is left out."""
-    lines = Path(path).read_text().splitlines() if Path(path).is_file() else []
+    """The lines of a metrics.jsonl, none if it is not there: dicts of numbers, `step` (an int) and `tokens` in each.
+
+    A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out. Raises RunError that
+    names any other line which is none of these.
+    """
+    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n") if Path(path).is_file() else []
     records = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:
-                raise RunError(f"{path}, line {number + 1} is not JSON; remove that line") from None
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record and _are_numbers(record):
+            records.append(record)
+        elif number < len(lines):
+            raise RunError(f"{path}, line {number} is no JSON object of numbers with step and tokens; remove that line")
     return records
 
 
 def start_wandb(mode, project, name, folder, config):
-    """A wandb run, or None if `mode` is "disabled". "online" without a key or a network becomes "offline", in one
-    line."""
+    """A wandb run, or None if `mode` is "disabled" or wandb fails. "online" without a key or a network becomes
+    "offline". Whatever fails costs a printed line, never the run: its numbers are in metrics.jsonl."""
     if mode == "disabled":
         return None
-    import wandb
-
-    if mode == "online" and not _has_wandb_key(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url):
-        print("wandb: no API key (`wandb login`, or set WANDB_API_KEY): logging offline; `wandb sync` sends it later")
-        mode = "offline"
-    settings = wandb.Settings(init_timeout=30, silent=True)
-    arguments = {"project": project, "name": name, "dir": str(folder), "config": config, "settings": settings}
     try:
-        run = wandb.init(mode=mode, **arguments)
-    except wandb.errors.Error as error:
-        if mode == "offline":
-            raise
-        reason = str(error).splitlines()[0]
-        print(f"wandb: cannot be reached ({reason}): logging offline, `wandb sync` sends it later")
-        run = wandb.init(mode="offline", **arguments)
-    run.define_metric("*", step_metric="tokens")
-    return run
+        import wandb
+
+        if mode == "online" and not _has_wandb_key(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url):
+            print("wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb sync` sends it later")
+            mode = "offline"
+        bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+        settings = wandb.Settings(**bounds, silent=True)
+        run = wandb.init(mode=mode, project=project, name=name, dir=str(folder), config=config, settings=settings)
+        run.define_metric("*", step_metric="tokens")
+        return run
+    except Exception as error:
+        if mode == "online" and not isinstance(error, ImportError):
+            print(f"wandb: no run online ({_reason(error)}): logging offline, `wandb sync` sends it later")
+            return start_wandb("offline", project, name, folder, config)
+        print(f"wandb: no run ({_reason(error)}): on without it, metrics.jsonl has every number")
+        return None
 
 
 def _has_wandb_key(base_url):
@@ -93,6 +140,14 @@ def load_metrics(loads):
     if not len(loads):
         return {}
     return {"load_imbalance": (loads.amax(1) / loads.double().mean(1)).mean(), "dead_experts": (loads == 0).sum()}
+
+
+def _reason(error):
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _are_numbers(line):
+    return all(isinstance(value, int | float) for value in line.values())
 
 
 def _number(value):

@@ -48,6 +48,16 @@ def shard(model, parallel, ranks, dtype, compile):
     fully_shard(model, mesh=mesh, mp_policy=as_is)
 
 
+def settle_buckets(runner, x):
+    """A backward pass of zeros through DDP, with inputs (B, T) like those of training.
+
+    After its first one DDP lays out its buckets anew, and a sum over three ranks or more is rounded by where in a
+    bucket it stands: a resumed run would differ in its first step from one that went on.
+    """
+    if isinstance(runner, DistributedDataParallel):
+        (runner(x, x)[1] * 0).backward()
+
+
 def average_in(runner, last):
     """Tells DDP whether the next backward pass is the step's last, the one that averages gradients over ranks. FSDP2
     averages in each, so that no rank ever holds a whole gradient."""

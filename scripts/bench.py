@@ -3,6 +3,7 @@
     python -m scripts.bench step config/quickstart.toml [--routers dense softmax kern] [--section.key=value ...]
     python -m scripts.bench data [FILES]
     python -m scripts.bench scaling config/quickstart.toml --model.router=kern [--ranks 1 2]
+    python -m scripts.bench save config/125m.toml --model.n_layer=2 --train.micro_batch_size=1 --train.dtype=auto
 
 `step` times whole training steps (forward, backward, clipping, AdamW; no auxiliary loss) of one micro-batch of random
 tokens, for dense and each router.
@@ -13,9 +14,13 @@ the loader on the set that comes out.
 
 `scaling` runs train.py itself on each number of ranks, with one micro-batch of the config's size a rank and step: then
 averaging gradients weighs most. It prints tokens/s, and as efficiency tokens/s a rank over those of the first.
+
+`save` times training steps while a checkpoint is being written against steps while none is, and the pause that training
+makes for the copy.
 """
 
 import argparse
+import math
 import os
 import platform
 import statistics
@@ -41,7 +46,7 @@ from data.sources import local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
 from model import GPT
 from router import ROUTERS
-from runtime import RunError, distributed
+from runtime import RunError, checkpoint, distributed
 from runtime.metrics import read as read_metrics
 from train import build_optimizer
 
@@ -63,7 +68,7 @@ def in_turns(functions, rounds, device):
 
 
 def training_step(config, device, dtype):
-    """A function that takes one training step of `config`'s model on random tokens."""
+    """(function that takes one training step of `config`'s model on random tokens, model, optimizer)."""
     torch.manual_seed(config.run.seed)
     model = GPT(config.model).to(device)
     optimizer = build_optimizer(model, config.optim)
@@ -81,7 +86,7 @@ def training_step(config, device, dtype):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return step, model, optimizer
 
 
 def bench_step(args, overrides):
@@ -90,7 +95,7 @@ def bench_step(args, overrides):
     device = distributed.pick_device(train.device)
     dtype = distributed.pick_dtype(train.dtype, device)
     tokens = train.micro_batch_size * model.block_size
-    steps = {router: training_step(config, device, dtype) for router, config in configs.items()}
+    steps = {router: training_step(config, device, dtype)[0] for router, config in configs.items()}
     seconds = in_turns(steps, args.rounds, device)
     print(f"{describe(device)}, {str(dtype).removeprefix('torch.')}; {args.config} {' '.join(overrides)}".rstrip())
     print(f"medians of {args.rounds} steps in turns, {tokens:,} tokens each; ratio: time over {args.routers[0]}'s")
@@ -200,6 +205,48 @@ def bench_scaling(args, overrides):
         print("ranks on one CPU share its cores: this shows that it works, not how it scales")
 
 
+def bench_save(args, overrides):
+    config = configure.load(args.config, overrides)
+    device = distributed.pick_device(config.train.device)
+    dtype = distributed.pick_dtype(config.train.dtype, device)
+    step, model, optimizer = training_step(config, device, dtype)
+    times = {"quiet": [], "saving": [], "pause": [], "whole save": []}
+
+    def timed(name, function):
+        _synchronize(device)
+        begin = time.perf_counter()
+        function()
+        _synchronize(device)
+        times[name].append(time.perf_counter() - begin)
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        saver = checkpoint.Saver(folder, distributed.Ranks(0, 1, device), sharded=False, keep=1, on_error="stop")
+        for _ in range(2):
+            step()
+        for round_ in tqdm(range(args.rounds), desc="rounds", disable=None):
+            begin = time.perf_counter()
+            timed("pause", lambda round_=round_: saver.save(round_, model, optimizer, {}, {}))
+            during = 0
+            while not saver.pending.done():
+                timed("saving", step)
+                during += 1
+            times["saving"][-1:] = []  # the save ended within it
+            times["whole save"].append(time.perf_counter() - begin)
+            for _ in range(max(3, during)):
+                timed("quiet", step)
+        saver.finish()
+        files = Path(folder, f"step_{args.rounds - 1:08d}").iterdir()
+        size = sum(path.stat().st_size for path in files)
+    median = {name: statistics.median(values or [math.nan]) for name, values in times.items()}
+    print(f"{describe(device)}, {str(dtype).removeprefix('torch.')}; {args.config} {' '.join(overrides)}".rstrip())
+    print(f"medians of {args.rounds} saves of {size / 1e6:,.0f} MB each, and of the steps during and between them")
+    print(f"training pauses for the copy      {median['pause'] * 1000:9.1f} ms")
+    print(f"copied, written and hashed after  {median['whole save'] * 1000:9.1f} ms")
+    print(f"a step while nothing is saved     {median['quiet'] * 1000:9.1f} ms")
+    ratio = median["saving"] / median["quiet"]
+    print(f"a step while a save is under way  {median['saving'] * 1000:9.1f} ms   ratio {ratio:.3f}")
+
+
 def describe(device):
     threads, python = torch.get_num_threads(), platform.python_version()
     return f"{distributed.device_name(device)}, {threads} threads, torch {torch.__version__}, Python {python}"
@@ -223,13 +270,18 @@ def main(argv=None):
     scaling.add_argument("config", help="config file of a prepared data set; --section.key=value overrides it")
     scaling.add_argument("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="(default: 1 2)")
     scaling.add_argument("--steps", type=int, default=50, help="of a run (default: %(default)s)")
-    for command, rounds in ((step, 10), (data, 5), (scaling, 3)):
+    save = what.add_parser("save", help="steps while a checkpoint is being written, and without")
+    save.add_argument("config", help="config file; --section.key=value overrides it")
+    save.add_argument("--folder", help="on the disk that is to be tried (default: the one for temporary files)")
+    for command, rounds in ((step, 10), (data, 5), (scaling, 3), (save, 5)):
         command.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
     if args.rounds < 1 or args.what == "scaling" and (args.steps < 5 or min(args.ranks) < 1):
         parser.error("--rounds and --ranks need at least 1, --steps at least 5")
     try:
-        {"step": bench_step, "data": bench_data, "scaling": bench_scaling}[args.what](args, overrides)
+        {"step": bench_step, "data": bench_data, "scaling": bench_scaling, "save": bench_save}[args.what](
+            args, overrides
+        )
     except (configure.ConfigError, DataError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels import expert_mlp, torch_grouped
 
@@ -146,6 +148,47 @@ def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
     assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
     assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
     assert (d_weights != 0).all()  # a closed gate can open again
+
+
+class BytesMade(TorchDispatchMode):
+    """Counts the bytes of all tensors made under it; views and `out=` make none."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        out = func(*args, **kwargs)
+        storages = {t.untyped_storage().data_ptr(): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+        for old in given:
+            storages.pop(old.untyped_storage().data_ptr(), None)
+        self.total += sum(t.untyped_storage().nbytes() for t in storages.values())
+        return out
+
+
+def memory(leaves, experts, d_out):
+    """(bytes kept for the backward pass, bytes made in both passes) of the torch backend."""
+    saved = []
+    with (
+        BytesMade() as made,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t),
+    ):
+        run("torch", leaves, experts, d_out)
+    return sum(saved), made.total
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K):
+    N, C, H, E = 1000, 16, 24, 8
+    leaves, _, d_out = make(N, C, H, E, K)
+    collapsed = torch.arange(K).expand(N, K) + E - K
+    balanced = torch.arange(N * K).view(N, K) % E
+    assert_equals_reference(leaves, on_layout(collapsed.contiguous()), d_out)
+    saved, made = memory(leaves, on_layout(collapsed.contiguous()), d_out)
+    _, usual = memory(leaves, on_layout(balanced), d_out)
+    slots = N * K + E * torch_grouped.BLOCK[on_layout(balanced).device.type]  # rows, and each expert's last block
+    assert saved <= 4 * (N * C + 2 * E * C * H + slots * H)  # x, w_in, w_out, hidden
+    assert made <= 1.02 * usual  # so the peak is no higher either
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

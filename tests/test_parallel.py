@@ -112,6 +112,13 @@ for saved, resumed in ONWARD.items():
     CASES |= {f"{saved} to {way}": WAYS[way]._replace(overrides=SAVED) for way in resumed}
 
 
+# As hard as can be to go on from: dropout, a loss scale, a checkpoint in the middle of a log interval.
+AGAIN = [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=3", "train.loss_spike=skip"]
+for way in ("ddp-2", "fsdp-2", "ddp-4", "hsdp-2x2"):
+    CASES[f"whole {way}"] = WAYS[way]._replace(overrides=AGAIN, copies=(f"resumed {way}",))
+    CASES[f"resumed {way}"] = WAYS[way]._replace(overrides=AGAIN)
+
+
 # ---- what a rank does
 
 
@@ -140,21 +147,27 @@ def work(folder, name, rank=0):
     case, config = CASES[name], config_of(folder, name)
     accumulation = passes(config, case.ranks)
     seen = {"weights": [], "scales": [], "seeds": [], "loads": [], "dtypes": {}, "gradients": set(), "held": []}
-    load_counts, save, build, GradScaler = (
+    load_counts, save, build, GradScaler, settle = (
         model_module.expert_loads,
-        checkpoint.save,
+        checkpoint.Saver.save,
         train.build_optimizer,
         torch.amp.GradScaler,
+        train.settle_buckets,
     )
-    scalers = []
+    scalers, settling = [], []
 
     def watched_scaler(*args, **kwargs):
         scalers.append(GradScaler(*args, **kwargs))
         return scalers[0]
 
+    def watched_settling(*args):
+        settling.append(True)  # a pass that is not of training
+        settle(*args)
+        settling.clear()
+
     def watched_loads(experts, n_expert):
         loads = load_counts(experts, n_expert)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not settling:
             seen["loads"].append(loads)
         return loads
 
@@ -164,7 +177,7 @@ def work(folder, name, rank=0):
         seen["sharded"] = [isinstance(p, DTensor) and p.placements[-1] == Shard(0) for p in parameters]
 
         def before_forward(model, args):
-            if model.training:
+            if model.training and not settling:
                 seen["weights"].append([local(p).detach().clone() for p in parameters])
                 seen["scales"].append(scalers[0].get_scale())
                 seen["seeds"].append(torch.initial_seed())
@@ -198,11 +211,13 @@ def work(folder, name, rank=0):
             gradient[0, 0, 0] = torch.inf
         return gradient
 
-    def watched_save(folder_, step, model, optimizer, *args):
-        save(folder_, step, model, optimizer, *args)
-        if step == 4 and rank == 0:
-            for copy in case.copies:
-                shutil.copytree(folder / name, folder / copy)
+    def watched_save(saver, step, model, optimizer, *args):
+        save(saver, step, model, optimizer, *args)
+        if step == 4 and case.copies:
+            saver.wait()
+            if rank == 0:
+                for copy in case.copies:
+                    shutil.copytree(folder / name, folder / copy)
         seen["parameters"] = {key: whole(p.detach()).clone() for key, p in model.named_parameters()}
         seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
         seen["bytes"] = {
@@ -213,9 +228,10 @@ def work(folder, name, rank=0):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "expert_loads", watched_loads)
-        patch.setattr(checkpoint, "save", watched_save)
+        patch.setattr(checkpoint.Saver, "save", watched_save)
         patch.setattr(train, "build_optimizer", watched_build)
         patch.setattr(torch.amp, "GradScaler", watched_scaler)
+        patch.setattr(train, "settle_buckets", watched_settling)
         train.train(config)
     return seen
 
@@ -439,6 +455,18 @@ def test_checkpoint_of_some_ranks_goes_on_with_others(outcome, saved, resumed):
     assert column(part.lines, "step") == column(whole.lines, "step")
     assert_same_run(part, whole, after=4)
     assert whole.reports[0]["buffers"]["blocks.0.mlp.router.selection_bias"].any()
+
+
+@pytest.mark.parametrize("way", ["ddp-2", "fsdp-2", "ddp-4", "hsdp-2x2"])
+def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, way):
+    whole, part = outcome(f"whole {way}"), outcome(f"resumed {way}")
+    assert len(part.reports[0]["weights"]) < len(whole.reports[0]["weights"])
+    untimed = [[{k: v for k, v in line.items() if k[:5] != "perf/"} for line in run.lines] for run in (whole, part)]
+    assert untimed[0] == untimed[1]
+    for mine, others in zip(part.reports, whole.reports, strict=True):
+        assert mine["scales"] == others["scales"][-len(mine["scales"]) :]
+        for kind in ("parameters", "buffers"):
+            assert all(torch.equal(value, others[kind][key]) for key, value in mine[kind].items())
 
 
 def test_sharded_checkpoint_is_read_by_one_process(outcome):

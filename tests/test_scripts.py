@@ -364,10 +364,12 @@ def test_plan_for_nodes_and_for_too_little_memory(capsys):
 def test_plan_takes_the_mfu_of_a_run(make_run, tmp_path, capsys):
     file, folder = str(HOUSE / "config/125m.toml"), tmp_path / "measured"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5))
+    )
     assert plan.main([file, "--mfu", str(folder)]) == 0
     assert "at an MFU of 0.20" in capsys.readouterr().out
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n')
     assert plan.main([file, "--mfu", str(folder)]) == 2
     assert "has no perf/mfu" in capsys.readouterr().err
     for wrong in ("0", "40"):

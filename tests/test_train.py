@@ -1,4 +1,4 @@
-"""The loop: equal runs, loss and gradients, resuming, steps that are not finite, what a run leaves behind, refusals."""
+"""The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals."""
 
 import hashlib
 import math
@@ -23,6 +23,7 @@ from data.loader import Loader, fixed_windows, windows
 from model import GPT
 from router import ROUTERS
 from runtime import RunError, checkpoint
+from runtime.distributed import Ranks
 from runtime.metrics import read
 from scripts.sample import load_run
 
@@ -228,6 +229,46 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(tiny, overrides, capsys):
     assert checkpoint.steps(checkpoints) == [2, 4, 6, 7]
 
 
+def test_windows_of_a_resumed_run_are_those_of_the_undisturbed_one(tiny, monkeypatch):
+    """None skipped, none twice, though batches are made ahead of the step that takes them."""
+    forward, taken = GPT.forward, []
+
+    def watched(model, idx, targets=None):
+        if model.training:
+            taken.append(idx)
+        return forward(model, idx, targets)
+
+    monkeypatch.setattr(GPT, "forward", watched)
+    often = ["train.max_steps=7", "train.checkpoint_interval=2", "train.micro_batch_size=4", "train.keep_checkpoints=9"]
+    run(tiny("run.name=whole", *often))
+    whole, config = torch.cat(taken), tiny("run.name=cut", *often)
+    train.train(config)
+    for step in (6, 7):
+        shutil.rmtree(folder_of(config) / "checkpoints" / f"step_{step:08d}")
+    taken.clear()
+    train.train(config)
+    assert len(whole) == 7 * 8 and torch.equal(torch.cat(taken), whole[4 * 8 :])  # from step 4 on
+    tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
+    loader = Loader(tokens, 32, 8, config.run.seed)
+    assert torch.equal(whole, torch.cat([torch.from_numpy(loader.batch(step)[0]) for step in range(7)]))
+    indices = [index for step in range(loader.n_windows // 8) for index in loader.indices(step)]
+    assert len(set(indices)) == len(indices)
+
+
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)])
+def test_ranks_share_out_the_same_batch(tiny, ranks, micro_batch):
+    config = tiny()
+    loader = Loader(open_tokens(Path(config.data.dir, config.data.name), "train"), 32, 8, seed=0)
+    accumulation = 8 // (ranks * micro_batch)
+    parts = [
+        list(train.micro_batches(loader, micro_batch, accumulation, [5], Ranks(rank, ranks, torch.device("cpu"))))
+        for rank in range(ranks)
+    ]
+    rows = [parts[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
+    for mine, whole in zip(zip(*rows, strict=True), loader.batch(5), strict=True):
+        assert torch.equal(torch.cat(mine), torch.from_numpy(whole))
+
+
 def test_finished_run_is_left_alone(tiny, capsys):
     config = tiny()
     lines = run(config)
@@ -252,72 +293,6 @@ def test_run_of_another_config_is_refused(tiny):
     assert "model.router: 'kern' -> 'tanh'" in str(caught.value)
     assert "--run.name=NAME" in str(caught.value)
     assert "max_steps" not in str(caught.value)
-
-
-# ---- steps that are not finite
-
-
-@pytest.fixture
-def poison(monkeypatch):
-    """`poison(steps)` makes the losses of those training steps infinite. It returns a list that training fills: all
-    weights, in one vector, as each step found them."""
-
-    def poison(steps):
-        forward, found = GPT.forward, []
-
-        def poisoned(model, idx, targets=None):
-            out = forward(model, idx, targets)
-            if model.training:
-                found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-                if len(found) - 1 in steps:
-                    out = out._replace(loss=out.loss * math.inf)
-            return out
-
-        monkeypatch.setattr(GPT, "forward", poisoned)
-        return found
-
-    return poison
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
-    weights = poison({1, 2})
-    lines = run(tiny("train.max_steps=5", f"train.dtype={dtype}"))
-    assert [bool(torch.equal(a, b)) for a, b in zip(weights, weights[1:], strict=False)] == [False, True, True, False]
-    assert column(lines, "optim/skipped_steps") == [0, 1, 2, 2, 2]
-    assert math.isfinite(lines[-1]["val/loss"])
-
-
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison):
-    weights = poison(range(1, 100))
-    with pytest.raises(RunError, match=r"3 steps in a row .*\(step 4, loss inf.*Lower optim\.lr"):
-        run(tiny("train.max_steps=50", "train.max_skipped_steps=3"))
-    assert len(weights) == 4
-    assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
-
-
-def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
-    poison({0, 2, 4})
-    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
-    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
-
-
-def test_loss_scale_has_a_floor(tiny, poison):
-    """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
-    weights = poison(range(20))
-    lines = run(
-        tiny(
-            "train.max_steps=22",
-            "eval.interval=22",
-            "train.dtype=float16",
-            "train.max_skipped_steps=21",
-            "optim.warmup_steps=0",
-        )
-    )
-    scales = column(lines, "optim/loss_scale")
-    assert scales[:16] == [2.0**power for power in range(15, -1, -1)]
-    assert set(scales[16:]) == {1.0}
-    assert not torch.equal(weights[20], weights[21])  # and it learns again
 
 
 # ---- what a run leaves behind
