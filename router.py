@@ -93,10 +93,10 @@ class Router(nn.Module):
     """x (N, C) -> Routing. Always in fp32, autocast off: in fp16 squares overflow at 256 and ε is 0, so zero logits
     give NaN.
 
-    Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0 (its MoE output is 0, the
-    residual stream passes it on) and gives that layer's router no gradient. `selection_bias` (β) shifts the choice of
-    experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays 0 unless
-    `update_selection_bias` is called.
+    Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0: its MoE output is 0, the
+    residual stream passes it on. What gradient the router has from it: see `Lift`. `selection_bias` (β) shifts the
+    choice of experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays 0
+    unless `update_selection_bias` is called.
     """
 
     def __init__(self, n_embd, n_expert, top_k, spec):
@@ -131,6 +131,8 @@ class Router(nn.Module):
                 weights = scores.gather(-1, experts)
             if self.spec.post.endswith("topk"):
                 weights = normalize(weights, self.spec.post)
+            if self.spec.phi == "relu":
+                weights = Lift.apply(weights, logits)
             weights = weights * self.c.to(dtype)
             if self.gamma is not None:
                 weights = weights * self.gamma.to(dtype)
@@ -138,6 +140,32 @@ class Router(nn.Module):
 
     def extra_repr(self):
         return f"top_k={self.top_k}, {self.spec}"
+
+
+class Lift(torch.autograd.Function):
+    """weights (N, K), logits (N, E) -> weights, unchanged. Backward, a token whose gates are all 0 lifts its logits.
+
+    ReLU gives such a token no gradient, so a router without a positive score would be dead for ever. But the gates'
+    own gradients tell whether more of the chosen experts would lower the loss. Where they do in the mean, that mean
+    goes to the mean of the E logits: all rise alike, in the order they are in, until the best is positive and plain
+    ReLU takes over. Not through the norm, which no common shift passes, and never downwards, where gates stay 0.
+
+    Ours, the paper is silent; docs/paper.md has the measurements. At initialisation a token has no positive score with
+    probability 2^-E, so at the paper's 64 experts nothing changes: other tokens' gradients get exactly 0 added.
+    """
+
+    @staticmethod
+    def forward(ctx, weights, logits):
+        ctx.save_for_backward(weights)
+        ctx.n_expert = logits.shape[-1]
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, d_weights):
+        (weights,) = ctx.saved_tensors
+        dead = (weights == 0).all(-1, keepdim=True)
+        rise = d_weights.mean(-1, keepdim=True).clamp_max(0) / ctx.n_expert  # below 0: descent raises logits
+        return d_weights, torch.where(dead, rise, 0).expand(-1, ctx.n_expert)
 
 
 def normalize(s, norm):

@@ -138,10 +138,8 @@ def train(config, stop=None):
     if last and run_folder.is_finished(config, last):
         losses = run_folder.evaluated(folder)
         if os.environ.get("RANK", "0") == "0":
-            print(
-                f"{folder}: finished already, {last} steps"
-                + (f", val loss {max(losses.items())[1]:.4f}" if losses else "")
-            )
+            val_loss = f", val loss {losses[max(losses)]:.4f}" if losses else ""
+            print(f"{folder}: finished already, {last} steps{val_loss}")
         return
     data = Path(config.data.dir, config.data.name)
     identity = fingerprint(check(data, config.model.vocab_size))
@@ -163,7 +161,7 @@ def train(config, stop=None):
         run_folder.lock(folder)
         checkpoint.sweep(folder / "checkpoints")
     start, kept = checkpoint.latest(folder / "checkpoints", ranks)
-    done = resumed(folder, start, kept, identity) if start else Progress()
+    done, scaling = resumed(folder, start, kept, identity) if start else (Progress(), {})
 
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
@@ -179,6 +177,8 @@ def train(config, stop=None):
     L, E = len(routers), config.model.n_expert
     sizes = (1, 1, L, L, L * E)  # of a step's sums: loss, auxiliary loss, entropy, zero gates, loads
     interval = torch.zeros(sum(sizes), dtype=torch.float64, device=device)  # sums of the steps since the last log
+    per_step = torch.ones_like(interval)  # all but loads are means of micro-batches, whose number may change
+    per_step[: -L * E or None] /= batch_size / micro_batch
     parameters = list(model.parameters())
     saver = checkpoint.Saver(
         folder / "checkpoints",
@@ -189,7 +189,7 @@ def train(config, stop=None):
     )
     if start:
         checkpoint.load(folder / "checkpoints", start, model, optimizer, {"interval": interval})
-        scaler.load_state_dict(kept["scaler"])
+        scaler.load_state_dict(scaling)
     with autocast():
         settle_buckets(runner, torch.zeros(micro_batch, config.model.block_size, dtype=torch.int64, device=device))
     optimizer.zero_grad(set_to_none=False)
@@ -275,7 +275,7 @@ def train(config, stop=None):
                 parts = (loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
                 totals = totals + torch.cat([part.flatten().double() for part in parts])
         distributed.sum_over_ranks(totals)
-        mean_loss = totals[0] / (accumulation * ranks.world_size)
+        mean_loss = totals[0] * per_step[0]
 
         # The same on every rank from here on: losses are summed, gradients averaged over ranks already.
         scaler.unscale_(optimizer)
@@ -323,14 +323,13 @@ def train(config, stop=None):
             for router, load in zip(routers, totals.split(sizes)[-1].view(L, E), strict=True):
                 update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
 
-        interval += totals
+        interval += totals * per_step
         done.in_interval, timed = done.in_interval + 1, timed + 1
         log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
         gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]).mean() if log and gammas else None
         if first and log:
             seconds = (time.perf_counter() - clock) / timed
-            means = interval / (done.in_interval * accumulation * ranks.world_size)  # per micro-batch
-            loss, aux_loss, entropy, zero_gates, loads = means.split(sizes)
+            loss, aux_loss, entropy, zero_gates, loads = (interval / done.in_interval).split(sizes)
             values = {"train/loss": loss, "train/aux_loss": aux_loss}
             values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": done.skipped}
             values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
@@ -359,31 +358,32 @@ def train(config, stop=None):
     del runner  # before the process group: DDP's destructor, were it the last owner, waits for gloo's threads for ever
     distributed.stop()
     if asked:
-        raise Stopped(f"{folder}: asked to stop, saved at step {saved}. The same command goes on from there")
+        raise Stopped(f"{folder}: asked to stop, saved at step {saved}. Started again (without --fresh) it goes on")
 
 
 def resumed(folder, step, kept, identity):
-    """The Progress that a checkpoint's facts hold. Raises RunError if they are of other data or of other code."""
-    path = checkpoint.folder_of(folder / "checkpoints", step)
-    for what, now in identity.items():
-        if kept.get(what) != now:
-            raise RunError(
-                f"{folder}: the {what} has changed since step {step}: sha256 {kept.get(what)} then, {now} now. Bring "
-                f"back what the run was begun with (data.name, data.dir), or start over in a new folder (--fresh)"
-            )
+    """(Progress, GradScaler's state) out of the facts that a checkpoint kept. Raises RunError if they are of other data
+    or of other code."""
     try:
-        return Progress(**kept["progress"])
-    except (KeyError, TypeError) as error:
+        then = {what: kept[what] for what in identity}
+        done, scaling = Progress(**kept["progress"]), dict(kept["scaler"])
+    except (KeyError, TypeError, ValueError) as error:
+        path = checkpoint.folder_of(folder / "checkpoints", step)
         raise RunError(f"{path}: written by other code ({error}). Use that, or start over (--fresh)") from error
+    for what, now in identity.items():
+        if then[what] != now:
+            raise RunError(
+                f"{folder}: the {what} has changed since step {step}: sha256 {then[what]} then, {now} now. Bring back "
+                f"what the run was begun with (data.name, data.dir), or start over in a new folder (--fresh)"
+            )
+    return done, scaling
 
 
 def main(argv, stop=None):
-    config = configure.from_command_line([word for word in argv if word != "--fresh"], distributed.world_size())
-    if "--fresh" in argv:
-        config = run_folder.renamed(config)
     rank = int(os.environ.get("RANK", 0))
+    config = configure.from_command_line([word for word in argv if word != "--fresh"], distributed.world_size())
     try:
-        train(config, stop)
+        train(run_folder.renamed(config) if "--fresh" in argv else config, stop)
     except Stopped as stopped:
         if rank == 0:
             print(stopped, flush=True)

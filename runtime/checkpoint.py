@@ -238,10 +238,9 @@ def load_model(folder, step, model):
     try:
         verify(path)
     except DamagedError as error:
-        others = [other for other in steps(folder) if other != step]
-        raise RunError(
-            f"{error}; " + (f"take that of step {others[-1]}" if others else "train the run again")
-        ) from None
+        older = max((other for other in steps(folder) if other < step), default=None)
+        other = "" if older is None else f"take that of step {older}, or "
+        raise RunError(f"{error}; {other}remove {path} and start the run again, to train what is missing") from None
     state = {"model": get_model_state_dict(model)}
     _read(path, state)
     model.load_state_dict(state["model"])

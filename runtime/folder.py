@@ -64,14 +64,18 @@ def evaluated(folder):
 
 
 def renamed(config):
-    """`config` under the first of NAME, NAME-2, NAME-3 … whose folder is not there. A run that torchrun has started
-    again gets the last that is."""
-    names = [config.run.name]
-    while Path(config.run.dir, names[-1]).exists():
-        names.append(f"{config.run.name}-{len(names) + 1}")
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and len(names) > 1
-    run = config.run.model_copy(update={"name": names[-2 if again else -1]})
-    return config.model_copy(update={"run": run})
+    """`config` under the first of NAME, NAME-2, NAME-3 … whose folder is not there. Raises RunError in a job that was
+    started again, which would begin once more each time."""
+    number = 1
+    while (folder := path_of(config) if number == 1 else Path(config.run.dir, f"{config.run.name}-{number}")).exists():
+        number += 1
+    again = [key for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT") if os.environ.get(key, "0") != "0"]
+    if again:
+        raise RunError(
+            f"{again[0]} = {os.environ[again[0]]}: this job was started again; --fresh would begin yet another run, "
+            f"{folder}. Name the run instead (--run.name=NAME)"
+        )
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": folder.name})})
 
 
 def lock(folder):

@@ -15,6 +15,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
+import router as router_module
+from model import GPT
 from router import (
     ROUTERS,
     NormRouter,
@@ -360,6 +362,183 @@ def test_routing_is_float32_whatever_the_autocast(name):
     assert router(x.bfloat16()).weights.dtype == torch.float32
     assert torch.equal(router(x.bfloat16()).weights, router(x.bfloat16().float()).weights)
     assert router(x.double()).weights.dtype == torch.float64
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_router_under_float16_autocast_computes_as_without(name, norm):
+    """In float16 the squares of these logits overflow at 1e4, and ε is 0 where they are 0."""
+    logits = norm * F.normalize(torch.randn(N, E), dim=-1)
+    upstream, outcomes = torch.randn(N, K), []
+    for enabled in (False, True):
+        router, x = identity(name), logits.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            routing = router(x)
+            loss = (routing.weights * upstream).sum() + balance_loss(routing, expert_loads(routing.experts, E))
+        loss.backward()
+        outcomes.append([routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())])
+    for plain, under in zip(*outcomes, strict=True):
+        assert under.dtype == torch.float32 and under.isfinite().all() and torch.equal(plain, under)
+
+
+# tokens without a positive score
+
+RELU = ["kern", "kern-after", "kern-mc", "kern-nogamma", "kern-nobias"]
+# Gates of K = 4 of 16 experts when all logits are 0, and when all are 1.
+TIED = {
+    "softmax": (1 / 16, 1 / 16),
+    "sigmoid": (0.5, 1 / (1 + math.exp(-1))),
+    "tanh": (0, math.tanh(1)),
+    "kern": (0, 1 / 4),
+    "kern-norelu": (0, 1 / 4),
+    "kern-after": (0, 1 / 2),
+    "kern-mc": (0, monte_carlo_scale(E, K) / 4),
+    "kern-nogamma": (0, 1 / 4),
+    "kern-nobias": (0, 1 / 4),
+    "softmax-renorm": (1 / 4, 1 / 4),
+    "sigmoid-renorm": (1 / 4, 1 / 4),
+    "sqrtsoftplus": (1 / 4, 1 / 4),
+    "softmax-l2": (1 / 4, 1 / 4),
+    "sqrtgate": (1 / 2, 1 / 2),
+}
+
+
+@pytest.mark.parametrize("tied", ["x = 0", "W = 0", "equal rows of W"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_tied_logits(name, tied):
+    router = Router(C, E, K, ROUTERS[name])
+    x = torch.randn(N, C) if tied == "W = 0" else torch.full((N, C), 0.0 if tied == "x = 0" else 1 / C)
+    if tied != "x = 0":
+        torch.nn.init.constant_(router.weight, 0.0 if tied == "W = 0" else 1.0)
+    x.requires_grad_()
+    routing = router(x)
+    assert (routing.experts == torch.arange(K)).all()
+    assert_close(routing.weights, torch.full((N, K), float(TIED[name][tied == "equal rows of W"])))
+    ((routing.weights * torch.randn(N, K)).sum() + balance_loss(routing, expert_loads(routing.experts, E))).backward()
+    for gradient in (x.grad, *(p.grad for p in router.parameters())):
+        assert gradient.isfinite().all()
+    if name in RELU and tied != "equal rows of W":
+        assert router.weight.grad.abs().max() < N  # 1 / ε, the norm's slope at 0, has no part in it
+
+
+@pytest.mark.parametrize("name", RELU)
+def test_a_token_without_positive_score_lifts_its_logits(name):
+    router = make(name, n_embd=E).double()
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(E))
+        if router.bias is not None:
+            router.bias.mul_(0.01)
+    x = torch.randn(N, E, dtype=torch.float64)
+    x[: N // 2] = -0.1 - x[: N // 2].abs()
+    x[0], x[1] = 0, x[1].where(x[1] < -1, 0)  # all logits, then some of them near 0
+    x.requires_grad_()
+    downstream = torch.randn(N, K, dtype=torch.float64)
+    routing = router(x)
+
+    s = x if router.bias is None else x + router.bias
+    scale = router.c.double() * (1.0 if router.gamma is None else router.gamma)
+    dead = (s <= 0).all(1)
+    chosen = s[~dead].gather(1, routing.experts[~dead])
+    gates = chosen.relu() / (chosen if name == "kern-after" else s[~dead]).square().sum(1, keepdim=True).sqrt()
+    assert N // 2 - 2 <= dead.sum() < N
+    assert (routing.weights[dead] == 0).all() and (routing.weights[~dead] > 0).any(1).all()
+    pull = (scale * downstream).mean(1).detach().clamp_max(0)[dead]  # the gradient of each gate before c and γ
+    assert (pull == 0).any() and (pull < 0).any()
+    surrogate = (scale * gates * downstream[~dead]).sum() + (pull * s[dead].mean(1)).sum()
+
+    leaves = [x] + [p for p in (router.bias, router.gamma) if p is not None]
+    assert_same_gradients((routing.weights * downstream).sum(), surrogate, leaves)
+    (routing.weights * downstream)[dead].sum().backward()
+    assert (router.weight.grad != 0).any()
+    assert router.gamma is None or router.gamma.grad == 0
+
+
+def test_lift_changes_no_bit_where_a_score_is_positive(monkeypatch):
+    x = torch.randn(N, C, requires_grad=True)
+    results = []
+    for lifted in (True, False):
+        if not lifted:
+            without_lift(monkeypatch)
+        router = make("kern")
+        weights = router(x).weights
+        assert (weights[:, 0] > 0).all()
+        gradients = torch.autograd.grad((weights * torch.arange(K)).sum(), [x, *router.parameters()])
+        results.append([weights, *gradients])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_lift_compiles_into_one_graph():
+    router = make("kern")
+    torch.nn.init.constant_(router.bias, -10.0)
+    x = torch.randn(N, C)
+    gradients = []
+    for forward in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
+        router.zero_grad()
+        forward(x).weights.sum().neg().backward()
+        gradients.append([router.weight.grad, router.bias.grad])
+    assert all((a != 0).any() and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def learn_pairs(name, disturb, steps=600):
+    """(mean loss of the last 50 steps, zero gates of both layers at first, and at last): a tiny GPT learns a random
+    table of 16 x 16 tokens, for which it needs its experts. `disturb(model)` goes before."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 16, "pos": "learned"}
+    experts = {"router": name, "n_expert": 8, "top_k": 2, "expert_hidden": 16, "backend": "auto"}
+    model = GPT(SimpleNamespace(**shape, **experts, dropout=0.0, tie_embeddings=True, init_std=0.1))
+    table = torch.randint(16, (16, 16))
+    with torch.no_grad():
+        disturb(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
+    losses, zero_gates = [], []
+    for _ in range(steps):
+        x = torch.randint(16, (8, 17))
+        out = model(x[:, 1:], table[x[:, :-1], x[:, 1:]])
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+        zero_gates.append(out.stats.zero_gates)
+    return sum(losses[-50:]) / 50, zero_gates[0], torch.stack(zero_gates[-50:]).mean(0)
+
+
+def drown_in_bias(model):
+    for block in model.blocks:
+        block.mlp.router.bias.fill_(-10.0)
+
+
+def drown_in_weights(model):
+    """All that routers see gets a part in common, and W the opposite of it."""
+    common = torch.tensor([1.0, -1.0]).repeat_interleave(16)
+    model.wpe.weight.add_(0.15 * common)
+    for block in model.blocks:
+        block.mlp.router.weight.sub_(0.5 * common)
+
+
+def without_lift(monkeypatch):
+    monkeypatch.setattr(router_module.Lift, "apply", lambda weights, logits: weights)
+
+
+def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch):
+    undisturbed, at_first, _ = learn_pairs("kern", lambda model: None)
+    assert at_first.max() < 0.2
+    recovered, at_first, at_last = learn_pairs("kern", drown_in_bias)
+    assert (at_first == 1).all()
+    assert at_last.max() < 0.2
+    without_lift(monkeypatch)
+    dead, _, at_last = learn_pairs("kern", drown_in_bias)
+    assert (at_last == 1).all()
+    assert recovered - undisturbed < 0.6 * (dead - undisturbed)  # 0.22, and 0.30 and 0.44 with other seeds
+
+
+def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch):
+    recovered, at_first, at_last = learn_pairs("kern-nobias", drown_in_weights)
+    assert (at_first == 1).all()
+    assert at_last.max() < 0.2
+    without_lift(monkeypatch)  # the layers below bring some tokens back, without being told to
+    dead, _, at_last = learn_pairs("kern-nobias", drown_in_weights)
+    assert at_last.min() > 0.25
+    assert recovered < dead
 
 
 # balance

@@ -1,0 +1,632 @@
+"""Checkpoints: what they bring back, saving while training goes on, kills, flipped bits, full disks, and pickles.
+
+This file is a program, too: one that is killed in the middle of saves, again and again.
+"""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from configure.schema import Model, Optim
+from model import GPT
+from runtime import RunError, checkpoint, distributed
+from runtime.checkpoint import DamagedError
+from train import build_optimizer
+
+HOUSE = Path(__file__).parents[1]
+ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
+SMALL = Model(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=64, n_expert=4, top_k=2, expert_hidden=8)
+
+
+class Training:
+    """A tiny model in the middle of its training, with a loss scale and sums of a log interval."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = GPT(SMALL)
+        self.optimizer = build_optimizer(self.model, Optim())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + seed))
+        self.interval = torch.full((3,), seed / 3, dtype=torch.float64)
+        self.idx = torch.arange(64).view(2, 32)
+        self.step()
+
+    def step(self):
+        loss = self.model(self.idx, self.idx).loss
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.interval += loss.item()
+        return loss.item()
+
+    def save(self, saver, step, **facts):
+        facts = {"scaler": self.scaler.state_dict(), **facts}
+        saver.save(step, self.model, self.optimizer, {"interval": self.interval}, facts)
+
+    def load(self, folder, step):
+        checkpoint.load(folder, step, self.model, self.optimizer, {"interval": self.interval})
+        self.scaler.load_state_dict(checkpoint.verify(checkpoint.folder_of(folder, step))["facts"]["scaler"])
+
+    def tensors(self):
+        """All that a checkpoint holds, as it is now, without copies."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*self.model.state_dict().values(), *moments, self.interval]
+
+    def fill(self, number):
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(number)
+
+
+def saver_in(folder, keep=9, on_error="stop"):
+    return checkpoint.Saver(folder, ALONE, sharded=False, keep=keep, on_error=on_error)
+
+
+def write(folder, *steps, training=None, **options):
+    """Checkpoints of those steps, each whole before the next."""
+    saver = saver_in(folder, **options)
+    for step in steps:
+        (training or Training()).save(saver, step)
+        saver.wait()
+    return saver
+
+
+def files(folder):
+    """{path: bytes} of all files below `folder`."""
+    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def flip(path, bit=None, dice=random):
+    data = bytearray(path.read_bytes())
+    bit = dice.randrange(8 * len(data)) if bit is None else bit
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- what a checkpoint brings back
+
+
+def test_checkpoint_brings_everything_back(tmp_path):
+    old, new = Training(0), Training(1)
+    old.step()
+    write(tmp_path, 2, training=old)
+    saved = [tensor.clone() for tensor in old.tensors()]
+    ahead = [old.step() for _ in range(3)]
+    new.step()
+    new.load(tmp_path, 2)
+    assert new.scaler.get_scale() == 2.0**8
+    assert all(torch.equal(a, b) for a, b in zip(new.tensors(), saved, strict=True))
+    assert [new.step() for _ in range(3)] == ahead  # bit for bit
+
+
+def test_facts_come_back_as_they_went(tmp_path):
+    facts = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "words": "ä\n", "none": None, "count": 2**60}
+    saver = saver_in(tmp_path)
+    Training().save(saver, 3, **facts)
+    saver.finish()
+    step, kept = checkpoint.latest(tmp_path, ALONE)
+    assert step == 3 and kept == {"scaler": Training().scaler.state_dict(), **facts}
+
+
+def test_checkpoint_holds_buffers_and_weights_for_evaluation(tmp_path):
+    old = Training()
+    old.model.blocks[0].mlp.router.selection_bias.fill_(0.5)
+    write(tmp_path, 1, training=old)
+    fresh = GPT(SMALL)
+    checkpoint.load_model(tmp_path, 1, fresh)
+    assert fresh.state_dict().keys() == old.model.state_dict().keys()
+    for (name, a), (_, b) in zip(fresh.state_dict().items(), old.model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_checkpoint_of_another_model_is_refused_in_words(tmp_path):
+    write(tmp_path, 1)
+    wider = GPT(SMALL.model_copy(update={"n_embd": 32}))
+    with pytest.raises(RunError, match=r"step_00000001 does not fit this run .*Size mismatch.*\(--fresh\)"):
+        checkpoint.load_model(tmp_path, 1, wider)
+
+
+# ---- saving while training goes on
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Nothing is written before `slow_disk.set()`."""
+    allowed, save = threading.Event(), dcp.save
+
+    def slow_save(*args, **options):
+        assert allowed.wait(timeout=20)
+        return save(*args, **options)
+
+    monkeypatch.setattr(dcp, "save", slow_save)
+    yield allowed
+    allowed.set()
+
+
+def test_checkpoint_holds_the_weights_of_its_step_whatever_comes_after(tmp_path, slow_disk):
+    training = Training()
+    saved = [tensor.clone() for tensor in training.tensors()]
+    saver = saver_in(tmp_path)
+    training.save(saver, 1)
+    for _ in range(3):
+        training.step()  # training did not wait
+    saver.poll()
+    assert checkpoint.steps(tmp_path) == [] and names(tmp_path) == ["step_00000001.tmp"]
+    slow_disk.set()
+    saver.finish()
+    other = Training(1)
+    other.load(tmp_path, 1)
+    assert all(torch.equal(a, b) for a, b in zip(other.tensors(), saved, strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(training.model.parameters(), other.model.parameters(), strict=True)
+    )
+
+
+def test_one_save_waits_for_the_one_before(tmp_path, slow_disk):
+    training, saver = Training(), saver_in(tmp_path)
+    training.save(saver, 1)
+    threading.Timer(0.2, slow_disk.set).start()
+    training.save(saver, 2)
+    assert checkpoint.steps(tmp_path)[0] == 1
+    saver.finish()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+@pytest.fixture
+def broken_disk(monkeypatch):
+    """`broken_disk(True)`: each write fails from now on."""
+
+    def broken_disk(broken):
+        def fail(*args, **options):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(dcp, "save", fail if broken else save)
+
+    save = dcp.save
+    return broken_disk
+
+
+def settle(saver):
+    futures.wait([saver.pending])
+
+
+def test_failed_save_stops_the_run_at_the_next_look(tmp_path, broken_disk):
+    write(tmp_path, 1)
+    broken_disk(True)
+    training, saver = Training(), saver_in(tmp_path)
+    for look in (saver.poll, saver.wait, saver.finish, lambda: training.save(saver, 3)):
+        training.save(saver, 2)
+        settle(saver)
+        with pytest.raises(
+            RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is whole.*Make room"
+        ):
+            look()
+        assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
+    broken_disk(False)
+    training.save(saver, 2)
+    saver.finish()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+def test_failed_save_is_a_warning_where_the_config_says_so(tmp_path, broken_disk, capsys):
+    broken_disk(True)
+    training, saver = Training(), saver_in(tmp_path, on_error="warn")
+    for step in (1, 2):
+        training.save(saver, step)
+        settle(saver)
+        saver.poll()
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("warning: ") and f"step_{step:08d}" in line and "There is none yet" in line
+    broken_disk(False)
+    training.save(saver, 3)
+    saver.finish()
+    assert checkpoint.steps(tmp_path) == [3] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("looked_before", [False, True])
+def test_last_save_that_fails_is_an_error_whatever_the_config_says(tmp_path, broken_disk, capsys, looked_before):
+    training, saver = Training(), saver_in(tmp_path, on_error="warn")
+    broken_disk(True)
+    training.save(saver, 1)
+    if looked_before:
+        settle(saver)
+        saver.poll()
+    capsys.readouterr()
+    with pytest.raises(RunError, match="step_00000001: the checkpoint could not be written"):
+        saver.finish()
+    assert capsys.readouterr().out == ""  # an error, and no warning of the same
+
+
+# ---- which are kept, and what is swept
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.steps(folder) == [] and checkpoint.latest(folder, ALONE) == (0, None)
+    write(folder, 5, 10, 100, keep=2)
+    assert names(folder) == ["step_00000010", "step_00000100"] and checkpoint.steps(folder) == [10, 100]
+
+
+def test_the_last_good_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(tmp_path, broken_disk):
+    write(tmp_path, 1, keep=1)
+    broken_disk(True)
+    for step in (2, 3):
+        with pytest.raises(RunError):
+            write(tmp_path, step, keep=1)
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 1
+    broken_disk(False)
+    write(tmp_path, 4, 5, keep=3)
+    for step in (4, 5):
+        flip(checkpoint.folder_of(tmp_path, step) / ".metadata")
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 1
+    write(tmp_path, 4, keep=2)  # those put aside do not count
+    assert names(tmp_path) == ["step_00000001", "step_00000004", "step_00000004.damaged", "step_00000005.damaged"]
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 4
+
+
+def test_what_dead_saves_left_counts_for_nothing_and_is_swept(tmp_path):
+    write(tmp_path, 6)
+    for step in (7, 8):
+        shutil.copytree(tmp_path / "step_00000006", tmp_path / f"step_{step:08d}.tmp")  # all but renamed
+    (tmp_path / "step_9").mkdir()
+    (tmp_path / "step_00000003.damaged").mkdir()
+    assert checkpoint.steps(tmp_path) == [6]
+    checkpoint.sweep(tmp_path)
+    assert names(tmp_path) == ["step_00000003.damaged", "step_00000006", "step_9"]
+    checkpoint.sweep(tmp_path / "none")
+    write(tmp_path, 7)
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 7
+
+
+# ---- damage
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("intact")
+    write(folder, 2)
+    return folder / "step_00000002"
+
+
+@pytest.fixture
+def copied(intact, tmp_path):
+    return Path(shutil.copytree(intact, tmp_path / intact.name))
+
+
+def test_any_flipped_bit_is_detected(copied):
+    dice, content = random.Random(0), files(copied)
+    assert {path.name for path in content} == {"__0_0.distcp", ".metadata", "manifest.json"}
+    for name, data in content.items():
+        bits = range(8 * len(data))
+        places = [*range(64), *dice.sample(bits, 100), *bits[-64:]]
+        for bit in places:
+            flip(copied / name, bit)
+            with pytest.raises(DamagedError, match=f"{name}: damaged"):
+                checkpoint.verify(copied)
+            (copied / name).write_bytes(data)
+    assert checkpoint.verify(copied)["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),  # as a power failure may leave it
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["missing", "empty", "cut short", "grown", "zeros", "a folder"],
+)
+def test_damaged_file_is_named(copied, name, damage):
+    damage(copied / name)
+    with pytest.raises(DamagedError, match="damaged") as caught:
+        checkpoint.verify(copied)
+    assert name in str(caught.value) and copied.name in str(caught.value)
+
+
+def test_checkpoint_under_another_name_or_with_strangers(copied):
+    (copied / "notes.txt").write_text("mine")
+    assert checkpoint.verify(copied)["step"] == 2
+    other = copied.rename(copied.parent / "step_00000003")
+    with pytest.raises(DamagedError, match="step_00000003/manifest.json: damaged"):
+        checkpoint.verify(other)
+
+
+def test_damaged_newest_is_named_and_put_aside(tmp_path, capsys):
+    write(tmp_path, 2, 4, 6)
+    flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
+    (tmp_path / "step_00000004" / "manifest.json").unlink()
+    before = files(tmp_path / "step_00000006")
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 2
+    newest, older = capsys.readouterr().out.splitlines()
+    assert "step_00000006/__0_0.distcp: damaged" in newest and "put aside as step_00000006.damaged" in newest
+    assert "step_00000004: damaged, it has no manifest.json" in older
+    assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
+    assert files(tmp_path / "step_00000006.damaged") == before
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
+
+
+def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
+    write(tmp_path, 2, 4)
+    for step in (2, 4):
+        flip(checkpoint.folder_of(tmp_path, step) / "manifest.json")
+    before = sorted(files(tmp_path).values())
+    for _ in range(2):  # the second start, too: it must not begin anew in this folder
+        with pytest.raises(RunError, match=r"all .* damaged .*--fresh"):
+            checkpoint.latest(tmp_path, ALONE)
+        assert sorted(files(tmp_path).values()) == before
+
+
+def test_damaged_checkpoint_is_not_evaluated(tmp_path):
+    write(tmp_path, 1, 2)
+    flip(tmp_path / "step_00000002" / "__0_0.distcp", 1000)
+    with pytest.raises(RunError, match="step_00000002/__0_0.distcp: damaged.* take that of step 1"):
+        checkpoint.load_model(tmp_path, 2, GPT(SMALL))
+
+
+# ---- a full disk
+
+
+@contextmanager
+def largest_file(size):
+    """Writing beyond `size` bytes of a file fails, with EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def manifests(monkeypatch):
+    """A list that grows with each manifest that is about to be written."""
+    begun, text = [], checkpoint._manifest_text
+    monkeypatch.setattr(checkpoint, "_manifest_text", lambda body: begun.append(body) or text(body))
+    return begun
+
+
+def assert_only_the_old_one_is_there(folder):
+    assert names(folder) == ["step_00000001"]
+    Training(1).load(folder, 1)
+
+
+@pytest.mark.parametrize("size, where", [(0, "tensors"), (20_000, "tensors"), (300_000, "manifest")])
+def test_file_that_cannot_grow(tmp_path, manifests, size, where):
+    saver = write(tmp_path, 1)
+    manifests.clear()
+    with largest_file(size), pytest.raises(RunError, match="step_00000002: .* Make room") as caught:
+        Training().save(saver, 2, long="x" * 400_000)
+        saver.wait()
+    assert bool(manifests) == (where == "manifest")
+    if where == "manifest":
+        assert "File too large" in str(caught.value)
+    assert_only_the_old_one_is_there(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full_at_any_place_of_a_save(small_disk, manifests):
+    folder = small_disk / "checkpoints"
+    saver = write(folder, 1)
+    page = os.statvfs(small_disk).f_frsize
+    needed = sum(-(-len(data) // page) for data in files(folder).values())
+    in_tensors = in_manifest = 0
+    for pages in (0, 1, needed // 3, *range(needed - 4, needed)):
+        manifests.clear()
+        with (small_disk / "filling").open("wb") as filling:
+            filling.write(bytes((os.statvfs(small_disk).f_bavail - pages) * page))
+        with pytest.raises(RunError, match="step_00000002: the checkpoint could not be written .*Make room"):
+            Training().save(saver, 2)
+            saver.wait()
+        in_manifest += bool(manifests)
+        in_tensors += not manifests
+        (small_disk / "filling").unlink()
+        assert_only_the_old_one_is_there(folder)
+    assert in_tensors and in_manifest
+    Training().save(saver, 2)
+    saver.finish()
+    assert checkpoint.latest(folder, ALONE)[0] == 2
+
+
+# ---- kills
+
+
+def save_without_end(training, folder, step, report):
+    """Tells the file descriptor `report` each checkpoint that is whole. All that is in one is the number of its step,
+    and changes as soon as it has been handed over."""
+    saver = saver_in(folder, keep=2)
+    while True:
+        step += 1
+        training.fill(step)
+        training.save(saver, step)  # waits for the one before
+        os.write(report, b"%d\n" % (step - 1))
+
+
+def be_killed(folder, kills):
+    """Fork a child that saves without end, kill it, look what is there; so often. Prints the figures."""
+    dice, training, last, in_a_save, most = random.Random(0), Training(), 0, 0, 0
+    write(folder.with_name("warm-up"), 1)  # of all that torch loads when it is first needed
+    started = time.perf_counter()
+    write(folder.with_name("warm-up"), 2, 3, training=training)
+    save_seconds = (time.perf_counter() - started) / 2
+    for _ in range(kills):
+        reader, report = os.pipe()
+        child = os.fork()
+        if not child:
+            save_without_end(training, folder, last, report)
+        os.close(report)
+        time.sleep(dice.uniform(0, 4 * save_seconds))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader) as lines:
+            reported = max([last, *map(int, lines)])
+        in_a_save += bool(list(folder.glob("*.tmp")))
+        checkpoint.sweep(folder)
+        step = checkpoint.latest(folder, ALONE)[0]
+        assert reported <= step <= reported + 2, f"step {step} found, {reported} was whole"
+        assert not list(folder.glob("*.damaged"))
+        if step:
+            training.load(folder, step)
+            assert all((tensor == step).all() for tensor in training.tensors()), f"step {step} holds others' numbers"
+        most, last = max(most, step - last), step
+    print(json.dumps({"kills": kills, "in_a_save": in_a_save, "saves": last, "most_between_kills": most}))
+
+
+def test_checkpoints_survive_kills_at_random_moments(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, tmp_path / "checkpoints", "50"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    print(figures)
+    assert figures["kills"] == 50 and figures["in_a_save"] >= 15 and figures["saves"] > 15
+
+
+# ---- pickles that would run
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """A file that exists once a payload has run."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "the payload ran"
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def forge(path, **replaced):
+    """Replace files of a checkpoint, with a manifest that fits: who can write the one can write the other."""
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    for name, data in replaced.items():
+        (path / name).write_bytes(data)
+    body["files"] = {
+        file.name: {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    (path / "manifest.json").write_text(checkpoint._manifest_text(body))
+    checkpoint.verify(path)
+
+
+def read_as_torch_does(path):
+    dcp.load({"model": GPT(SMALL).state_dict()}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def assert_refused(path):
+    with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):
+        checkpoint.load_model(path.parent, 2, GPT(SMALL))
+    with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):
+        Training().load(path.parent, 2)
+
+
+def with_entry(path, evil, **changed):
+    """Forge a checkpoint in which an entry of `.metadata` leads to the bytes `evil`."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.wte.weight")
+    for place in (index, MetadataIndex(index.fqn)):  # of tensors, and of what is none
+        metadata.storage_data[place] = _StorageInfo("evil.distcp", 0, len(evil))
+    metadata.state_dict_metadata |= changed
+    forge(path, **{"evil.distcp": evil, ".metadata": pickle.dumps(metadata)})
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_as_metadata_runs_nothing(copied, canary, protocol):
+    forge(copied, **{".metadata": pickle.dumps(Payload(canary), protocol)})
+    with pytest.raises(CheckpointException):
+        read_as_torch_does(copied)
+    canary.unlink()  # raises if the payload did not work there: this test would prove nothing
+    assert_refused(copied)
+
+
+def test_a_pickle_that_goes_through_a_module_of_torch_runs_nothing(copied, canary):
+    back_door = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V%s\ntR." % str(canary).encode()
+    forge(copied, **{".metadata": back_door})
+    with pytest.raises(CheckpointException):
+        read_as_torch_does(copied)
+    canary.rmdir()
+    assert_refused(copied)
+
+
+def test_a_pickle_as_a_tensor_runs_nothing(copied, canary):
+    torch.save(Payload(canary), evil := io.BytesIO())
+    torch.load(io.BytesIO(evil.getvalue()), weights_only=False)
+    canary.unlink()
+    with_entry(copied, evil.getvalue())
+    assert_refused(copied)
+
+
+def test_a_pickle_as_an_entry_that_is_no_tensor_runs_nothing(copied, canary):
+    """torch's readers give such entries to torch.load(weights_only=False)."""
+    torch.save(Payload(canary), evil := io.BytesIO())
+    with_entry(copied, evil.getvalue(), **{"model.wte.weight": BytesStorageMetadata()})
+    read_as_torch_does(copied)
+    canary.unlink()
+    assert_refused(copied)
+
+
+def test_a_pickle_as_manifest_runs_nothing(copied, canary):
+    payload = pickle.dumps(Payload(canary))
+    pickle.loads(payload)
+    canary.unlink()
+    (copied / "manifest.json").write_bytes(payload)
+    with pytest.raises(DamagedError, match="manifest.json: damaged"):
+        checkpoint.verify(copied)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/file"])
+def test_a_manifest_leads_nowhere_else(copied, name):
+    body = json.loads((copied / "manifest.json").read_text())["body"]
+    body["files"][name] = body["files"][".metadata"]
+    (copied / "manifest.json").write_text(checkpoint._manifest_text(body))
+    with pytest.raises(DamagedError, match="manifest.json: damaged"):
+        checkpoint.verify(copied)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    be_killed(Path(sys.argv[1]), int(sys.argv[2]))

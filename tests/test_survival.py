@@ -1,0 +1,943 @@
+"""Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process a
+folder, --fresh, and steps that are not finite or out of line.
+
+This file is the program of ranks and of a process that holds a lock, too.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from concurrent import futures
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TINY
+
+import configure
+import train
+from configure.schema import KEYS
+from data.loader import Loader
+from data.tokenizer import ByteTokenizer
+from data.writer import Writer
+from model import GPT
+from runtime import RunError, checkpoint, folder
+from runtime.metrics import read
+from runtime.signals import EXIT_CODE, Stop
+
+HOUSE = Path(__file__).parents[1]
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# As hard as can be to go on from: dropout, selection biases, stops in the middle of a log interval, loss history.
+HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
+HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
+HARD += ["eval.windows=40", "train.micro_batch_size=2"]
+
+
+def run(config):
+    """Train, and read the lines of metrics.jsonl."""
+    train.train(config)
+    return read(folder.path_of(config) / "metrics.jsonl")
+
+
+def column(lines, key):
+    return [line[key] for line in lines if key in line]
+
+
+def checkpoints(config):
+    return folder.path_of(config) / "checkpoints"
+
+
+def steps(config):
+    return checkpoint.steps(checkpoints(config))
+
+
+class End(NamedTuple):
+    """What two equal runs have in common at their ends, bit for bit."""
+
+    lines: list[dict]  # of metrics.jsonl, but for times
+    tensors: dict  # sha256 of the files that hold weights, AdamW's moments and selection biases
+    facts: dict  # counters, loss scale, history of losses
+
+
+def end(config):
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith("perf/")}
+        for line in read(folder.path_of(config) / "metrics.jsonl")
+    ]
+    manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
+    tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}
+    return End(lines, tensors, manifest["facts"])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def forget_the_last_evaluation(config):
+    """Without it a run is not finished."""
+    metrics = folder.path_of(config) / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+
+
+def content(path):
+    """{path: sha256} of all files below `folder`."""
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def module_file(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("survival")
+    file = folder / "tiny.toml"
+    file.write_text(TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(module_file):
+    config = configure.load(module_file, [*HARD, "run.name=undisturbed"])
+    train.train(config)
+    return end(config)
+
+
+# ---- being asked to stop: one process
+
+
+@pytest.fixture
+def main(tiny_file, monkeypatch):
+    """`main(*overrides)`: train.py's exit code. A signal that it does not take raises here."""
+
+    def unheard(number, frame):
+        raise AssertionError(f"signal {number} is not listened to")
+
+    before = {number: signal.signal(number, unheard) for number in STOPPING}
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    yield lambda *keys, fresh=(): train.main([str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen())
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """`at(place, action, after=n)`: call `action` at a place of training, when it has been there n times before."""
+    places = {
+        "start-up": (train, "build_optimizer"),
+        "step": (train, "learning_rate"),
+        "save": (checkpoint.Saver, "_write"),
+    }
+
+    def at(place, action, after=0):
+        owner, name = places[place]
+        call, calls = getattr(owner, name), []
+
+        def calling(*args, **options):
+            calls.append(name)
+            if len(calls) == after + 1:
+                action()
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, calling)
+
+    return at
+
+
+@pytest.fixture
+def during_evaluation(monkeypatch):
+    """`during_evaluation(number, action)`: in the third of 20 micro-batches of the evaluation of that number. Returns a
+    list of all micro-batches of evaluations."""
+
+    def during_evaluation(number, action):
+        forward, passes = GPT.forward, []
+
+        def watched(model, *args):
+            if not model.training:
+                passes.append(1)
+                if len(passes) == 20 * number + 3:
+                    action()
+            return forward(model, *args)
+
+        monkeypatch.setattr(GPT, "forward", watched)
+        return passes
+
+    return during_evaluation
+
+
+def kill(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", STOPPING, ids=[number.name for number in STOPPING])
+def test_signal_in_a_step_saves_after_it(main, tiny, at, undisturbed, capsys, number):
+    at("step", kill(number), after=4)
+    assert main(*HARD) == EXIT_CODE == 75
+    assert (
+        capsys.readouterr()
+        .out.strip()
+        .endswith("asked to stop, saved at step 5. Started again (without --fresh) it goes on")
+    )
+    assert steps(tiny(*HARD)) == [3, 5]
+    assert main(*HARD) == 0
+    assert "from step 5" in capsys.readouterr().out
+    assert end(tiny(*HARD)) == undisturbed
+
+
+def test_signal_at_start_up_ends_before_the_first_step(main, tiny, at, undisturbed):
+    at("start-up", kill(signal.SIGTERM))
+    assert main(*HARD) == EXIT_CODE
+    assert steps(tiny(*HARD)) == [] and read(folder.path_of(tiny(*HARD)) / "metrics.jsonl") == []
+    assert main(*HARD) == 0
+    assert end(tiny(*HARD)) == undisturbed
+
+
+@pytest.mark.parametrize("evaluation, step", [(0, 0), (1, 3), (3, 7)])  # before the first step, between, after the last
+def test_signal_in_an_evaluation_ends_it(main, tiny, during_evaluation, undisturbed, evaluation, step):
+    passes = during_evaluation(evaluation, kill(signal.SIGTERM))
+    assert main(*HARD) == EXIT_CODE
+    assert len(passes) == 20 * evaluation + 3  # it did not wait for the other 17
+    assert steps(tiny(*HARD)) == [s for s in (3, 6, 7) if s <= step]
+    assert column(read(folder.path_of(tiny(*HARD)) / "metrics.jsonl"), "step").count(step) < 2
+    assert main(*HARD) == 0
+    assert end(tiny(*HARD)) == undisturbed
+
+
+def test_signal_in_a_save_saves_the_next_step_too(main, tiny, at, undisturbed):
+    at("save", kill(signal.SIGTERM))
+    assert main(*HARD) == EXIT_CODE
+    first, last = steps(tiny(*HARD))
+    assert first == 3 < last  # whole, both
+    assert main(*HARD) == 0
+    assert end(tiny(*HARD)) == undisturbed
+
+
+def test_second_interrupt_ends_at_once(main, tiny, at):
+    at("step", kill(signal.SIGINT), after=4)
+    at("step", kill(signal.SIGINT), after=4)
+    with pytest.raises(KeyboardInterrupt):
+        main(*HARD)
+    assert steps(tiny(*HARD)) == [3]
+
+
+def test_train_py_ends_with_the_code_that_asks_for_another_start(tiny_file, tiny, main):
+    """The real program, and a signal from outside."""
+    own = ["model.block_size=4", "eval.windows=200", "train.micro_batch_size=1", "train.max_steps=8", "eval.interval=2"]
+    command = [sys.executable, "train.py", tiny_file, *(f"--{key}" for key in own)]
+    process = subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+    metrics = folder.path_of(tiny()) / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and column(read(metrics), "train/loss")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and time.monotonic() - sent < 30, output
+    (saved,) = steps(tiny(*own))
+    assert f"saved at step {saved}" in output and saved < 8
+    assert main(*own) == 0
+    assert [line["step"] for line in end(tiny(*own)).lines if "train/loss" in line] == list(range(1, 9))
+
+
+# ---- being asked to stop: two ranks
+
+
+class Way(NamedTuple):
+    number: int
+    sender: int  # the rank that sends it, in step 4
+    to_launcher: bool
+
+
+WAYS = {
+    "SIGTERM to a rank": Way(signal.SIGTERM, 1, False),
+    "SIGTERM to the launcher": Way(signal.SIGTERM, 0, True),
+    "SIGUSR1 to the launcher": Way(signal.SIGUSR1, 0, True),
+    "SIGKILL to the launcher": Way(signal.SIGKILL, 0, True),
+}
+TWO = [*HARD, "train.timeout_minutes=1"]
+
+
+def config_of(file, name, *overrides):
+    return configure.load(file, [*TWO, f"run.dir={(file.parent / name).as_posix()}", *overrides], 2)
+
+
+def be_signalled(file, name):
+    """A rank of torchrun's job. Writes what became of it."""
+    way, stop, sent = WAYS[name], Stop().listen(), []
+    rate, rank = train.learning_rate, os.environ["RANK"]
+
+    def learning_rate(optim, max_steps, step):
+        if step == 4 and int(rank) == way.sender:
+            sent.append(time.monotonic())
+            os.kill(os.getppid() if way.to_launcher else os.getpid(), way.number)
+            while not stop.asked and time.monotonic() < sent[0] + 30:
+                time.sleep(0.01)  # until it has come back to here
+        return rate(optim, max_steps, step)
+
+    train.learning_rate = learning_rate
+    overrides = [f"--{key}" for key in [*TWO, f"run.dir={(file.parent / name).as_posix()}"]]
+    code = train.main([str(file), *overrides], stop)
+    seconds = time.monotonic() - sent[0] if sent else 0
+    Path(file.parent, f"{name}.{rank}.json").write_text(json.dumps({"code": code, "seconds": seconds}))
+    sys.exit(code)
+
+
+def be_a_rank(file):
+    """Go on with all the runs that were stopped; and what else two ranks are needed for. Writes errors."""
+    rank, init, forward, meetings = int(os.environ["RANK"]), dist.init_process_group, GPT.forward, []
+
+    def case(name, config, stop=None):
+        """Ranks meet in a file of their own for each."""
+        meetings.append((file.parent / f"{name}.{len(meetings)}.store").as_uri())
+        meeting = {"init_method": meetings[-1], "rank": rank, "world_size": 2}
+        dist.init_process_group = lambda backend, **options: init(backend, **meeting, **options)
+        try:
+            train.train(config, stop)
+        except Exception as error:
+            (file.parent / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    case("undisturbed", config_of(file, "undisturbed"))
+    for name in WAYS:
+        case(name, config_of(file, name))
+    for name in ("damaged", "all damaged"):
+        if rank == 0:
+            shutil.copytree(file.parent / "SIGTERM to a rank", file.parent / name)
+            forget_the_last_evaluation(config_of(file, name))
+            copies = checkpoints(config_of(file, name))
+            flip(copies / "step_00000007/.metadata")
+            flip(copies / "step_00000006/__0_0.distcp")
+            if name == "all damaged":
+                for step in (3, 5):
+                    flip(checkpoint.folder_of(copies, step) / "manifest.json")
+            (file.parent / f"{name}.ready").touch()
+        while not (file.parent / f"{name}.ready").exists():
+            time.sleep(0.01)
+        case(name, config_of(file, name))
+    stop, passes = Stop(), []
+
+    def asked(model, *args):
+        passes.extend([] if model.training else [1])
+        stop.asked = rank == 1 and len(passes) == 10 + 3
+        return forward(model, *args)
+
+    GPT.forward = asked
+    case("evaluation", config_of(file, "evaluation"), stop)
+    (file.parent / f"evaluation.{rank}.json").write_text(json.dumps(len(passes)))
+    GPT.forward = forward
+    case("evaluation", config_of(file, "evaluation"))
+
+    def poisoned(model, *args):
+        out = forward(model, *args)
+        torn = rank == 1 and model.training and torch.is_grad_enabled()
+        return out._replace(loss=out.loss * math.nan) if torn else out
+
+    GPT.forward = poisoned
+    case("nan", config_of(file, "nan"))
+
+
+def start(*command, **variables):
+    environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def jobs(module_file):
+    """{way: (exit code of the launcher, its output)}. All start together, since they wait for most of their time."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    processes = {name: start(*torchrun, __file__, "be_signalled", module_file, name) for name in WAYS}
+    outputs = {name: process.communicate(timeout=200)[0] for name, process in processes.items()}  # of all its ranks
+    return {name: (process.returncode, outputs[name]) for name, process in processes.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(jobs, module_file):
+    """What two ranks print that go on with the runs of `jobs`."""
+    ranks = [
+        start(sys.executable, __file__, "be_a_rank", module_file, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=str(rank))
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    return outputs[0]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_all_ranks_stop_at_the_same_step(jobs, module_file, name):
+    code, output = jobs[name]
+    reports = [json.loads((module_file.parent / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+    assert [report["code"] for report in reports] == [EXIT_CODE, EXIT_CODE], output
+    assert 0 < max(report["seconds"] for report in reports) < 30
+    assert "saved at step 5" in output
+    print(name, "launcher's exit code", code, "seconds", max(report["seconds"] for report in reports))
+    assert code == -signal.SIGKILL if WAYS[name].number == signal.SIGKILL else code not in (0, 2)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_stopped_ranks_go_on_as_if_nothing_had_happened(resumed, module_file, name):
+    assert not list(module_file.parent.glob(f"{name}.*.error"))
+    assert f"{name}/tiny: kern" in resumed and "from step 5" in resumed
+    config = config_of(module_file, name)
+    assert end(config) == end(config_of(module_file, "undisturbed"))
+    assert steps(config) == [3, 5, 6, 7]
+
+
+def test_one_rank_asked_in_an_evaluation_ends_it_on_all(resumed, module_file):
+    for rank in range(2):
+        error = (module_file.parent / f"evaluation.{rank}.error").read_text()
+        assert error.startswith("Stopped") and "saved at step 3" in error
+        assert json.loads((module_file.parent / f"evaluation.{rank}.json").read_text()) == 10 + 3  # of 10 each
+    assert end(config_of(module_file, "evaluation")) == end(config_of(module_file, "undisturbed"))
+
+
+def test_ranks_take_the_newest_checkpoint_that_is_whole(resumed, module_file):
+    assert not list(module_file.parent.glob("damaged.*.error"))
+    for step, name in ((7, ".metadata"), (6, "__0_0.distcp")):
+        assert resumed.count(f"/damaged/tiny/checkpoints/step_{step:08d}/{name}: damaged") == 1
+    config = config_of(module_file, "damaged")
+    assert end(config) == end(config_of(module_file, "undisturbed"))
+    assert (checkpoints(config) / "step_00000007.damaged").is_dir() and steps(config) == [3, 5, 6, 7]
+
+
+def test_ranks_agree_that_all_checkpoints_are_damaged(resumed, module_file):
+    for rank in range(2):
+        assert "all checkpoints are damaged" in (module_file.parent / f"all damaged.{rank}.error").read_text()
+
+
+def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
+    for rank in range(2):
+        error = (module_file.parent / f"nan.{rank}.error").read_text()
+        assert error.startswith("RunError") and "train loss nan in step 1" in error
+    (file,) = folder.path_of(config_of(module_file, "nan")).glob("crash-*.json")
+    report = json.loads(file.read_text())
+    losses = [[micro["loss"] for micro in rank["micro_batches"]] for rank in report["ranks"]]
+    assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
+
+
+# ---- checkpoints by the clock, damaged, and not written
+
+
+def test_minutes_between_checkpoints(tiny):
+    run(tiny("train.checkpoint_minutes=1e-9", "train.checkpoint_interval=0", "train.keep_checkpoints=9"))
+    assert steps(tiny()) == [1, 2, 3, 4]
+    run(tiny("run.name=seldom", "train.checkpoint_minutes=60", "train.checkpoint_interval=0"))
+    assert steps(tiny("run.name=seldom")) == [4]
+    run(tiny("run.name=never", "train.checkpoint_minutes=0", "train.checkpoint_interval=0"))
+    assert steps(tiny("run.name=never")) == [4]
+
+
+def test_run_with_a_damaged_newest_checkpoint_ends_as_if_nothing_had_happened(main, tiny, undisturbed, capsys):
+    assert main(*HARD) == 0
+    flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp")
+    shutil.rmtree(checkpoints(tiny()) / "step_00000006")
+    forget_the_last_evaluation(tiny())
+    capsys.readouterr()
+    assert main(*HARD) == 0
+    output = capsys.readouterr().out
+    assert "step_00000007/__0_0.distcp: damaged" in output and "from step 3" in output
+    assert end(tiny(*HARD)) == undisturbed
+
+
+def test_run_whose_checkpoints_are_all_damaged_is_left_alone(main, tiny, capsys):
+    often = ["train.checkpoint_interval=2", "train.max_steps=6"]
+    assert main(*often) == 0
+    for step in (4, 6):
+        flip(checkpoint.folder_of(checkpoints(tiny()), step) / "manifest.json")
+    before = sorted(digest for path, digest in content(folder.path_of(tiny())).items() if path.name != "lock")
+    for _ in range(2):
+        assert main(*often, "train.max_steps=8") == 2
+        assert "--fresh" in capsys.readouterr().err
+        after = sorted(digest for path, digest in content(folder.path_of(tiny())).items() if path.name != "lock")
+        assert after == before
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A set of steps: while their checkpoints are written no file grows beyond 20 kB."""
+    steps, write, limits = set(), checkpoint.Saver._write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def writing(saver, step, *args):
+        if step in steps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            write(saver, step, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(checkpoint.Saver, "_write", writing)
+    return steps
+
+
+@pytest.fixture
+def saves_end_first(monkeypatch):
+    """A function: from its call on training waits for each save to end."""
+
+    def saving(saver, *args):
+        save(saver, *args)
+        futures.wait([saver.pending])
+
+    save = checkpoint.Saver.save
+    return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)
+
+
+OFTEN = ["train.checkpoint_interval=2", "train.max_steps=6"]
+
+
+def test_full_disk_stops_the_run_which_goes_on_later(main, tiny, full_disk, saves_end_first, capsys):
+    assert main(*OFTEN, "run.name=whole") == 0
+    saves_end_first()
+    full_disk.add(4)
+    capsys.readouterr()
+    assert main(*OFTEN) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "step_00000004: the checkpoint could not be written" in line and "That of step 2 is whole" in line
+    assert [path.name for path in checkpoints(tiny()).iterdir()] == ["step_00000002"]
+    full_disk.clear()
+    assert main(*OFTEN) == 0
+    assert end(tiny(*OFTEN)) == end(tiny(*OFTEN, "run.name=whole"))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_full_disk_is_a_warning_where_the_config_says_so(main, tiny, full_disk, saves_end_first, capsys, at_once):
+    full_disk.add(2)
+    if at_once:
+        saves_end_first()
+    assert main(*OFTEN, "train.on_save_error=warn") == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1 and "step_00000002" in warnings[0] and "There is none yet" in warnings[0]
+    assert steps(tiny()) == [4, 6]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_run_whose_last_save_fails_is_a_failure(main, tiny, full_disk, saves_end_first, capsys, at_once):
+    full_disk.add(6)
+    if at_once:
+        saves_end_first()
+    assert main(*OFTEN, "train.on_save_error=warn") == 2
+    assert "step_00000006: the checkpoint could not be written" in capsys.readouterr().err
+    assert steps(tiny()) == [2, 4]
+
+
+# ---- one process a folder
+
+
+def hold(path):
+    """Lock the run in `path`, say so, and live on."""
+    folder.lock(Path(path))
+    print("locked", flush=True)
+    sys.stdin.read()
+
+
+def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
+    run(tiny("train.max_steps=2"))
+    before = content(folder.path_of(tiny()))
+    environment = os.environ | {"PYTHONPATH": str(HOUSE)}
+    command = [sys.executable, __file__, "hold", folder.path_of(tiny())]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        assert main() == 2
+        error = capsys.readouterr().err
+        assert f"process {holder.pid} on {os.uname().nodename}" in error and "--fresh" in error
+        after = content(folder.path_of(tiny()))
+        assert after.keys() == before.keys() and {p.name for p in before if before[p] != after[p]} == {"lock"}
+        holder.kill()
+        holder.wait()
+    assert main() == 0  # the file is there still, the lock is not
+    assert steps(tiny())[-1] == 4
+
+
+def test_lock_is_released_at_the_end(tiny):
+    run(tiny("train.max_steps=2"))
+    with (folder.path_of(tiny()) / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# ---- --fresh
+
+
+def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
+    for path in ("tiny", "tiny-2", "tiny-3"):
+        before = content(Path(tiny().run.dir))
+        assert main("train.max_steps=2", fresh=["--fresh"]) == 0
+        assert f"{path}: kern" in capsys.readouterr().out
+        assert steps(tiny(f"run.name={path}")) == [2]
+        assert before.items() <= content(Path(tiny().run.dir)).items()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's second try is not a fourth run
+    assert main("train.max_steps=2", fresh=["--fresh"]) == 2
+    assert "--run.name=NAME" in capsys.readouterr().err
+    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
+
+
+# ---- the data set, changed
+
+
+def prepare(path, text):
+    tokenizer = ByteTokenizer()
+    with Writer(path, tokenizer) as writer:
+        for split in ("train", "val"):
+            for _ in range(60):
+                writer.write(split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot)))
+        writer.finish("tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes")
+
+
+@pytest.fixture
+def own_data(tmp_path, corpus):
+    """A copy of the corpus, and the override that names it."""
+    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
+    return tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
+
+
+def rewrite(path, **changed):
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | changed))
+    return meta
+
+
+@pytest.mark.parametrize("what", ["data", "tokenizer"])
+def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, monkeypatch, what):
+    path, where = own_data
+    run(tiny(where, "train.max_steps=2"))
+    then = checkpoint.verify(checkpoints(tiny()) / "step_00000002")["facts"]
+    before = content(folder.path_of(tiny()))
+    if what == "data":
+        shutil.rmtree(path)
+        prepare(path, "another text entirely " * 20)
+    else:
+        tokenizer = json.loads((path / "meta.json").read_text())["tokenizer"]
+        rewrite(path, tokenizer=tokenizer | {"hash": "0" * 64})
+    monkeypatch.setattr(train, "GPT", None)
+    with pytest.raises(RunError, match=f"the {what} has changed since step 2") as caught:
+        train.train(tiny(where))
+    now = train.fingerprint(train.check(path, 257))
+    assert then[what] in str(caught.value) and now[what] in str(caught.value) and then[what] != now[what]
+    assert "--fresh" in str(caught.value)
+    after = content(folder.path_of(tiny()))
+    assert {p.name for p in after if before[p] != after[p]} <= {"lock"}
+
+
+def test_same_data_in_another_place_with_another_history_is_the_same(tiny, own_data):
+    path, where = own_data
+    assert run(tiny())[-1]["step"] == 4
+    rewrite(path, name="other", source={"of": "elsewhere"}, prepare="python -m data.prepare other")
+    assert run(tiny(where, "train.max_steps=5"))[-1]["step"] == 5
+
+
+# ---- the config, changed
+
+MAY_CHANGE = {
+    *("run.dir", "data.dir", "eval.interval", "log.interval", "log.wandb", "log.project"),
+    *("train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile", "train.activation_checkpointing"),
+    *("train.device", "train.deterministic", "train.timeout_minutes", "train.checkpoint_interval"),
+    *("train.checkpoint_minutes", "train.keep_checkpoints", "train.on_save_error"),
+}
+
+
+def with_other(config, key):
+    """`config` with another valid value of `key`."""
+    section, name = key.split(".")
+    part, schema = getattr(config, section), KEYS[key]
+    now = getattr(part, name)
+    if "enum" in schema:
+        other = next(value for value in schema["enum"] if value != now)
+    else:
+        other = {"boolean": lambda: not now, "string": lambda: f"{now}-other"}.get(schema["type"], lambda: now / 2)()
+        other = int(other) if schema["type"] == "integer" else other
+        other = other if other != now else now + 1
+    return config.model_copy(update={section: part.model_copy(update={name: other})})
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - {"run.name"}))
+def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, key):
+    config = tiny()
+    changed = with_other(config, key)
+    folder.path_of(config).mkdir(parents=True)
+    folder.write_config(folder.path_of(config), config)
+    if key == "run.dir":
+        folder.path_of(config).parent.rename(changed.run.dir)
+    section, name = key.split(".")
+    line = f"{key}: {getattr(getattr(config, section), name)!r} -> {getattr(getattr(changed, section), name)!r}"
+    if key in MAY_CHANGE:
+        assert folder.changes(changed) == [line]
+    else:
+        with pytest.raises(RunError, match="another config") as caught:
+            folder.changes(changed)
+        assert f"\n  {line}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
+
+
+def test_all_refused_keys_are_named_and_no_other(tiny):
+    run(tiny("train.max_steps=2"))
+    with pytest.raises(RunError) as caught:
+        train.train(tiny("train.max_steps=3", "model.router=tanh", "optim.lr=0.1", "log.interval=7"))
+    named = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert named == ["model.router: 'kern' -> 'tanh'", "optim.lr: 0.003 -> 0.1"]
+
+
+def test_changed_config_goes_on_and_is_written_down(tiny, capsys):
+    run(tiny())
+    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
+    lines = run(tiny(*more))
+    output = capsys.readouterr().out
+    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
+    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
+    assert configure.load(folder.path_of(tiny()) / "config.toml") == tiny(*more)
+
+
+def test_fewer_steps_than_are_done_is_finished(tiny, capsys):
+    run(tiny())
+    before = content(folder.path_of(tiny()))
+    capsys.readouterr()
+    run(tiny("train.max_steps=3"))
+    assert "finished already, 4 steps" in capsys.readouterr().out
+    assert content(folder.path_of(tiny())) == before
+
+
+def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
+    """Sums of one micro-batch a step, then of four."""
+    own = ["log.interval=4", "train.checkpoint_interval=2"]
+    whole = run(tiny(*own, "run.name=whole"))
+    run(tiny(*own))
+    shutil.rmtree(checkpoints(tiny()) / "step_00000004")
+    parts = run(tiny(*own, "train.micro_batch_size=2"))
+    for key in ("train/loss", "router/entropy", "router/load_imbalance"):
+        assert column(parts, key) == pytest.approx(column(whole, key), rel=1e-4), key
+
+
+# ---- the same bits
+
+
+@pytest.fixture
+def determinism(monkeypatch):
+    """Leaves torch as it was."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", KEYS["model.backend"]["enum"])
+@pytest.mark.parametrize("router", ["kern", "softmax", "dense"])
+def test_deterministic_asks_torch_for_it(tiny, determinism, backend, router):
+    run(tiny("run.name=first", f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1"))
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    own = ["train.deterministic=true", f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1"]
+    runs = [tiny(f"run.name={name}", *own) for name in ("second", "third")]
+    for config in runs:
+        run(config)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert end(runs[0]) == end(runs[1])
+
+
+# ---- steps that are not finite
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """`poison(steps)` makes the gradients of those training steps infinite, `poison(steps, factor)` multiplies their
+    losses. It returns a list that training fills: all weights, in one vector, as each step found them."""
+
+    def poison(steps, factor=None):
+        forward, found = GPT.forward, []
+
+        def poisoned(model, idx, targets=None):
+            out = forward(model, idx, targets)
+            if model.training and torch.is_grad_enabled():
+                found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+                if len(found) - 1 in steps:
+                    loss = out.loss * (factor or 1)
+                    if factor is None:
+                        loss.register_hook(lambda gradient: gradient * math.inf)
+                    out = out._replace(loss=loss)
+            return out
+
+        monkeypatch.setattr(GPT, "forward", poisoned)
+        return found
+
+    return poison
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
+    weights = poison({1, 2})
+    lines = run(tiny("train.max_steps=5", f"train.dtype={dtype}"))
+    assert [bool(torch.equal(a, b)) for a, b in zip(weights, weights[1:], strict=False)] == [False, True, True, False]
+    assert column(lines, "optim/skipped_steps") == [0, 1, 2, 2, 2]
+    assert math.isfinite(lines[-1]["val/loss"])
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison):
+    weights = poison(range(1, 100))
+    with pytest.raises(
+        RunError, match=r"3 steps in a row skipped, the last for gradients .*\(step 4, .*Lower optim\.lr"
+    ):
+        run(tiny("train.max_steps=50", "train.max_skipped_steps=3"))
+    assert len(weights) == 4
+    assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
+
+
+def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
+    poison({0, 2, 4})
+    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
+    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
+
+
+HALF = ["train.dtype=float16", "optim.warmup_steps=0", "eval.interval=22"]
+
+
+def test_loss_scale_has_a_floor(tiny, poison):
+    """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
+    weights = poison(range(20))
+    lines = run(tiny("train.max_steps=22", "train.max_skipped_steps=21", *HALF))
+    scales = column(lines, "optim/loss_scale")
+    assert scales[:16] == [2.0**power for power in range(15, -1, -1)]
+    assert set(scales[16:]) == {1.0}
+    assert not torch.equal(weights[20], weights[21])  # and it learns again
+
+
+def test_collapse_of_the_loss_scale_ends_with_advice(tiny, poison):
+    weights = poison(range(100))
+    with pytest.raises(RunError, match=r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"):
+        run(tiny("train.max_steps=100", *HALF))
+    scales = column(read(folder.path_of(tiny()) / "metrics.jsonl"), "optim/loss_scale")
+    assert len(scales) == 19 and min(scales) == 1
+    assert len(weights) == 20 and torch.equal(weights[0], weights[-1])
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A function that returns the model that was trained last."""
+    build, built = train.build_optimizer, []
+    monkeypatch.setattr(train, "build_optimizer", lambda model, optim: built.append(model) or build(model, optim))
+    return lambda: built[-1]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, saves_end_first, factor):
+    saves_end_first()
+    weights = poison({5}, factor)  # the second micro-batch of step 3
+    config = tiny("train.micro_batch_size=4", "train.checkpoint_interval=1", "train.keep_checkpoints=9")
+    with pytest.raises(RunError, match=rf"train loss {factor} in step 3, before its update.*optim\.lr"):
+        run(config)
+    assert len(weights) == 6 and weights[5].isfinite().all()
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model().parameters()]), weights[5])
+    assert not torch.equal(weights[3], weights[4])
+    assert all(buffer.isfinite().all() for buffer in model().buffers())
+    assert steps(config) == [1, 2]
+    checkpoint.load_model(checkpoints(config), 2, model())
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model().parameters()]), weights[4])
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    (file,) = folder.path_of(config).glob("crash-*")
+    assert file.name == "crash-step_00000002.json"
+    report = json.loads(file.read_text(), parse_constant=refuse)
+    assert (report["step"], report["loss"], report["loss_scale"]) == (2, str(factor), 1.0)
+    assert report["learning_rate"] == train.learning_rate(config.optim, 4, 2)
+    (rank,) = report["ranks"]
+    tokens = train.open_tokens(Path(config.data.dir, config.data.name), "train")
+    loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
+    assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
+    assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)
+    assert rank["layers_of_micro_batch"] == 1
+    blocks = [f"blocks.{i}{part}" for i in range(2) for part in (".attn", ".mlp", "")]
+    assert list(rank["layers"]) == ["wte", *blocks, "ln_f"]
+    assert all(0 < layer["rms"] <= layer["max"] < 100 for layer in rank["layers"].values())
+    named = dict(model().named_parameters())
+    assert report["parameters"].keys() == named.keys()
+    for name, p in named.items():
+        assert report["parameters"][name]["weight_norm"] == pytest.approx(p.norm().item(), rel=1e-5), name
+    assert any(not isinstance(norms["gradient_norm"], float) for norms in report["parameters"].values())
+
+
+def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, monkeypatch):
+    config = tiny("train.max_steps=3")
+    rate = train.learning_rate
+
+    def overflowing(optim, max_steps, step):
+        if step == 1:
+            with torch.no_grad():
+                model().blocks[1].mlp.experts.w_out.fill_(math.inf)
+        return rate(optim, max_steps, step)
+
+    monkeypatch.setattr(train, "learning_rate", overflowing)
+    with pytest.raises(RunError, match="crash-step_00000001.json"):
+        run(config)
+    report = json.loads((folder.path_of(config) / "crash-step_00000001.json").read_text())
+    layers = report["ranks"][0]["layers"]
+    bad = [name for name, layer in layers.items() if isinstance(layer["rms"], str)]
+    assert bad[0] == "blocks.1.mlp" and "blocks.1.attn" not in bad and "blocks.0" not in bad
+
+
+# ---- losses out of line
+
+
+def test_spike_by_hand():
+    losses = [1.0, 3.0] * 32
+    limit = 2 + 6 * statistics.stdev(losses)
+    assert limit == pytest.approx(8.047, abs=1e-3)
+    assert train.is_spike(losses, limit + 1e-6, 6) and not train.is_spike(losses, limit - 1e-6, 6)
+    assert train.is_spike(losses, limit - 1e-6, 5)
+    assert not train.is_spike(losses[1:], 1e9, 6)  # too few to tell
+    assert not train.is_spike(losses, -1e9, 6)
+    assert train.is_spike([2.0] * 128, 2.1, 6) and not train.is_spike([2.0] * 128, 2.0, 6)
+
+
+LONG = ["train.max_steps=70", "eval.interval=100", "train.keep_checkpoints=9"]
+
+
+@pytest.mark.parametrize("policy", ["off", "warn", "skip"])
+def test_loss_spike(tiny, poison, capsys, policy):
+    weights = poison({66}, 50)
+    lines = run(tiny(*LONG, f"train.loss_spike={policy}"))
+    assert column(lines, "train/loss")[66] > 100
+    said = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
+    assert torch.equal(weights[66], weights[67]) == (policy == "skip")
+    assert not torch.equal(weights[67], weights[68])
+    assert column(lines, "optim/skipped_steps")[65:68] == ([0, 1, 1] if policy == "skip" else [0, 0, 0])
+    if policy == "off":
+        assert not said and not column(lines, "optim/loss_spikes")
+    else:
+        assert column(lines, "optim/loss_spikes") == [0] * 66 + [1] * 4
+        (line,) = said
+        assert "step 67" in line and ("skipped" if policy == "skip" else "taken all the same") in line
+
+
+def test_losses_that_stay_high_stop_the_run_that_skips_them(tiny, poison):
+    weights = poison(range(66, 200), 50)
+    own = ["train.max_steps=200", "train.loss_spike=skip", "train.max_skipped_steps=4"]
+    with pytest.raises(RunError, match=r"4 steps in a row skipped, the last for a loss spike \(step 70"):
+        run(tiny("eval.interval=200", *own))
+    assert len(weights) == 70 and torch.equal(weights[66], weights[69])
+
+
+def test_history_of_losses_survives_a_resume(tiny, poison):
+    own = [*LONG, "train.loss_spike=skip", "train.checkpoint_interval=60"]
+    poison({66}, 50)
+    lines = run(tiny(*own))
+    assert column(lines, "optim/loss_spikes")[-1] == 1
+    whole = end(tiny(*own))
+    assert whole.facts["progress"]["losses"] == [loss for loss in column(lines, "train/loss") if loss < 100]
+    shutil.rmtree(checkpoints(tiny()) / "step_00000070")
+    poison({6}, 50)  # of this process' steps, from 60
+    run(tiny(*own))
+    assert end(tiny(*own)) == whole
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    command, *words = sys.argv[1:]
+    {"be_signalled": be_signalled, "be_a_rank": be_a_rank, "hold": hold}[command](Path(words[0]), *words[1:])
