@@ -106,9 +106,10 @@ def disturb(config, arguments, faults, dice):
     done, lost, places = Counter(), [], Counter()
     for moment in tqdm(when, unit="fault"):
         before, job = latest(path), Job(*arguments)
-        code = wait_until(job, path, moment, dice)
+        code = wait_until(job, path, moment, before, dice)
         if code is not None:
-            raise RunError(f"{path}: ended by itself with exit code {code}, see {path}.log")
+            more = "; set a larger --train.max_steps" if code == 0 else ""
+            raise RunError(f"{path}: ended by itself with exit code {code}, see {path}.log{more}")
         reached = max(last_step(path), before)
         kind = dice.choices([*FAULTS], FAULTS.values())[0]
         saving = any((path / "checkpoints").glob("step_*.tmp"))
@@ -122,13 +123,18 @@ def disturb(config, arguments, faults, dice):
     return done, lost, places
 
 
-def wait_until(job, path, moment, dice):
-    """Until the run is at step `moment`, or was there before and has had time to start; its exit code if it ends."""
-    patience = time.monotonic() + dice.uniform(0, 6)  # about what a start takes
+def wait_until(job, path, moment, before, dice):
+    """Until the run has come to step `moment`, and some steps beyond `before`, where it began; one in four times until
+    some moment of its start. Returns its exit code if it ends by itself."""
+    begun, target = time.time(), max(moment, before + dice.uniform(0, 3))
+    patience = dice.uniform(0, 4) if dice.random() < 0.25 else float("inf")
+    metrics = path / "metrics.jsonl"
     while job.process.poll() is None:
-        if last_step(path) >= moment and (latest(path) < moment or time.monotonic() > patience):
+        if time.time() > begun + patience:
+            break
+        if metrics.exists() and metrics.stat().st_mtime > begun and last_step(path) >= target:
             time.sleep(dice.uniform(0, 0.1))  # somewhere in a step
-            return job.process.poll()
+            break
         time.sleep(0.005)
     return job.process.poll()
 
