@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from data.bins import check, fingerprint, open_tokens
 from data.loader import Loader, ahead, fixed_windows, windows
 from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
-from runtime import RunError, Stopped, checkpoint, crash, distributed, memory
+from runtime import RankError, RunError, Stopped, checkpoint, crash, distributed, memory
 from runtime import folder as run_folder
 from runtime.metrics import Metrics, load_metrics, start_wandb
 from runtime.parallel import average_in, distribute, settle_buckets, whole
@@ -56,7 +57,11 @@ def build_optimizer(model, optim):
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    for p in params:  # now, not in the first step: float16 may skip that one, and a checkpoint holds the state
+        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return optimizer
 
 
 def on_host(batch, device):
@@ -213,7 +218,7 @@ def train(config, stop=None):
         if changes:
             print(f"{folder}: changed: {'; '.join(changes)}")
         tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
-        metrics = Metrics(folder, start if start else -1, tracker)
+        metrics = Metrics(folder, start if start else -1, tracker, config.train.on_save_error)
     bar = tqdm(
         total=max_steps,
         initial=start,
@@ -391,12 +396,18 @@ def main(argv, stop=None):
     except (RunError, DataError, configure.ConfigError, OSError) as error:
         if getattr(tqdm, "_instances", None):
             print(file=sys.stderr)  # after the progress bar
-        # Before ranks have met, and of a RunError, all have the same error.
+        of_node = isinstance(error, DataError) and (dist.is_initialized() or os.environ.get("LOCAL_RANK") == "0")
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError) or (isinstance(error, DataError) and dist.is_initialized()):
+        elif of_node or isinstance(error, OSError | RankError):  # others come to rank 0 alike
             print(f"error on rank {rank}: {error}", file=sys.stderr)
         return 2
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        traceback.print_exc()  # most often a rank is lost; a save under way would wait for it for an hour
+        sys.stdout.flush()
+        os._exit(1)
     return 0
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map
 
-from runtime import RunError, distributed
+from runtime import RunError, distributed, writing
 
 NAME = re.compile(r"step_(\d{8})")
 MANIFEST = "manifest.json"
@@ -73,6 +73,8 @@ class Saver:
         """Copy weights, AdamW's moments and `tensors` ({name: tensor}) to host memory and begin to write them, with
         `facts`, which JSON can hold. Returns when the copy is made."""
         self.wait()
+        if self.all_ranks:
+            dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than ranks wait otherwise
         if self.writes:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
             self.pending = self.thread.submit(self._write, step, state, facts)
@@ -119,9 +121,10 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
             last = max(steps(self.folder), default=None)
             there = "There is none yet" if last is None else f"That of step {last} is whole"
+            then = "and start the run again; train.on_save_error = warn would go on without"
             raise RunError(
-                f"{path}: the checkpoint could not be written ({_reason(error)}). {there}. Make room on the disk, and "
-                f"start the run again; train.on_save_error = warn would go on without"
+                f"{path}: the checkpoint could not be written ({_reason(error)}). {there}. Make room on the disk"
+                + (f", {then}" if self.on_error == "stop" else "")
             ) from error
 
     def _own_files(self, folder):
@@ -178,7 +181,8 @@ def latest(folder, ranks):
             if ranks.rank == 0:
                 print(f"warning: {error}; it is put aside as {aside.name}", flush=True)
                 shutil.rmtree(aside, ignore_errors=True)
-                os.replace(path, aside)
+                with writing(path):
+                    os.replace(path, aside)
     if found or any(Path(folder).glob("step_*.damaged")):  # never begun anew here: its metrics would go, too
         raise RunError(
             f"{folder}: all checkpoints are damaged and put aside. Start over in a new folder (--fresh), or put back a "
@@ -210,7 +214,9 @@ def read_manifest(path):
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
         intact = text == _manifest_text(body) and path.name == folder_of("", body["step"]).name
-        intact = intact and all(Path(name).name == name for name in body["files"])
+        intact = intact and isinstance(body["facts"], dict) and ".metadata" in body["files"]
+        for name, entry in body["files"].items():
+            intact = intact and Path(name).name == name and entry.keys() == {"bytes", "sha256"}
     except FileNotFoundError:
         raise DamagedError(f"{path}: damaged, it has no {MANIFEST}") from None
     except OSError as error:
@@ -303,12 +309,15 @@ def _manifest_text(body):
 
 
 def _check_file(path, bytes, sha256):
-    if not path.is_file():
-        raise DamagedError(f"{path}: damaged, the file is missing")
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+        found = _sha256(path) if size == bytes else None
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: damaged, the file is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path}: damaged, it cannot be read ({error.strerror})") from error
     if size != bytes:
         raise DamagedError(f"{path}: damaged, {bytes} bytes were written, found {size}")
-    found = _sha256(path)
     if found != sha256:
         raise DamagedError(f"{path}: damaged, sha256 {sha256} was written, found {found}")
 

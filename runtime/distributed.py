@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from runtime import RunError
+from runtime import RankError, RunError
 
 # Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets; the first name found in the device name holds.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -38,12 +38,12 @@ def pick_device(name):
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise RunError(
+        raise RankError(
             "train.device = cuda, but torch finds no CUDA device here; set --train.device=auto (or cpu), or install a "
             "torch build with CUDA and check nvidia-smi"
         )
     if local_rank >= available:
-        raise RunError(
+        raise RankError(
             f"rank {local_rank} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
         )
     return torch.device("cuda", local_rank)

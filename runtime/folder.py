@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import configure
-from runtime import RunError
+from runtime import RunError, writing
 from runtime.metrics import read
 
 # Keys that may differ from those the run was begun with: how long, how often and where it computes, not what.
-MAY_CHANGE = ("log.", "run.dir:", "data.dir:", "eval.interval:") + tuple(
+MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:") + tuple(
     f"train.{key}:"
     for key in [
         "max_steps",
@@ -40,6 +40,11 @@ def changes(config):
     Raises RunError, key by key, if another run is there."""
     folder = path_of(config)
     if not (folder / "config.toml").exists():
+        if any((folder / "checkpoints").glob("step_*")):
+            raise RunError(
+                f"{folder} has checkpoints but no config.toml, so nobody knows what they are of. Put it back, or start "
+                f"over in a new folder (--fresh)"
+            )
         return []
     lines = configure.differences(configure.load(folder / "config.toml"), config)
     refused = [line for line in lines if not line.startswith(MAY_CHANGE)]
@@ -81,9 +86,10 @@ def renamed(config):
 def lock(folder):
     """Make `folder` and keep other processes out of it, until `unlock` or this process' end, by whatever death. Raises
     RunError if another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
     unlock(folder)
-    file = (folder / "lock").open("a+")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,9 +102,10 @@ def lock(folder):
         ) from None
     except OSError as error:
         print(f"warning: {folder / 'lock'}: this file system has no locks ({error.strerror}): two processes may meet")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
+    with writing(folder):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
     _locks[folder] = file
 
 
@@ -108,5 +115,9 @@ def unlock(folder):
 
 
 def write_config(folder, config):
-    (folder / "config.tmp").write_text(configure.dumps(config))
-    os.replace(folder / "config.tmp", folder / "config.toml")
+    with writing(folder):
+        with (folder / "config.tmp").open("w") as file:
+            file.write(configure.dumps(config))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(folder / "config.tmp", folder / "config.toml")

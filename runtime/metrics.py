@@ -4,14 +4,13 @@ words."""
 import json
 import netrc
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlparse
 
 import torch
 from tqdm import tqdm
 
-from runtime import RunError
+from runtime import RunError, writing
 
 WANDB_SECONDS = 30  # to begin a run and again to end one; a client left alone waits for a network without end
 
@@ -20,50 +19,61 @@ class Metrics:
     """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one.
 
     Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker that fails
-    is dropped with one printed line. Methods raise RunError if the file cannot be written.
+    is dropped with one printed line. Where the file cannot be written methods raise RunError, or, if `on_error` is
+    "warn", print it once and try again with the next line; `close` raises it in any case.
     """
 
-    def __init__(self, folder, resume_step, tracker=None):
-        """`resume_step`: lines after this step, left by a run that was killed later, are dropped. Of lines of the same
-        step and names the last is kept."""
+    def __init__(self, folder, resume_step, tracker=None, on_error="stop"):
+        """`resume_step`: lines after this step, left by a run that was killed later, are dropped; below 0 all are, into
+        metrics.old.jsonl. Of lines of the same step and names the last is kept."""
         self.path = Path(folder, "metrics.jsonl")
-        self.tracker = tracker
+        self.tracker, self.on_error, self.waiting = tracker, on_error, b""
         kept = {(line["step"], *line): line for line in read(self.path) if line["step"] <= resume_step}
-        with self._writing():
+        with writing(self.path):
             temporary = self.path.with_suffix(".tmp")
             with temporary.open("w") as file:
                 file.writelines(json.dumps(line) + "\n" for line in kept.values())
                 file.flush()
                 os.fsync(file.fileno())
+            old = self.path.with_suffix(".old.jsonl")
+            if resume_step < 0 and _size(self.path) > _size(old):
+                os.replace(self.path, old)
             os.replace(temporary, self.path)
-            self.file = self.path.open("a")
+            self.file = self.path.open("ab", buffering=0)
 
     def log(self, step, tokens, **values):
         line = {"step": step, "tokens": tokens} | {name: _number(value) for name, value in values.items()}
-        with self._writing():
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+        self._write(json.dumps(line).encode() + b"\n")
         self._tell("log", line, step=step)
 
     def sync(self):
         """Every line so far outlives a power failure. Comes before a checkpoint, whose steps are not trained again."""
-        with self._writing():
-            os.fsync(self.file.fileno())
+        self._write(b"", sync=True)
 
     def close(self):
+        self.on_error = "stop"
         self.sync()
         self.file.close()
         self._tell("finish")
 
-    @contextmanager
-    def _writing(self):
+    def _write(self, lines, sync=False):
+        """Lines that wait, and these; no line at all rather than half of one."""
+        lines, length = self.waiting + lines, os.fstat(self.file.fileno()).st_size
         try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"{self.path} cannot be written ({error.strerror}). Make room for it, or give yourself the right to "
-                f"write there, and start the same command again: it goes on from the last checkpoint"
-            ) from error
+            with writing(self.path):
+                rest = memoryview(lines)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+                if sync:
+                    os.fsync(self.file.fileno())
+            self.waiting = b""
+        except RunError as error:
+            self.file.truncate(length)
+            if self.on_error == "stop":
+                raise
+            if not self.waiting:
+                tqdm.write(f"warning: {error}")
+            self.waiting = lines
 
     def _tell(self, method, *arguments, **named):
         if not self.tracker:
@@ -144,6 +154,10 @@ def load_metrics(loads):
 
 def _reason(error):
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _size(path):
+    return path.stat().st_size if path.exists() else 0
 
 
 def _are_numbers(line):

@@ -22,6 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import configure
+from data.bins import check
 from runtime import RunError, checkpoint, folder
 from runtime.checkpoint import DamagedError
 from runtime.metrics import read
@@ -49,6 +50,13 @@ class Job:
         self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self.ranks = ranks
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()  # ranks under torchrun are told of it by the kernel
+
     def rank_processes(self):
         """Process ids of the ranks, as far as they are there yet; the process itself without torchrun."""
         if self.ranks == 1:
@@ -75,20 +83,31 @@ def main(argv=None):
     parser.add_argument("--ranks", type=int, default=1, help="more than one: under torchrun (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
     parser.add_argument(
-        "--out", default="runs/chaos", help="folder of the two runs, removed first (default: %(default)s)"
+        "--out", default="runs/chaos", help="folder of the two runs, which are begun anew (default: %(default)s)"
     )
     args, rest = parser.parse_known_args(argv)
+    if args.faults < 1 or args.ranks < 1:
+        parser.error("--faults and --ranks need at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`, below
     try:
         file, overrides = configure.split_command_line(rest)
         overrides = [*DEFAULTS, *overrides, f"--run.dir={args.out}"]
         names = ["undisturbed", "disturbed"]
         calm, torn = (configure.load(file, [*overrides, f"--run.name={name}"], args.ranks) for name in names)
-        shutil.rmtree(args.out, ignore_errors=True)
-        Path(args.out).mkdir(parents=True)
+        check(Path(calm.data.dir, calm.data.name), calm.model.vocab_size)
+        out, ours = Path(args.out), [*names, *(f"{name}.log" for name in names)]
+        if out.is_dir() and (others := sorted(set(os.listdir(out)) - set(ours))):
+            raise RunError(f"{out} holds more than this script's runs ({others[0]} …): name another folder by --out")
+        for name in names:
+            shutil.rmtree(out / name, ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
         print("the undisturbed run …", flush=True)
         started = time.perf_counter()
         with Path(args.out, "undisturbed.log").open("w") as log:
-            if Job(file, [*overrides, "--run.name=undisturbed"], args.ranks, log).wait():
+            arguments = file, [*overrides, "--run.name=undisturbed"], args.ranks, log
+            with Job(*arguments) as job:
+                code = job.wait()
+            if code:
                 raise RunError(f"{log.name}: the undisturbed run has failed")
         print(f"… took {time.perf_counter() - started:.0f} s; now with {args.faults} faults", flush=True)
         with Path(args.out, "disturbed.log").open("w") as log:
@@ -105,19 +124,21 @@ def disturb(config, arguments, faults, dice):
     when = sorted(dice.uniform(0, config.train.max_steps - 1) for _ in range(faults))
     done, lost, places = Counter(), [], Counter()
     for moment in tqdm(when, unit="fault"):
-        before, job = latest(path), Job(*arguments)
-        code = wait_until(job, path, moment, before, dice)
-        if code is not None:
-            more = "; set a larger --train.max_steps" if code == 0 else ""
-            raise RunError(f"{path}: ended by itself with exit code {code}, see {path}.log{more}")
-        reached = max(last_step(path), before)
-        kind = dice.choices([*FAULTS], FAULTS.values())[0]
-        saving = any((path / "checkpoints").glob("step_*.tmp"))
-        strike(kind, job, path, dice)
+        before = latest(path)
+        with Job(*arguments) as job:
+            code = wait_until(job, path, moment, before, dice)
+            if code is not None:
+                more = "; set a larger --train.max_steps" if code == 0 else ""
+                raise RunError(f"{path}: ended by itself with exit code {code}, see {path}.log{more}")
+            reached = max(last_step(path), before)
+            kind = dice.choices([*FAULTS], FAULTS.values())[0]
+            saving = any((path / "checkpoints").glob("step_*.tmp"))
+            strike(kind, job, path, dice)
         places["in a save" if saving else "in a step" if reached > before else "at the start"] += 1
         done[kind] += 1
         lost.append(max(0, reached - latest(path)))
-    code = Job(*arguments).wait()
+    with Job(*arguments) as job:
+        code = job.wait()
     if code:
         raise RunError(f"{path}: the last start ended with exit code {code}, see {path}.log")
     return done, lost, places

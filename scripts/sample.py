@@ -38,9 +38,9 @@ def generate(model, idx, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
     return idx
 
 
-def load_run(folder, step=None):
-    """(model in evaluation mode, tokenizer, Config, step) of a run on the CPU. Raises ValueError if it has no
-    checkpoint."""
+def load_model(folder, step=None):
+    """(model in evaluation mode, Config, step) of a run on the CPU. Raises ValueError if it has no checkpoint, or a
+    damaged one."""
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         raise ValueError(f"{folder}: no config.toml, so not a run; give a folder such as runs/quickstart-kern")
@@ -52,6 +52,12 @@ def load_run(folder, step=None):
     step = step or steps[-1]
     model = GPT(config.model).eval()
     checkpoint.load_model(folder / "checkpoints", step, model)
+    return model, config, step
+
+
+def load_run(folder, step=None):
+    """The same with the tokenizer, second, which the data set holds."""
+    model, config, step = load_model(folder, step)
     return model, open_tokenizer(Path(config.data.dir, config.data.name)), config, step
 
 

@@ -25,6 +25,9 @@ def main(argv, stop=None):
         print(__doc__)
         return 0
     dry_run = "--dry-run" in argv
+    if "--fresh" in argv:
+        print("a sweep goes on with its runs; for new ones set another --run.dir", file=sys.stderr)
+        return 2
     try:
         file, overrides = configure.split_command_line([word for word in argv if word != "--dry-run"])
         points = configure.sweep_points(file, overrides)

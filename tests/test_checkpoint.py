@@ -70,7 +70,8 @@ class Training:
 
     def tensors(self):
         """All that a checkpoint holds, as it is now, without copies."""
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
+        moments = [state[key] for state in states for key in sorted(state)]
         return [*self.model.state_dict().values(), *moments, self.interval]
 
     def fill(self, number):

@@ -212,11 +212,44 @@ def test_full_disk_is_an_error_with_its_remedy(tmp_path):
             metrics.log(1, 64)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert (tmp_path / "metrics.jsonl").stat().st_size == 40 and steps(tmp_path) == [0]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tokens": 0}\n'  # and not half a line
     again = Metrics(tmp_path, 0)
     again.log(1, 64)
     again.close()
     assert steps(tmp_path) == [0, 1]
+
+
+def test_full_disk_is_a_warning_where_the_config_says_so(tmp_path, capsys):
+    metrics = Metrics(tmp_path, -1, on_error="warn")
+    metrics.log(0, 0)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        for step in (1, 2):
+            metrics.log(step, 64 * step)
+        metrics.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert capsys.readouterr().out.count("warning: ") == 1 and steps(tmp_path) == [0]
+    metrics.log(3, 192)  # there is room again
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        metrics.log(4, 256)
+        with pytest.raises(RunError, match="metrics.jsonl cannot be written"):
+            metrics.close()  # numbers are lost
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_numbers_of_a_run_that_begins_again_are_put_aside(tmp_path):
+    metrics = Metrics(tmp_path, -1)
+    for step in range(3):
+        metrics.log(step, step)
+    metrics.close()
+    for _ in range(2):  # the second is shorter, and takes nothing's place
+        Metrics(tmp_path, -1).log(0, 0)
+        assert [line["step"] for line in read(tmp_path / "metrics.old.jsonl")] == [0, 1, 2] and steps(tmp_path) == [0]
 
 
 def test_metrics_go_to_the_tracker_too(tmp_path):
