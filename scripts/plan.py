@@ -70,7 +70,7 @@ def report(config, args):
     yield f"  FLOPs a token    {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)"
     steps = config.train.max_steps
     yield f"  tokens           {count / 1e9:.2f} B: {steps:,} steps of {count // steps:,}"
-    yield f"  a checkpoint     {memory.human(checkpoint)}, {config.train.keep_checkpoints} kept, one more while it is written (weights, AdamW)"
+    yield f"  a checkpoint     {memory.human(checkpoint)}, {config.train.keep_checkpoints} kept and one being written"
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
     yield f"  time             {time:,.1f} h on {gpus}, {time * args.gpus:,.0f} GPU hours"
     here = min(args.gpus, args.gpus_per_node)
