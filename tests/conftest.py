@@ -17,6 +17,8 @@ from data.writer import Writer
 # Matrices are tiny here: a second thread costs more than it brings, and where cores are shared a hundred times more.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined, so before any test imports them
 logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would fill the report of a failing test
 
 WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]

@@ -1,0 +1,486 @@
+"""Experts in Triton for fp16, bf16 and fp32, on CUDA devices of compute capability 8.0 and later: a launch a product.
+
+A row is one (token, chosen expert) pair; the R = N·K rows are sorted by expert and not padded. `order` (R,) says which
+entry of the (N, K) routing a row is, `inverse` (R,) where an entry's row lies, `offsets` (E + 1,) where an expert's
+rows begin. A program finds its expert and rows in `offsets` by itself, and the grid is as large as any routing can
+need: the host neither waits for the device nor prepares a schedule. Tiles end at an expert's last row by masks. There
+are no atomics, and no clock chooses a tile, so runs repeat bit for bit.
+
+    forward   up           hidden = x[token] @ w_in[e],  gated = gate · gelu(hidden)
+              rows         y = gated @ w_out[e]
+              combine      out[n] = Σ_k y[row of (n, k)]
+    backward  down_grad    d_act = d_out[token] @ w_out[e]ᵀ,  d_gate = <d_act, gelu(hidden)>,
+                           d_hidden = gate · d_act · gelu'(hidden),  gated once more
+              weight_grad  d_w_out[e] = gatedᵀ d_out[token],  d_w_in[e] = x[token]ᵀ d_hidden
+              rows         d_row = d_hidden @ w_in[e]ᵀ,  then combine
+
+Saved for the backward pass: the inputs, hidden (R, H) and indices. The gate's gradient is <d_out w_outᵀ, gelu(hidden)>,
+so neither the experts' outputs nor gathered inputs are kept (SonicMoE, arXiv 2512.14080).
+
+GELU sits in the up-projection's epilogue, where each element is computed once, and its result takes a temporary (R, H).
+On the way into the down-projection each of the C / Tile.cols column tiles would compute it again: some 20 operations
+for each element loaded, against 2 · 256 of the tensor cores that are 15 times as fast, so more than half their time;
+and operands that pass through registers cannot be copied straight into shared memory.
+
+With TRITON_INTERPRET=1 set before this module is imported the kernels run on CPU tensors, slowly.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Tile(NamedTuple):
+    """Output rows and columns of a program, the depth of one step of its sum, warps, and steps in flight."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# By compute capability. Not autotuned: a clock that chooses tiles chooses the order of sums, and so their bits. Those
+# of 8.0 fit the 99 KB of shared memory of 8.6, 8.9 and 12.0 too. Those of 9.0 leave room for two blocks of `up` and of
+# `down_grad` on a multiprocessor, so that one's epilogue hides behind the other's products; the others have a light
+# epilogue and take wide tiles, which spare the L2: 85 FLOP a byte. `python -m scripts.aot` shows what each takes. A
+# benchmark tries other tiles by replacing entries.
+TILES = {
+    8: {
+        "up": Tile(128, 128, 32, 8, 4),
+        "rows": Tile(128, 128, 32, 8, 4),
+        "down_grad": Tile(128, 128, 32, 8, 3),
+        "weight_grad": Tile(128, 128, 32, 8, 4),
+    },
+    9: {
+        "up": Tile(128, 128, 64, 8, 3),
+        "rows": Tile(128, 256, 64, 8, 3),
+        "down_grad": Tile(128, 128, 64, 8, 3),
+        "weight_grad": Tile(128, 256, 64, 8, 3),
+    },
+}
+TILES[10] = TILES[9]
+FLOAT32_TILE = Tile(32, 64, 32, 4, 2)  # exact fp32 products take no tensor cores; larger tiles spill registers
+
+
+@triton.jit
+def find_tile(offsets, index, N_EXPERT: tl.constexpr, ROWS: tl.constexpr):
+    """(expert, first row, end of the expert's rows) of tile `index`, counted expert by expert; end 0: no such tile."""
+    e = tl.arange(0, triton.next_power_of_2(N_EXPERT))
+    begin = tl.load(offsets + e, mask=e < N_EXPERT, other=0)
+    end = tl.load(offsets + e + 1, mask=e < N_EXPERT, other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS
+    last = tl.cumsum(tiles, 0)
+    first = last - tiles
+    mine = (first <= index) & (index < last)  # true of one expert at most
+    expert = tl.sum(tl.where(mine, e, 0), 0)
+    row = tl.sum(tl.where(mine, begin + (index - first) * ROWS, 0), 0)
+    return expert, row, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def dot(a, b, total):
+    if INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def multiply(
+    a,
+    a_row,
+    b,
+    expert,
+    col,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """fp32 (ROWS, COLS): rows `a_row` of a (_, IN) times columns `col` of b[expert], (IN, OUT) or its transpose."""
+    k = tl.arange(0, DEPTH)
+    a += a_row[:, None] * IN + k[None, :]
+    b += expert.to(tl.int64) * IN * OUT
+    if TRANSPOSED:
+        b += k[:, None] + col[None, :] * IN
+    else:
+        b += k[:, None] * OUT + col[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for done in range(0, IN, DEPTH):
+        if IN % DEPTH == 0 and OUT % COLS == 0:
+            a_tile, b_tile = tl.load(a), tl.load(b)
+        else:
+            a_tile = tl.load(a, mask=(k < IN - done)[None, :], other=0.0)
+            b_tile = tl.load(b, mask=(k < IN - done)[:, None] & (col < OUT)[None, :], other=0.0)
+        total = dot(a_tile, b_tile, total)
+        a += DEPTH
+        b += DEPTH if TRANSPOSED else DEPTH * OUT
+    return total
+
+
+@triton.jit
+def halves(tile):
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def quarters(tile):
+    """The tile's columns in four parts: an epilogue that takes one after the other needs half the registers."""
+    left, right = halves(tile)
+    a, b = halves(left)
+    c, d = halves(right)
+    return a, b, c, d
+
+
+@triton.jit
+def normal(x):
+    """The standard normal distribution's (cdf, density), within 8e-8: erf by Abramowitz and Stegun 7.1.26, which shares
+    its exponential with the density and takes half the instructions of tl.erf."""
+    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
+    bell = tl.exp2(-0.7213475204444817 * x * x)
+    tail = bell * t * (0.127414796 + t * (-0.142248368 + t * (0.710706870 + t * (-0.726576013 + t * 0.530702714))))
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * bell
+
+
+@triton.jit
+def index_kernel(order64, order, inverse, R, BLOCK: tl.constexpr):
+    """order (R,) int32 = order64 (R,) int64, and inverse (R,) int32 with inverse[order] = 0 … R - 1."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(order64 + row, mask=row < R, other=0)
+    tl.store(order + row, entry.to(tl.int32), mask=row < R)
+    tl.store(inverse + entry, row, mask=row < R)
+
+
+@triton.jit
+def up_kernel(
+    x,
+    w_in,
+    weights,
+    order,
+    offsets,
+    hidden,
+    gated,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    N_EXPERT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """hidden = x[token] @ w_in[e], rounded, and gated = gate · gelu(hidden), both (R, H).
+
+    Here and below the programs of one tile of rows are neighbours, and so are an expert's tiles: what runs at one time
+    reads the same rows and the same weights from the L2.
+    """
+    N_COL: tl.constexpr = (H + COLS - 1) // COLS
+    expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
+    if end == 0:
+        return
+    first_col = tl.program_id(0) % N_COL * COLS
+    col = first_col + tl.arange(0, COLS)
+    row = first + tl.arange(0, ROWS)
+    entry = tl.load(order + tl.minimum(row, end - 1))
+    token = (entry // TOP_K).to(tl.int64)
+    total = multiply(x, token, w_in, expert, col, C, H, False, ROWS, COLS, DEPTH).to(hidden.dtype.element_ty)
+    gate = tl.load(weights + entry).to(tl.float32)[:, None]
+    parts = quarters(total)
+    for part in tl.static_range(4):
+        col = first_col + part * (COLS // 4) + tl.arange(0, COLS // 4)
+        place = row.to(tl.int64)[:, None] * H + col[None, :]
+        inside = (row < end)[:, None] & (col < H)[None, :]
+        h = parts[part].to(tl.float32)
+        cdf, _ = normal(h)
+        tl.store(hidden + place, parts[part], mask=inside)
+        tl.store(gated + place, (gate * h * cdf).to(gated.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rows_kernel(
+    a,
+    b,
+    offsets,
+    out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    N_EXPERT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out (R, OUT) = a (R, IN) @ b[e], b (E, IN, OUT) or, TRANSPOSED, (E, OUT, IN)."""
+    N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
+    expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
+    if end == 0:
+        return
+    col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
+    row = first + tl.arange(0, ROWS)
+    a_row = tl.minimum(row, end - 1).to(tl.int64)
+    total = multiply(a, a_row, b, expert, col, IN, OUT, TRANSPOSED, ROWS, COLS, DEPTH)
+    place = row.to(tl.int64)[:, None] * OUT + col[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (col < OUT)[None, :])
+
+
+@triton.jit
+def down_grad_kernel(
+    d_out,
+    w_out,
+    weights,
+    order,
+    offsets,
+    hidden,
+    d_hidden,
+    gated,
+    d_gate,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    N_EXPERT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """With d_act = d_out[token] @ w_out[e]ᵀ: d_hidden = gate · d_act · gelu'(hidden) and gated = gate · gelu(hidden),
+    both (R, H), and d_gate (R, column tiles) fp32, each tile's share of <d_act, gelu(hidden)>, at the entries' places.
+    """
+    N_COL: tl.constexpr = (H + COLS - 1) // COLS
+    expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
+    if end == 0:
+        return
+    first_col = tl.program_id(0) % N_COL * COLS
+    col = first_col + tl.arange(0, COLS)
+    row = first + tl.arange(0, ROWS)
+    entry = tl.load(order + tl.minimum(row, end - 1))
+    token = (entry // TOP_K).to(tl.int64)
+    total = multiply(d_out, token, w_out, expert, col, C, H, True, ROWS, COLS, DEPTH)
+    gate = tl.load(weights + entry).to(tl.float32)[:, None]
+    share = tl.zeros((ROWS,), tl.float32)
+    parts = quarters(total)
+    for part in tl.static_range(4):
+        d_act = parts[part]
+        col = first_col + part * (COLS // 4) + tl.arange(0, COLS // 4)
+        place = row.to(tl.int64)[:, None] * H + col[None, :]
+        inside = (row < end)[:, None] & (col < H)[None, :]
+        h = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        cdf, density = normal(h)
+        act, slope = h * cdf, cdf + h * density
+        tl.store(d_hidden + place, (gate * d_act * slope).to(d_hidden.dtype.element_ty), mask=inside)
+        tl.store(gated + place, (gate * act).to(gated.dtype.element_ty), mask=inside)
+        share += tl.sum(d_act * act, 1)
+    tl.store(d_gate + entry.to(tl.int64) * N_COL + first_col // COLS, share, mask=row < end)
+
+
+@triton.jit
+def weight_grad_kernel(
+    a,
+    b,
+    order,
+    offsets,
+    largest,
+    out,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    GATHER_A: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out (E, A, B): the sum over an expert's rows of aᵀ b. One of a (_, A) and b (_, B) is by token, the other by row.
+
+    `largest` (E,) lists the experts by falling number of rows: a program that runs long must not be the last to start.
+    """
+    N_COL: tl.constexpr = (B + COLS - 1) // COLS
+    N_TILE: tl.constexpr = (A + ROWS - 1) // ROWS * N_COL
+    expert = tl.load(largest + tl.program_id(0) // N_TILE)
+    tile = tl.program_id(0) % N_TILE
+    a_col = tile // N_COL * ROWS + tl.arange(0, ROWS)
+    b_col = tile % N_COL * COLS + tl.arange(0, COLS)
+    first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for done in range(first, end, DEPTH):
+        row = done + tl.arange(0, DEPTH)
+        token = tl.load(order + row, mask=row < end, other=0) // TOP_K
+        a_row = (token if GATHER_A else row).to(tl.int64)[:, None]
+        b_row = (row if GATHER_A else token).to(tl.int64)[:, None]
+        inside = (row < end)[:, None]
+        a_tile = tl.load(a + a_row * A + a_col[None, :], mask=inside & (a_col < A)[None, :], other=0.0)
+        b_tile = tl.load(b + b_row * B + b_col[None, :], mask=inside & (b_col < B)[None, :], other=0.0)
+        total = dot(tl.trans(a_tile), b_tile, total)
+    place = expert.to(tl.int64) * A * B + a_col[:, None] * B + b_col[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(a_col < A)[:, None] & (b_col < B)[None, :])
+
+
+@triton.jit
+def combine_kernel(rows, inverse, out, N, C: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out (N, C): the fp32 sum of each token's rows (R, C), in the order of its choices."""
+    N_COL: tl.constexpr = (C + COLS - 1) // COLS
+    token = tl.program_id(0) // N_COL * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
+    inside = (token < N)[:, None] & (col < C)[None, :]
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for k in tl.range(0, TOP_K, loop_unroll_factor=4):
+        row = tl.load(inverse + token * TOP_K + k, mask=token < N, other=0).to(tl.int64)
+        total += tl.load(rows + row[:, None] * C + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = token.to(tl.int64)[:, None] * C + col[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def fit(block, size):
+    """`block`, halved (down to 16) as long as that saves a tenth of the work, by less of the last block being empty."""
+    while block > 16 and triton.cdiv(size, block // 2) * (block // 2) <= 0.9 * triton.cdiv(size, block) * block:
+        block //= 2
+    return block
+
+
+def major(device):
+    """The device's major compute capability; on a CPU the tiles of 9.0 are interpreted."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def pick_tile(kernel, like, cols):
+    """The kernel's tile for tensors like `like`, cut to a width of `cols`."""
+    table = TILES.get(major(like.device), TILES[8])
+    tile = FLOAT32_TILE if like.dtype == torch.float32 else table[kernel]
+    return tile._replace(cols=fit(tile.cols, cols))
+
+
+def pick_rows_tile(kernel, like, n_row, n_expert, cols, depth):
+    """(tile, grid, launch options) of a kernel over the tiles of all experts' rows, `cols` wide and `depth` deep."""
+    tile = pick_tile(kernel, like, cols)
+    rows = tile.rows
+    while rows > 64 and n_row < 4 * rows * n_expert:  # an expert's last tile is half empty: at most 1/8 of its work
+        rows //= 2
+    grid = ((n_row // rows + n_expert) * triton.cdiv(cols, tile.cols),)
+    return grid, (rows, tile.cols, fit(tile.depth, depth)), {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def sort_rows(experts, n_expert):
+    """The rows' order, inverse and offsets (see the module), int32, for experts (N, K). The sort is stable."""
+    assert n_expert < 2**15
+    flat = experts.flatten().to(torch.int16)  # half the radix passes of int32
+    ranked, order64 = flat.sort(stable=True)
+    offsets = torch.searchsorted(
+        ranked, torch.arange(n_expert + 1, dtype=torch.int16, device=flat.device), out_int32=True
+    )
+    order = torch.empty(len(flat), dtype=torch.int32, device=flat.device)
+    inverse = torch.empty_like(order)
+    index_kernel[(triton.cdiv(len(flat), 1024),)](order64, order, inverse, len(flat), 1024)
+    return order, inverse, offsets
+
+
+def multiply_rows(a, b, offsets, transposed):
+    """a (R, in) @ b[e]: (R, out), for b (E, in, out) or, transposed, (E, out, in)."""
+    (n_row, depth), n_expert, cols = a.shape, len(b), b.shape[1 if transposed else 2]
+    grid, tile, options = pick_rows_tile("rows", a, n_row, n_expert, cols, depth)
+    out = torch.empty(n_row, cols, dtype=a.dtype, device=a.device)
+    rows_kernel[grid](a, b, offsets, out, depth, cols, transposed, n_expert, *tile, **options)
+    return out
+
+
+def combine(rows, inverse, top_k):
+    """out (N, C): the sum of each token's rows (R, C)."""
+    C = rows.shape[1]
+    N = len(inverse) // top_k
+    out = torch.empty(N, C, dtype=rows.dtype, device=rows.device)
+    tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes a lane
+    combine_kernel[(triton.cdiv(N, tile[0]) * triton.cdiv(C, tile[1]),)](rows, inverse, out, N, C, top_k, *tile)
+    return out
+
+
+def weight_grad(a, b, order, offsets, largest, top_k, gather_a):
+    """(E, A, B): the sum over an expert's rows of aᵀ b; by token is a (N, A) if gather_a, else b (N, B)."""
+    A, B, n_expert = a.shape[1], b.shape[1], len(largest)
+    tile = pick_tile("weight_grad", a, B)
+    rows = fit(tile.rows, A)
+    out = torch.empty(n_expert, A, B, dtype=a.dtype, device=a.device)
+    grid = (n_expert * triton.cdiv(A, rows) * triton.cdiv(B, tile.cols),)
+    weight_grad_kernel[grid](
+        *(a, b, order, offsets, largest, out, A, B, gather_a, top_k, rows, tile.cols, tile.depth),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def forward(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out (N, C), hidden (R, H), order, inverse, offsets) of contiguous inputs, shaped as in `kernels.expert_mlp`."""
+    (N, top_k), (n_expert, C, H) = experts.shape, w_in.shape
+    with torch.cuda.device_of(x):
+        order, inverse, offsets = sort_rows(experts, n_expert)
+        hidden, gated = (torch.empty(N * top_k, H, dtype=x.dtype, device=x.device) for _ in range(2))
+        grid, tile, options = pick_rows_tile("up", x, N * top_k, n_expert, H, C)
+        up_kernel[grid](*(x, w_in, weights, order, offsets, hidden, gated, C, H, n_expert, top_k, *tile), **options)
+        out = combine(multiply_rows(gated, w_out, offsets, False), inverse, top_k)
+    return out, hidden, order, inverse, offsets
+
+
+def fake_forward(x, w_in, w_out, weights, experts):
+    (n_row,), n_expert = experts.flatten().shape, len(w_in)
+    index = [experts.new_empty(n, dtype=torch.int32) for n in (n_row, n_row, n_expert + 1)]
+    return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *index
+
+
+def backward(
+    d_out: Tensor,
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    hidden: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, w_in, w_out and weights."""
+    (N, top_k), (n_expert, C, H) = weights.shape, w_in.shape
+    d_out = d_out.contiguous()
+    with torch.cuda.device_of(x):
+        d_hidden, gated = torch.empty_like(hidden), torch.empty_like(hidden)
+        grid, tile, options = pick_rows_tile("down_grad", x, N * top_k, n_expert, H, C)
+        d_gate = torch.empty(N, top_k, triton.cdiv(H, tile[1]), dtype=torch.float32, device=x.device)
+        down_grad_kernel[grid](
+            *(d_out, w_out, weights, order, offsets, hidden, d_hidden, gated, d_gate, C, H, n_expert, top_k, *tile),
+            **options,
+        )
+        largest = offsets.diff().argsort(descending=True, stable=True)
+        d_w_out = weight_grad(gated, d_out, order, offsets, largest, top_k, gather_a=False)
+        del gated
+        d_w_in = weight_grad(x, d_hidden, order, offsets, largest, top_k, gather_a=True)
+        d_x = combine(multiply_rows(d_hidden, w_in, offsets, True), inverse, top_k)
+        return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
+
+
+def fake_backward(d_out, x, w_in, w_out, weights, hidden, order, inverse, offsets):
+    return tuple(t.new_empty(t.shape) for t in (x, w_in, w_out, weights))
+
+
+def save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs for this alone
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+
+
+# To torch.compile both passes are opaque operators, known by the shapes of what they return.
+experts_forward = torch.library.custom_op("nanokern::experts_forward", forward, mutates_args=())
+experts_forward.register_fake(fake_forward)
+experts_backward = torch.library.custom_op("nanokern::experts_backward", backward, mutates_args=())
+experts_backward.register_fake(fake_backward)
+experts_forward.register_autograd(
+    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors), None), setup_context=save
+)
+
+
+def expert_mlp(x, w_in, w_out, weights, experts):
+    """See `kernels.expert_mlp`."""
+    return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)))[0]

@@ -1,0 +1,117 @@
+"""Compiles every Triton kernel for sm_80 and sm_90 without a GPU, and prints what each takes of the chip.
+
+    python -m scripts.aot [--shape 125m] [--dtype float16]     everything takes 3 minutes
+
+Exits with 1 if a kernel spills registers or takes more shared memory than a block may have.
+
+Both passes of the experts run on meta tensors, and each launch is compiled instead: what is compiled is what would run.
+"""
+
+import argparse
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import triton_experts
+
+SHAPES = {  # N, C, H, E, K: the paper's model of 125M active parameters, and others in use, "few" rows an expert
+    "125m": (32768, 768, 384, 64, 8),
+    "wide": (65536, 2048, 1024, 32, 4),
+    "narrow": (8192, 768, 96, 256, 64),
+    "odd": (8192, 1000, 200, 48, 5),
+    "few": (8192, 768, 384, 256, 4),
+}
+SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes a block may have; 99 KB for the sake of 8.6, 8.9 and 12.0
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_launch(kernel, arguments, options, target):
+    """The compiled kernel that a launch with these arguments would run on `target`."""
+    values = inspect.signature(kernel.fn).bind(*arguments).arguments
+    signature, constants, aligned = {}, {}, {}
+    for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+
+
+def resources(compiled):
+    """(registers a thread, bytes of shared memory a block, bytes a thread spills)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return used["REG"], compiled.metadata.shared, used["STACK"] + used["LOCAL"]
+
+
+def table(sm, dtype, N, C, H, E, K):
+    """Lines of (kernel, tile, warps, stages, registers, shared, spilled), each kernel once."""
+    lines = {}
+
+    def run(kernel, *arguments, grid, warmup, **options):
+        compiled = compile_launch(kernel, arguments, options, GPUTarget("cuda", sm, 32))
+        values = inspect.signature(kernel.fn).bind(*arguments).arguments
+        tile = "x".join(str(values[side]) for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values)
+        warps, stages = compiled.metadata.num_warps, compiled.metadata.num_stages
+        name = kernel.__name__.removesuffix("_kernel")
+        lines[name, tile, warps, stages, *resources(compiled)] = None
+
+    def meta(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with (
+        mock.patch.object(triton.runtime.JITFunction, "run", run),
+        mock.patch.object(triton_experts, "major", lambda device: sm // 10),
+    ):
+        x, w_in, w_out, weights = meta(N, C), meta(E, C, H), meta(E, H, C), meta(N, K, dtype=torch.float32)
+        out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64))
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept)
+    return list(lines)
+
+
+def main():
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in triton_experts.DTYPES}
+    parser = argparse.ArgumentParser(prog="python -m scripts.aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES, help="all unless named")
+    parser.add_argument("--dtype", choices=dtypes, nargs="+", default=dtypes, help="all unless named")
+    arguments = parser.parse_args()
+    if triton_experts.INTERPRETED:
+        parser.error("TRITON_INTERPRET is set, so nothing would be compiled: unset it")
+    failed = 0
+    print("sm  dtype     shape   kernel       tile        warps stages  registers  shared KB  spilled bytes")
+    for (sm, limit), dtype, shape in product(SHARED.items(), arguments.dtype, arguments.shape):
+        for kernel, tile, warps, stages, registers, shared, spilled in table(sm, dtypes[dtype], *SHAPES[shape]):
+            bad = spilled > 0 or shared > limit
+            failed += bad
+            print(
+                f"{sm:<3} {dtype:<9} {shape:<7} {kernel:<12} {tile:<11} {warps:5} {stages:6} {registers:10} "
+                f"{shared / 1024:10.1f} {spilled:14}{'  too much' if bad else ''}",
+                flush=True,
+            )
+    if failed:
+        sys.exit(f"{failed} kernels take too much")
+
+
+if __name__ == "__main__":
+    main()

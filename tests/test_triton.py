@@ -1,0 +1,392 @@
+"""kernels/triton_experts.py against `reference`: interpreted on a CPU with small shapes, on a GPU with full ones; and
+compiled for the GPUs in use, which needs none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import CASES, NAMES, TOLERANCE, make
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+from kernels import expert_mlp
+
+pytest.importorskip("triton")
+
+from kernels import triton_experts  # noqa: E402
+
+SMALL = triton_experts.Tile(32, 16, 16, 4, 2)  # many tiles, whole and cut, even in small matrices
+DTYPES = triton_experts.DTYPES
+on_cpu = pytest.mark.skipif(not triton_experts.INTERPRETED, reason="TRITON_INTERPRET is not set")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    for table in triton_experts.TILES.values():
+        for kernel in table:
+            monkeypatch.setitem(table, kernel, SMALL)
+    monkeypatch.setattr(triton_experts, "FLOAT32_TILE", SMALL)
+    return SMALL
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rounded_bfloat16():
+    """The interpreter cuts float32 to bfloat16 where a GPU rounds, which would double the error."""
+    if not triton_experts.INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    truncate = InterpreterBuilder.create_fp_trunc
+
+    def rounded(self, source, dtype):
+        if dtype.scalar.name != "bf16":
+            return truncate(self, source, dtype)
+        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16)
+        return TensorHandle(bits.numpy(), dtype.scalar)
+
+    with mock.patch.object(InterpreterBuilder, "create_fp_trunc", rounded):
+        yield
+
+
+def poisoned(make_empty):
+    def filled(*args, **kwargs):
+        out = make_empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    return filled
+
+
+def run(leaves, experts, d_out, backend="triton"):
+    """[output, four gradients], every element that no kernel writes being NaN."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    with (
+        mock.patch.object(torch, "empty", poisoned(torch.empty)),
+        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+    ):
+        out = expert_mlp(*leaves, experts, backend)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def assert_equals_reference(leaves, experts, d_out):
+    dtype = leaves[0].dtype
+    wanted = run([t.double() for t in leaves], experts, d_out.double(), "reference")
+    for name, a, b in zip(NAMES, run(leaves, experts, d_out), wanted, strict=True):
+        assert a.dtype == (torch.float32 if name == "weights" else dtype), name
+        assert a.shape == b.shape, name
+        assert (a.double() - b).norm() <= TOLERANCE[dtype] * b.norm(), name
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_reference(case, dtype, small_tiles):
+    assert_equals_reference(*make(*CASES[case], case, dtype))
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_reference_with_the_tiles_of_a_gpu(dtype):
+    assert_equals_reference(*make(140, 70, 140, 2, 1, dtype=dtype))
+
+
+@on_cpu
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(st.data())
+def test_equals_reference_for_any_shape(data):
+    def draw(most):
+        return data.draw(st.integers(1, most))
+
+    N, C, H, E = draw(60), draw(24), draw(24), draw(6)
+    leaves, experts, d_out = make(N, C, H, E, draw(E))
+    skew = data.draw(st.sampled_from(["balanced", "skewed", "collapsed"]))
+    if skew == "skewed":  # expert 0 takes half the tokens that did not choose it
+        free = (experts != 0).all(1) & (torch.arange(N) % 2 == 0)
+        experts[:, 0] = torch.where(free, 0, experts[:, 0])
+    if skew == "collapsed":
+        experts = experts[:1].expand(N, -1)
+    with (
+        mock.patch.dict(triton_experts.TILES, {9: dict.fromkeys(triton_experts.TILES[9], SMALL)}),
+        mock.patch.object(triton_experts, "FLOAT32_TILE", SMALL),
+    ):
+        assert_equals_reference(leaves, experts, d_out)
+
+
+@on_cpu
+def test_rows_are_sorted_by_expert_and_by_token():
+    experts = make(57, 1, 1, 9, 3, "idle expert")[1]
+    order, inverse, offsets = triton_experts.sort_rows(experts, 9)
+    assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
+    assert torch.equal(order[inverse.long()], torch.arange(57 * 3, dtype=torch.int32))
+    assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=9))
+    assert {t.dtype for t in (order, inverse, offsets)} == {torch.int32}
+
+
+@on_cpu
+def test_idle_experts_and_zero_gates_get_exact_zeros(small_tiles):
+    leaves, experts, d_out = make(*CASES["idle expert"], "idle expert", torch.float16)
+    leaves[3][::2] = 0
+    out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
+    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
+    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
+    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
+    assert (d_weights != 0).all()  # a closed gate can open again
+
+
+@on_cpu
+def test_runs_repeat_bit_for_bit(small_tiles):
+    arguments = make(*CASES["typical"], dtype=torch.float16)
+    assert all(torch.equal(a, b) for a, b in zip(run(*arguments), run(*arguments), strict=True))
+
+
+@on_cpu
+def test_inputs_of_any_strides_are_left_alone(small_tiles):
+    leaves, experts, d_out = make(*CASES["typical"])
+    wanted = run(leaves, experts, d_out)
+    strided = [t.mT.contiguous().mT for t in leaves]
+    assert not any(t.is_contiguous() for t in strided)
+    before = [t.clone() for t in (*strided, experts, d_out)]
+    got = run(strided, experts.mT.contiguous().mT, d_out.mT.contiguous().mT)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (*strided, experts, d_out), strict=True))
+    out = expert_mlp(*[t.requires_grad_() for t in leaves], experts, "triton")
+    out.sum().backward()  # whose gradient has strides of 0
+    assert torch.equal(leaves[0].grad, run(leaves, experts, torch.ones_like(d_out))[1])
+
+
+@on_cpu
+def test_what_is_saved_for_the_backward_pass():
+    N, C, H, E, K = 200, 16, 24, 8, 4
+    leaves, experts, _ = make(N, C, H, E, K, dtype=torch.float16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        expert_mlp(*[t.requires_grad_() for t in leaves], experts, "triton")
+    parameters = {t.data_ptr() for t in leaves[1:3]}
+    kept = [t for t in saved if t.data_ptr() not in parameters]
+    assert len(kept) == len(saved) - 2
+    assert sum(t.numel() for t in kept if t.dtype == torch.float16) == N * C + N * K * H
+    assert sum(t.nbytes for t in kept if t.dtype != torch.float16) == 4 * (3 * N * K + E + 1)  # gates and indices
+
+
+@on_cpu
+def test_more_than_2_to_the_31_elements(tmp_path):
+    """Element 2^32 lies at 0 for an offset of 32 bits."""
+
+    def virtual(*shape, dtype=torch.float16):
+        """Zeros that take room only where they are written to: a file of holes."""
+        file = tmp_path / str(len(list(tmp_path.iterdir())))
+        return torch.from_file(str(file), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+    far, width, some = 2**26, 64, torch.Generator().manual_seed(0)
+    near = torch.randn(3, width, generator=some).half()
+    tall, out, gated = (virtual(far + 3, width) for _ in range(3))
+    tall[far:] = near
+    w = torch.randn(1, width, width, generator=some).half()
+    wanted = (near.float() @ w[0].float()).half()
+    ends = torch.tensor([far, far + 3], dtype=torch.int32)
+
+    triton_experts.rows_kernel[(1,)](tall, w, ends, out, width, width, False, 1, 64, 64, 64)
+    torch.testing.assert_close(out[far:], wanted)
+
+    experts, side, last = 17, 2**14, torch.tensor([0] * 17 + [3], dtype=torch.int32)
+    many, wide = virtual(experts, side, side), torch.randn(3, side, generator=some).half()
+    many[16, :, :64] = torch.randn(side, 64, generator=some)
+    result = torch.empty(3, side).half()
+    triton_experts.rows_kernel[(1,)](wide, many, last, result, side, side, False, experts, 64, 64, 64)
+    torch.testing.assert_close(result[:, :64], (wide.float() @ many[16, :, :64].float()).half())
+
+    order, here, gates = virtual(far + 3, dtype=torch.int32), ends - far, virtual(far + 3, dtype=torch.float32)
+    order[:3] = torch.arange(far, far + 3)  # tokens far away, rows near
+    gates[far:] = 1
+    triton_experts.up_kernel[(1,)](tall, w, gates, order, here, out, gated, width, width, 1, 1, 64, 64, 64)
+    torch.testing.assert_close(out[:3], wanted)
+
+    order[far:] = torch.arange(3)  # and the other way
+    gates[:3] = 1
+    triton_experts.up_kernel[(1,)](near, w, gates, order, ends, tall, gated, width, width, 1, 1, 64, 64, 64)
+    torch.testing.assert_close(tall[far:], wanted)
+    torch.testing.assert_close(gated[far:], torch.nn.functional.gelu(wanted))
+
+    d_gate, d_hidden, d_out = torch.zeros(3, 1), out, near
+    triton_experts.down_grad_kernel[(1,)](
+        *(d_out, w, gates, order, ends, tall, d_hidden, gated, d_gate, width, width, 1, 1, 64, 64, 64)
+    )
+    hidden = wanted.float().requires_grad_()
+    d_act = near.float() @ w[0].float().T
+    act = torch.nn.functional.gelu(hidden)
+    slope = torch.autograd.grad(act, hidden, d_act)[0]
+    torch.testing.assert_close(d_hidden[far:].float(), slope, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(d_gate[:, 0], (d_act * act).sum(1), rtol=1e-3, atol=1e-3)
+
+    tall[far:] = near
+    d_w, last = virtual(2**20 + 1, width, width), torch.tensor([2**20])
+    bounds = torch.zeros(2**20 + 2, dtype=torch.int32)
+    bounds[-2:] = ends
+    triton_experts.weight_grad_kernel[(1,)](near, tall, order, bounds, last, d_w, 64, 64, True, 1, 64, 64, 64)
+    torch.testing.assert_close(d_w[-1], (near.float().T @ near.float()).half())
+
+    triton_experts.combine_kernel[(1,)](tall, ends - 1, out, 1, width, 2, 4, 64)
+    torch.testing.assert_close(out[0], near[2])  # and the row before `far`, of zeros
+
+
+@on_cpu
+def test_the_operators_obey_torch():
+    leaves, experts, d_out = make(*CASES["one expert"])
+    leaves = [t.requires_grad_() for t in leaves]
+    torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts))
+    kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts)[1:]
+    torch.library.opcheck(triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept))
+
+
+@on_cpu
+def test_compiled_without_a_graph_break_and_under_checkpointing():
+    leaves, experts, d_out = make(*CASES["typical"])
+    wanted = run(leaves, experts, d_out)
+
+    def twice(*arguments):
+        return expert_mlp(*arguments, "triton") * 1
+
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    for function in (compiled, lambda *a: checkpoint(twice, *a, use_reentrant=False)):
+        fresh = [t.detach().requires_grad_() for t in leaves]
+        out = function(*fresh, experts)
+        got = [out.detach(), *torch.autograd.grad(out, fresh, d_out)]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@on_cpu
+def test_autocast():
+    leaves, experts, d_out = make(*CASES["typical"])
+    with torch.autocast("cpu", torch.bfloat16):
+        under = run(leaves, experts, d_out.bfloat16())
+    cast = run([t.bfloat16() for t in leaves[:3]] + leaves[3:], experts, d_out.bfloat16())
+    assert under[0].dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
+
+
+@on_cpu
+def test_where_triton_cannot_run(monkeypatch):
+    leaves, experts, d_out = make(*CASES["one token"])
+    with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
+        run([t.double() for t in leaves], experts, d_out.double())
+    monkeypatch.setattr(triton_experts, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, set TRITON_INTERPRET=1.*"):
+        run(leaves, experts, d_out)
+    old = mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4")
+    with old:
+        assert "Tesla T4: use a GPU of compute capability 8.0" in kernels.what_stops_triton(
+            torch.device("cuda"), torch.float16
+        )
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda d: (8, 0)):
+        assert kernels.what_stops_triton(torch.device("cuda"), torch.float16) == ""
+    monkeypatch.setattr(kernels, "triton_experts", None)
+    with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
+        run(leaves, experts, d_out)
+    assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
+
+
+def compiled(tmp_path, *before):
+    """Runs scripts.aot for the flagship in float16, after some lines of Python."""
+    code = "\n".join(["import sys", *before, "from scripts import aot", "aot.main()"])
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", code, "--shape", "125m", "--dtype", "float16"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_kernels_compile_for_a100_and_h100(tmp_path):
+    good = compiled(tmp_path)
+    assert good.returncode == 0, good.stdout + good.stderr
+    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad"):
+        for sm in ("80", "90"):
+            assert any(line.split()[0] == sm and line.split()[3] == kernel for line in good.stdout.splitlines())
+    wide = "triton_experts.TILES[9]['rows'] = triton_experts.Tile(128, 256, 64, 8, 6)"
+    bad = compiled(tmp_path, "from kernels import triton_experts", wide)
+    assert bad.returncode == 1 and bad.stderr.endswith("2 kernels take too much\n"), bad.stdout + bad.stderr
+    assert [line.split()[3] for line in bad.stdout.splitlines() if line.endswith("too much")] == ["rows", "rows"]
+
+
+FULL = {  # N, C, H, E, K
+    "flagship": (32768, 768, 384, 64, 8),
+    "wide": (65536, 2048, 1024, 32, 4),
+    "narrow": (8192, 768, 96, 256, 64),
+    "many small": (16384, 1024, 256, 256, 8),
+    "few rows": (8192, 768, 384, 256, 4),
+    "odd": (8191, 1000, 200, 48, 5),
+}
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda"
+
+
+def full(name, routing, dtype):
+    """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or idle."""
+    N, C, H, E, K = FULL[name]
+    some = torch.Generator("cuda").manual_seed(0)
+    x, w_in, w_out, d_out = (
+        torch.randn(shape, generator=some, device="cuda") * scale
+        for shape, scale in (((N, C), 1), ((E, C, H), C**-0.5), ((E, H, C), H**-0.5), ((N, C), 1))
+    )
+    scores = torch.rand(N, E, generator=some, device="cuda")
+    if routing == "skewed":
+        scores /= torch.arange(1, E + 1, device="cuda") ** 0.5
+    if routing == "collapsed":
+        scores[:, :K] += 1
+    if routing == "idle":
+        scores[:, K::2] -= 1
+    weights, experts = scores.topk(K)
+    return [x.to(dtype), w_in.to(dtype), w_out.to(dtype), weights], experts, d_out.to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_reference_on_gpu(case, dtype, cuda):
+    assert_equals_reference(*make(*CASES[case], case, dtype, cuda))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", ["balanced", "skewed", "collapsed", "idle"])
+@pytest.mark.parametrize("name", FULL)
+def test_equals_reference_in_full_size_on_gpu(name, routing, dtype, cuda):
+    assert_equals_reference(*full(name, routing, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype, cuda):
+    arguments = full("flagship", "skewed", dtype)
+    first = run(*arguments, "auto")  # which is triton; compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = run(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_compiled_on_gpu(cuda):
+    leaves, experts, d_out = full("flagship", "balanced", torch.float16)
+    wanted = run(leaves, experts, d_out)
+    leaves = [t.requires_grad_() for t in leaves]
+    out = torch.compile(expert_mlp, fullgraph=True)(*leaves, experts)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
