@@ -255,9 +255,11 @@ def load_model(folder, step, model):
 
 
 def _state(model, optimizer, tensors):
-    """All tensors of a checkpoint, nested. AdamW's settings are no part of it: they come from the config."""
+    """All tensors of a checkpoint, nested, in an order that a resume does not change, so that equal states give equal
+    files. AdamW's settings are no part of it: they come from the config."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state["state"], "run": tensors}
+    moments = {name: dict(sorted(state.items())) for name, state in sorted(optimizer_state["state"].items())}
+    return {"model": model_state, "optimizer": moments, "run": tensors}
 
 
 def _read(path, state):
