@@ -5,6 +5,7 @@ import os
 import random
 from base64 import b64encode
 from itertools import islice, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +97,21 @@ def fake_ranks() -> bytes:
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
+@pytest.fixture
+def canary(tmp_path):
+    """A file that exists once a payload has run."""
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "the payload ran"
+
+
+class Payload:
+    """Pickled, it makes the file `path` when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import Payload
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -522,22 +523,6 @@ def test_checkpoints_survive_kills_at_random_moments(tmp_path):
 
 
 # ---- pickles that would run
-
-
-@pytest.fixture
-def canary(tmp_path):
-    """A file that exists once a payload has run."""
-    path = tmp_path / "canary"
-    yield path
-    assert not path.exists(), "the payload ran"
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def forge(path, **replaced):

@@ -5,11 +5,11 @@ import json
 import math
 import pickle
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tomli_w
+from conftest import Payload
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -235,22 +235,6 @@ def test_the_meta_that_is_changed_here_is_valid(fuzzed_set):
 
 
 # code
-
-
-@pytest.fixture
-def canary(tmp_path):
-    """A file that exists once a payload has run."""
-    path = tmp_path / "canary"
-    yield path
-    assert not path.exists(), "the payload ran"
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.fixture(params=[0, 2, 5])
