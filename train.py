@@ -11,17 +11,14 @@ checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an e
 
 import math
 import os
-import statistics
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -36,9 +33,7 @@ from runtime import folder as run_folder
 from runtime.metrics import Metrics, load_metrics, start_wandb
 from runtime.parallel import average_in, distribute, settle_buckets, whole
 from runtime.signals import EXIT_CODE, Stop
-
-MIN_LOSS_SCALE = 1.0  # GradScaler halves its scale without end; at 0 it would write NaN weights
-SPIKE_WINDOW = 128  # losses that a spike is measured against, once there are half as many
+from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Updates
 
 
 def learning_rate(optim, max_steps, step):
@@ -113,22 +108,35 @@ def evaluate(model, tokens, indices, config, ranks, autocast, stop):
     return {"val/loss": loss / len(indices)} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
 
 
-@dataclass
-class Progress:
-    """What a checkpoint keeps of the loop besides tensors."""
+def accumulate(runner, batches, count, scale, config, autocast, device):
+    """Add the gradients of `count` of this rank's micro-batches, times `scale`, to those in place.
 
-    in_interval: int = 0  # steps since the last logged one
-    skipped: int = 0  # steps without an update
-    skipped_in_row: int = 0
-    spikes: int = 0
-    losses: list[float] = field(default_factory=list)  # the last ones, that a spike is measured against
+    Returns (sums over the micro-batches and over all ranks, in the order of `sizes_of`, and each one's loss); nothing
+    waits for the device.
+    """
+    sums, losses = 0, []
+    for micro in range(count):
+        x, y = (part.to(device, non_blocking=True) for part in next(batches))
+        average_in(runner, last=micro == count - 1)
+        with autocast():
+            loss, stats = runner(x, y)[1:]
+        aux_loss = torch.zeros((), device=device)
+        if len(stats.loads) and config.train.balance_loss_coef:
+            aux_loss = aux_loss + config.train.balance_loss_coef * stats.balance_loss.mean()
+        if len(stats.loads) and config.train.z_loss_coef:
+            aux_loss = aux_loss + config.train.z_loss_coef * stats.z_loss.mean()
+        ((loss + aux_loss) * scale / count).backward()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            parts = (torch.ones_like(loss), loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
+            sums = sums + torch.cat([part.flatten().double() for part in parts])
+    return distributed.sum_over_ranks(sums), losses
 
 
-def is_spike(losses, loss, sigma):
-    """Whether `loss` is more than `sigma` standard deviations above the mean of `losses`, the ones before it."""
-    if len(losses) < SPIKE_WINDOW // 2:
-        return False
-    return loss > statistics.fmean(losses) + sigma * statistics.stdev(losses)
+def sizes_of(model):
+    """How many numbers of a step are summed: micro-batches, loss, auxiliary loss, entropy, zero gates, loads."""
+    L = model.n_layer if model.router != "dense" else 0
+    return 1, 1, 1, L, L, L * model.n_expert
 
 
 def train(config, stop=None):
@@ -166,7 +174,8 @@ def train(config, stop=None):
         run_folder.lock(folder)
         checkpoint.sweep(folder / "checkpoints")
     start, kept = checkpoint.latest(folder / "checkpoints", ranks)
-    done, scaling = resumed(folder, start, kept, identity) if start else (Progress(), {})
+    if start:
+        check_identity(folder, start, kept, identity)
 
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
@@ -174,17 +183,24 @@ def train(config, stop=None):
         block.checkpointing = config.train.activation_checkpointing
     runner = distribute(model, parallel, ranks, dtype, config.train.compile)
     optimizer = build_optimizer(model, config.optim)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    updates = Updates(
+        optimizer,
+        device,
+        scaled=dtype == torch.float16,
+        grad_clip=config.optim.grad_clip,
+        loss_spike=config.train.loss_spike,
+        spike_sigma=config.train.spike_sigma,
+        max_skipped_steps=config.train.max_skipped_steps,
+    )
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
 
     routers = [block.mlp.router for block in model.blocks if isinstance(block.mlp, MoE)]
     gammas = [router.gamma for router in routers if router.gamma is not None]
-    L, E = len(routers), config.model.n_expert
-    sizes = (1, 1, L, L, L * E)  # of a step's sums: loss, auxiliary loss, entropy, zero gates, loads
+    L, E, sizes = len(routers), config.model.n_expert, sizes_of(config.model)
     interval = torch.zeros(sum(sizes), dtype=torch.float64, device=device)  # sums of the steps since the last log
     per_step = torch.ones_like(interval)  # all but loads are means of micro-batches, whose number may change
     per_step[: -L * E or None] /= batch_size / micro_batch
-    parameters = list(model.parameters())
+    kept_tensors = {"interval": interval, "updates": updates.numbers}  # by checkpoints, besides weights and moments
     saver = checkpoint.Saver(
         folder / "checkpoints",
         ranks,
@@ -193,8 +209,7 @@ def train(config, stop=None):
         on_error=config.train.on_save_error,
     )
     if start:
-        checkpoint.load(folder / "checkpoints", start, model, optimizer, {"interval": interval})
-        scaler.load_state_dict(scaling)
+        checkpoint.load(folder / "checkpoints", start, model, optimizer, kept_tensors)
     with autocast():
         settle_buckets(runner, torch.zeros(micro_batch, config.model.block_size, dtype=torch.int64, device=device))
     optimizer.zero_grad(set_to_none=False)
@@ -228,6 +243,36 @@ def train(config, stop=None):
         bar_format="{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}",
     )
 
+    def check_updates():
+        """What became of the steps so far. Waits for the device, so not in every step. RunError if they are halted."""
+        state = updates.read()
+        at, why = int(state.step), "a loss spike" if state.halted == SPIKES else "gradients that are not finite"
+        if state.halted == BAD_LOSS:  # weights, windows and dropout are those of that step still: compute it once more
+            torch.manual_seed(hash((config.run.seed, at, ranks.rank)))
+            again = micro_batches(loader, micro_batch, accumulation, [at], ranks)
+            losses = accumulate(runner, again, accumulation, updates.scale, config, autocast, device)[1]
+            for p in updates.parameters:
+                p.grad /= state.scale
+            rows = [first_row(micro, micro_batch, ranks) for micro in range(accumulation)]
+            rate = learning_rate(config.optim, max_steps, at)
+            facts = {"loss": state.loss, "loss_scale": state.scale, "learning_rate": rate}
+            file = crash.dump(folder, at, facts, model, autocast, loader, rows, micro_batch, losses, ranks)
+            raise RunError(
+                f"{folder}: train loss {state.loss} in step {at + 1}, before its update: the weights are those of step "
+                f"{at}. {file} has its windows and, computed once more, its losses and the norms of layers and "
+                f"gradients. Start again under another run.name with a lower optim.lr, a longer optim.warmup_steps or "
+                f"train.dtype = bfloat16"
+            )
+        if state.halted != RUNNING:
+            raise RunError(
+                f"{folder}: {state.skipped_in_row:.0f} steps in a row skipped, the last for {why} (step {at + 1}, loss "
+                f"{state.loss:.4g}, loss scale {state.scale:g}). The weights are those before the first of them. Lower "
+                f"optim.lr, lengthen optim.warmup_steps, or use train.dtype = bfloat16 or float32, under another "
+                f"run.name"
+            )
+        return state
+
+    spikes = updates.read().spikes  # that have been told of
     saved, saved_at = start, time.monotonic()
     clock, timed = time.perf_counter(), 0  # since then, so many steps
     for step in range(start, max_steps + 1):
@@ -237,6 +282,7 @@ def train(config, stop=None):
         asked, late = distributed.any_rank([stop.asked, late], ranks)
         paused = time.perf_counter()
         if not asked and (step % config.eval.interval == 0 or step == max_steps) and not (step == start and seen):
+            check_updates()
             result = evaluate(runner, val_tokens, val_windows, config, ranks, autocast, stop)
             asked = result is None
             if first and not asked:
@@ -249,10 +295,10 @@ def train(config, stop=None):
                 )
         every = config.train.checkpoint_interval
         if step > saved and (asked or late or step == max_steps or (every and step % every == 0)):
+            check_updates()
             if first:
                 metrics.sync()
-            facts = {"progress": asdict(done), "scaler": scaler.state_dict(), **identity}
-            saver.save(step, model, optimizer, {"interval": interval}, facts)
+            saver.save(step, model, optimizer, kept_tensors, identity)
             saved, saved_at = step, time.monotonic()
         saver.poll()
         clock += time.perf_counter() - paused
@@ -261,84 +307,26 @@ def train(config, stop=None):
 
         torch.manual_seed(hash((config.run.seed, step, ranks.rank)))  # dropout, too, hangs on nothing else
         lr = learning_rate(config.optim, max_steps, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        totals, losses = 0, []  # of this step's micro-batches, see sizes
-        for micro in range(accumulation):
-            x, y = (part.to(device, non_blocking=True) for part in next(batches))
-            average_in(runner, last=micro == accumulation - 1)
-            with autocast():
-                loss, stats = runner(x, y)[1:]
-            aux_loss = torch.zeros((), device=device)
-            if routers and config.train.balance_loss_coef:
-                aux_loss = aux_loss + config.train.balance_loss_coef * stats.balance_loss.mean()
-            if routers and config.train.z_loss_coef:
-                aux_loss = aux_loss + config.train.z_loss_coef * stats.z_loss.mean()
-            scaler.scale((loss + aux_loss) / accumulation).backward()
-            losses.append(loss.detach())
-            with torch.no_grad():
-                parts = (loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
-                totals = totals + torch.cat([part.flatten().double() for part in parts])
-        distributed.sum_over_ranks(totals)
-        mean_loss = totals[0] * per_step[0]
-
-        # The same on every rank from here on: losses are summed, gradients averaged over ranks already.
-        scaler.unscale_(optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        grad_norm = whole(norm)
-        loss_is_finite, take = torch.stack([mean_loss.isfinite(), grad_norm.isfinite()]).tolist()
-        if not loss_is_finite:
-            rows = [first_row(micro, micro_batch, ranks) for micro in range(accumulation)]
-            scale = {"loss": mean_loss.item(), "loss_scale": scaler.get_scale(), "learning_rate": lr}
-            file = crash.dump(folder, step, scale, model, autocast, loader, rows, micro_batch, losses, ranks)
-            raise RunError(
-                f"{folder}: train loss {mean_loss.item()} in step {step + 1}, before its update: the weights are those "
-                f"of step {step}. {file} has its windows and the norms of layers and gradients. Start again under "
-                f"another run.name with a lower optim.lr, a longer optim.warmup_steps or train.dtype = bfloat16"
-            )
-        why = "" if take else "gradients that are not finite"
-        if take and config.train.loss_spike != "off":
-            now = mean_loss.item()
-            if is_spike(done.losses, now, config.train.spike_sigma):
-                done.spikes += 1
-                why = "a loss spike" if config.train.loss_spike == "skip" else ""
-                if first:
-                    mean, then = statistics.fmean(done.losses), "skipped" if why else "taken all the same"
-                    bar.write(f"{config.run.name}: step {step + 1}, loss {now:.4f} is a spike over {mean:.4f}: {then}")
-            if not why:
-                done.losses = [*done.losses, now][-SPIKE_WINDOW:]
-        if why:
-            done.skipped, done.skipped_in_row = done.skipped + 1, done.skipped_in_row + 1
-        else:
-            nn.utils.clip_grads_with_norm_(parameters, config.optim.grad_clip or math.inf, norm)
-            scaler.step(optimizer)
-            done.skipped_in_row = 0
-        scaler.update()
-        if not take and scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE:
-            scaler.update(MIN_LOSS_SCALE)
+        sums, _ = accumulate(runner, batches, accumulation, updates.scale, config, autocast, device)
+        sums *= per_step
+        taken = updates.step(step, lr, sums[1])
         optimizer.zero_grad(set_to_none=not isinstance(runner, DistributedDataParallel))  # DDP's lie in its buckets
-        if done.skipped_in_row == config.train.max_skipped_steps:
-            raise RunError(
-                f"{folder}: {done.skipped_in_row} steps in a row skipped, the last for {why} (step {step + 1}, loss "
-                f"{mean_loss.item():.4g}, loss scale {scaler.get_scale():g}). The weights are those before the first "
-                f"of them. Lower optim.lr, lengthen optim.warmup_steps, or use train.dtype = bfloat16 or float32, "
-                f"under another run.name"
-            )
-        if not why and config.train.bias_update_rate:
-            for router, load in zip(routers, totals.split(sizes)[-1].view(L, E), strict=True):
-                update_selection_bias(router.selection_bias, load, config.train.bias_update_rate)
+        if config.train.bias_update_rate:
+            for router, load in zip(routers, sums.split(sizes)[-1].view(L, E), strict=True):
+                update_selection_bias(router.selection_bias, load, config.train.bias_update_rate * taken)
 
-        interval += totals * per_step
-        done.in_interval, timed = done.in_interval + 1, timed + 1
+        interval += sums
+        timed += 1
         log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
         gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]).mean() if log and gammas else None
+        state = check_updates() if log else None
         if first and log:
             seconds = (time.perf_counter() - clock) / timed
-            loss, aux_loss, entropy, zero_gates, loads = (interval / done.in_interval).split(sizes)
+            _, loss, aux_loss, entropy, zero_gates, loads = (interval / interval[0]).split(sizes)
             values = {"train/loss": loss, "train/aux_loss": aux_loss}
-            values |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped_steps": done.skipped}
-            values |= {"optim/loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
-            values |= {"optim/loss_spikes": done.spikes} if config.train.loss_spike != "off" else {}
+            values |= {"optim/lr": lr, "optim/grad_norm": state.grad_norm, "optim/skipped_steps": int(state.skipped)}
+            values |= {"optim/loss_scale": state.scale} if updates.scaled else {}
+            values |= {"optim/loss_spikes": int(state.spikes)} if config.train.loss_spike != "off" else {}
             if routers:
                 values |= {"router/entropy": entropy.mean(), "router/zero_gates": zero_gates.mean()}
                 values |= {f"router/{name}": value for name, value in load_metrics(loads.view(L, E)).items()}
@@ -350,9 +338,16 @@ def train(config, stop=None):
                 values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.log(step + 1, (step + 1) * tokens_per_step, **values)
             bar.set_postfix_str(f"loss {loss.item():.4f}, {tokens_per_step / seconds:,.0f} tokens/s", refresh=False)
+            if state.spikes > spikes:
+                count = f"{state.spikes - spikes:.0f} spikes, the last: " if state.spikes > spikes + 1 else ""
+                then = "skipped" if config.train.loss_spike == "skip" else "taken all the same"
+                bar.write(
+                    f"{config.run.name}: {count}step {state.spike_step + 1:.0f}, loss {state.spike_loss:.4f} is a "
+                    f"spike over {state.spike_mean:.4f}: {then}"
+                )
         if log:
             interval.zero_()
-            done.in_interval, timed, clock = 0, 0, time.perf_counter()
+            spikes, timed, clock = state.spikes, 0, time.perf_counter()
         bar.update()
 
     saver.finish()
@@ -360,28 +355,26 @@ def train(config, stop=None):
     if first:
         metrics.close()
         run_folder.unlock(folder)
-    del runner  # before the process group: DDP's destructor, were it the last owner, waits for gloo's threads for ever
+    runner = (
+        None  # before the process group: DDP's destructor, were it the last owner, waits for gloo's threads for ever
+    )
     distributed.stop()
     if asked:
         raise Stopped(f"{folder}: asked to stop, saved at step {saved}. Started again (without --fresh) it goes on")
 
 
-def resumed(folder, step, kept, identity):
-    """(Progress, GradScaler's state) out of the facts that a checkpoint kept. Raises RunError if they are of other data
-    or of other code."""
-    try:
-        then = {what: kept[what] for what in identity}
-        done, scaling = Progress(**kept["progress"]), dict(kept["scaler"])
-    except (KeyError, TypeError, ValueError) as error:
+def check_identity(folder, step, kept, identity):
+    """Raises RunError if the checkpoint of `step`, which kept some facts, is of other data or of other code."""
+    missing = [what for what in identity if what not in kept]
+    if missing:
         path = checkpoint.folder_of(folder / "checkpoints", step)
-        raise RunError(f"{path}: written by other code ({error}). Use that, or start over (--fresh)") from error
+        raise RunError(f"{path}: written by other code (no {missing[0]} in it). Use that, or start over (--fresh)")
     for what, now in identity.items():
-        if then[what] != now:
+        if kept[what] != now:
             raise RunError(
-                f"{folder}: the {what} has changed since step {step}: sha256 {then[what]} then, {now} now. Bring back "
+                f"{folder}: the {what} has changed since step {step}: sha256 {kept[what]} then, {now} now. Bring back "
                 f"what the run was begun with (data.name, data.dir), or start over in a new folder (--fresh)"
             )
-    return done, scaling
 
 
 def main(argv, stop=None):

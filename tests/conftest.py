@@ -4,6 +4,7 @@ import logging
 import os
 import random
 from base64 import b64encode
+from concurrent import futures
 from itertools import islice, product
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import configure
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
+from runtime import checkpoint
 
 # Matrices are tiny here: a second thread costs more than it brings, and where cores are shared a hundred times more.
 torch.set_num_threads(1)
@@ -115,3 +117,15 @@ class Payload:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def saves_end_first(monkeypatch):
+    """A function: from its call on training waits for each save to end."""
+
+    def saving(saver, *args):
+        save(saver, *args)
+        futures.wait([saver.pending])
+
+    save = checkpoint.Saver.save
+    return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)

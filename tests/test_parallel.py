@@ -154,18 +154,18 @@ def work(folder, name, rank=0):
     case, config = CASES[name], config_of(folder, name)
     accumulation = passes(config, case.ranks)
     seen = {"weights": [], "scales": [], "seeds": [], "loads": [], "dtypes": {}, "gradients": set(), "held": []}
-    load_counts, save, build, GradScaler, settle = (
+    load_counts, save, build, Updates, settle = (
         model_module.expert_loads,
         checkpoint.Saver.save,
         train.build_optimizer,
-        torch.amp.GradScaler,
+        train.Updates,
         train.settle_buckets,
     )
-    scalers, settling = [], []
+    updates, settling = [], []
 
-    def watched_scaler(*args, **kwargs):
-        scalers.append(GradScaler(*args, **kwargs))
-        return scalers[0]
+    def watched_updates(*args, **kwargs):
+        updates.append(Updates(*args, **kwargs))
+        return updates[0]
 
     def watched_settling(*args):
         settling.append(True)  # a pass that is not of training
@@ -186,7 +186,7 @@ def work(folder, name, rank=0):
         def before_forward(model, args):
             if model.training and not settling:
                 seen["weights"].append([local(p).detach().clone() for p in parameters])
-                seen["scales"].append(scalers[0].get_scale())
+                seen["scales"].append(updates[0].scale.item())
                 seen["seeds"].append(torch.initial_seed())
                 seen["held"].append([0 if p.grad is None else local(p.grad).data_ptr() for p in parameters])
 
@@ -237,7 +237,7 @@ def work(folder, name, rank=0):
         patch.setattr(model_module, "expert_loads", watched_loads)
         patch.setattr(checkpoint.Saver, "save", watched_save)
         patch.setattr(train, "build_optimizer", watched_build)
-        patch.setattr(torch.amp, "GradScaler", watched_scaler)
+        patch.setattr(train, "Updates", watched_updates)
         patch.setattr(train, "settle_buckets", watched_settling)
         train.train(config)
     return seen

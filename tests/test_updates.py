@@ -1,0 +1,439 @@
+"""Steps that are taken or left out on the device: loss scale, clipping, spikes, runs that are halted."""
+
+import json
+import math
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from runs import checkpoints, column, end, run, steps
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from data.loader import Loader
+from model import GPT
+from runtime import RunError, checkpoint, folder
+from runtime.metrics import read
+from runtime.updates import BAD_GRADIENTS, WINDOW, Updates, is_spike
+
+# ---- against torch's own
+
+
+def both(grad_clip, scaled, **own):
+    """Two equal models with AdamW: (parameters, Updates), and (parameters, a function that takes the same step with
+    GradScaler, clip_grad_norm_ and AdamW, the plain one)."""
+    first = [torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 7)]
+    mine, theirs = ([torch.nn.Parameter(p.clone()) for p in first] for _ in range(2))
+    options = {"lr": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    updates = Updates(torch.optim.AdamW(mine, **options, fused=True), "cpu", scaled=scaled, grad_clip=grad_clip, **own)
+    optimizer, scaler = torch.optim.AdamW(theirs, **options), torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def step(lr, gradients):
+        scaler.scale(torch.zeros(()))  # makes its tensors
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient * (scaler.get_scale() if scaled else 1)
+        optimizer.param_groups[0]["lr"] = lr
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, grad_clip or math.inf)
+        if norm.isfinite():
+            scaler.step(optimizer)
+        scaler.update()
+        return norm
+
+    return mine, updates, theirs, optimizer, scaler, step
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("grad_clip", [0.0, 0.5, 100.0])
+def test_steps_are_those_of_gradscaler_clipping_and_adamw(grad_clip, scaled, monkeypatch):
+    """The first scales by hand, with gradients that are not finite between, and a scale that grows every 3 steps."""
+    monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 3)
+    mine, updates, theirs, optimizer, scaler, take = both(grad_clip, scaled)
+    scaler.set_growth_interval(3)
+    generator, left_out = torch.Generator().manual_seed(1), 0
+    for step in range(24):
+        gradients = [torch.randn(p.shape, generator=generator) for p in mine]
+        if step in (0, 5, 6, 13):
+            gradients[step % 2].flatten()[step % 5] = (math.inf, math.nan)[step % 2]
+            left_out += 1
+        for p, gradient in zip(mine, gradients, strict=True):
+            p.grad = gradient * updates.scale
+        before = [p.detach().clone() for p in mine]
+        taken = updates.step(step, 0.01 * (step + 1), torch.tensor(1.0, dtype=torch.float64))
+        norm = take(0.01 * (step + 1), gradients)
+        state = updates.read()
+        assert (state.skipped, taken.item()) == (left_out, norm.isfinite().item())
+        assert any(not torch.equal(p, was) for p, was in zip(mine, before, strict=True)) == taken.item()
+        assert math.isfinite(state.grad_norm) == norm.isfinite().item()
+        if norm.isfinite():
+            assert state.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert state.scale == (scaler.get_scale() if scaled else 1)
+        for p, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(p, other, rtol=2e-6, atol=2e-6)
+            moments, others = updates.optimizer.state[p], optimizer.state[other]
+            assert moments["step"].item() == step + 1 - left_out
+            for key in ("exp_avg", "exp_avg_sq") if others else ():  # the weights alone do not tell a gradient's size
+                torch.testing.assert_close(moments[key], others[key], rtol=2e-6, atol=2e-6)
+    assert not scaled or len({updates.read().scale, 65536}) == 2
+
+
+def test_halted_run_changes_nothing_any_more():
+    mine, updates, *_ = both(1.0, True, max_skipped_steps=2)
+    for step, gradient in enumerate([1.0, math.inf, 1.0, math.inf, math.inf]):
+        for p in mine:
+            p.grad = torch.full_like(p, gradient)
+        updates.step(step, 0.1, torch.tensor(2.0, dtype=torch.float64))
+    halted = updates.read()
+    assert (halted.halted, halted.step, halted.skipped, halted.skipped_in_row) == (BAD_GRADIENTS, 4, 3, 2)
+    frozen = [t.clone() for t in (*mine, *(state["exp_avg"] for state in updates.optimizer.state.values()))]
+    for step in range(5, 9):
+        for p in mine:
+            p.grad = torch.ones_like(p)
+        assert not updates.step(step, 0.1, torch.tensor(math.nan if step == 7 else 1.0, dtype=torch.float64))
+    assert updates.read() == halted
+    now = [*mine, *(state["exp_avg"] for state in updates.optimizer.state.values())]
+    assert all(torch.equal(a, b) for a, b in zip(now, frozen, strict=True))
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the operators by which a number leaves its device: .item(), bool(), if, float()."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_local_scalar_dense" in str(function) or "nonzero" in str(function) or "is_nonzero" in str(function):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_step_of_the_weights_reads_no_number(scaled):
+    mine, updates, *_ = both(1.0, scaled, loss_spike="skip", max_skipped_steps=3)
+    with HostReads() as reads:
+        torch.ones(()).item()
+    assert reads.found  # it sees them
+    for step in range(3):
+        for p in mine:
+            p.grad = torch.ones_like(p)
+        with HostReads() as reads:
+            updates.step(step, 0.1, torch.tensor(1.0, dtype=torch.float64))
+        assert not reads.found
+
+
+EAGER = ["log.interval=100", "eval.interval=100", "train.max_steps=9", "train.bias_update_rate=0.01"]
+EAGER += ["train.loss_spike=skip", "train.balance_loss_coef=0.01", "train.z_loss_coef=0.001"]
+
+
+@pytest.fixture
+def in_steady_steps(monkeypatch):
+    """`in_steady_steps(begin, end)` calls begin before the fifth training step, and end after the seventh."""
+
+    def watch(begin, end):
+        rate = train.learning_rate
+
+        def at(optim, max_steps, step):
+            {4: begin, 7: end}.get(step, lambda: None)()
+            return rate(optim, max_steps, step)
+
+        monkeypatch.setattr(train, "learning_rate", at)
+
+    return watch
+
+
+@pytest.mark.parametrize("router", ["dense", "kern", "softmax-renorm"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype):
+    """But for the loads that the experts of a CPU go by, which they read as a list."""
+    reads, calls = HostReads(), []
+
+    def begin():
+        reads.__enter__()
+        calls.append("begin")
+
+    def end():
+        reads.__exit__(None, None, None)
+        calls.append("end")
+
+    in_steady_steps(begin, end)
+    run(tiny(*EAGER, f"model.router={router}", f"train.dtype={dtype}", "model.backend=torch"))
+    assert calls == ["begin", "end"] and not reads.found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("router", ["dense", "kern", "softmax-renorm"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_steady_step_never_makes_the_host_wait(tiny, in_steady_steps, router, dtype, compile):
+    calls = []
+
+    def mode(name):
+        calls.append(name)
+        torch.cuda.set_sync_debug_mode(name)
+
+    in_steady_steps(lambda: mode("error"), lambda: mode("default"))
+    own = [
+        "train.device=cuda",
+        f"train.dtype={dtype}",
+        f"model.router={router}",
+        f"train.compile={str(compile).lower()}",
+    ]
+    try:
+        run(tiny(*EAGER, *own))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert calls == ["error", "default"]
+
+
+# ---- steps that are not finite
+
+
+def flat(model):
+    """All weights and selection biases."""
+    return torch.cat([t.detach().flatten() for t in (*model.parameters(), *model.buffers())])
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """`poison(steps)` makes the gradients of those training steps infinite, `poison(steps, factor)` multiplies their
+    losses. It returns a list that training fills: weights and biases, in one vector, as each step found them."""
+
+    def poison(steps, factor=None):
+        forward, found = GPT.forward, []
+
+        def poisoned(model, idx, targets=None):
+            out = forward(model, idx, targets)
+            if model.training and torch.is_grad_enabled():
+                found.append(flat(model))
+                if len(found) - 1 in steps:
+                    loss = out.loss * (factor or 1)
+                    if factor is None:
+                        loss.register_hook(lambda gradient: gradient * math.inf)
+                    out = out._replace(loss=loss)
+            return out
+
+        monkeypatch.setattr(GPT, "forward", poisoned)
+        return found
+
+    return poison
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
+    weights = poison({1, 2})
+    lines = run(tiny("train.max_steps=5", f"train.dtype={dtype}", "train.bias_update_rate=0.01"))
+    assert [bool(torch.equal(a, b)) for a, b in zip(weights, weights[1:], strict=False)] == [False, True, True, False]
+    assert column(lines, "optim/skipped_steps") == [0, 1, 2, 2, 2]
+    assert math.isfinite(lines[-1]["val/loss"])
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison):
+    weights = poison(range(1, 100))
+    with pytest.raises(
+        RunError, match=r"3 steps in a row skipped, the last for gradients .*\(step 4, .*Lower optim\.lr"
+    ):
+        run(tiny("train.max_steps=50", "train.max_skipped_steps=3"))
+    assert len(weights) == 4
+    assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
+
+
+def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
+    poison({0, 2, 4})
+    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
+    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
+
+
+HALF = ["train.dtype=float16", "optim.warmup_steps=0", "eval.interval=22"]
+
+
+def test_loss_scale_has_a_floor(tiny, poison):
+    """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
+    weights = poison(range(20))
+    lines = run(tiny("train.max_steps=22", "train.max_skipped_steps=21", *HALF))
+    scales = column(lines, "optim/loss_scale")
+    assert scales[:16] == [2.0**power for power in range(15, -1, -1)]
+    assert set(scales[16:]) == {1.0}
+    assert not torch.equal(weights[20], weights[21])  # and it learns again
+
+
+def test_collapse_of_the_loss_scale_ends_with_advice(tiny, poison):
+    weights = poison(range(100))
+    with pytest.raises(RunError, match=r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"):
+        run(tiny("train.max_steps=100", *HALF))
+    scales = column(read(folder.path_of(tiny()) / "metrics.jsonl"), "optim/loss_scale")
+    assert len(scales) == 19 and min(scales) == 1
+    assert len(weights) == 20 and torch.equal(weights[0], weights[-1])
+
+
+def test_halted_run_is_noticed_at_the_next_log_line(tiny, poison, saves_end_first):
+    """Until then nothing changes, and nothing of it is saved."""
+    saves_end_first()
+    weights = poison({3}, math.nan)
+    config = tiny("train.max_steps=20", "log.interval=5", "eval.interval=100", "train.checkpoint_interval=3")
+    with pytest.raises(RunError, match="train loss nan in step 4, before its update"):
+        run(config)
+    assert len(weights) == 6  # steps 1 to 5; computed once more, step 4 is finite: a fault of the hardware, say
+    assert torch.equal(weights[3], weights[4]) and torch.equal(weights[3], weights[5])
+    assert steps(config) == [3]
+    report = json.loads((folder.path_of(config) / "crash-step_00000003.json").read_text())
+    assert report["loss"] == "nan" and math.isfinite(report["ranks"][0]["micro_batches"][0]["loss"])
+
+
+@pytest.mark.parametrize("pause", ["train.checkpoint_interval=5", "eval.interval=5"])
+def test_halted_run_is_noticed_before_it_saves_or_evaluates(tiny, poison, pause):
+    weights = poison({3}, math.nan)
+    config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", pause)
+    with pytest.raises(RunError, match="in step 4, before its update"):
+        run(config)
+    assert len(weights) == 6 and not steps(config)
+    assert [line["step"] for line in read(folder.path_of(config) / "metrics.jsonl")] == [0]
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A function that returns the model that was trained last."""
+    build, built = train.build_optimizer, []
+    monkeypatch.setattr(train, "build_optimizer", lambda model, optim: built.append(model) or build(model, optim))
+    return lambda: built[-1]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, saves_end_first, factor):
+    saves_end_first()
+    weights = poison({5, 7}, factor)  # the second micro-batch of step 3, and once more for the dump
+    config = tiny("train.micro_batch_size=4", "train.checkpoint_interval=1", "train.keep_checkpoints=9")
+    with pytest.raises(RunError, match=rf"train loss {factor} in step 3, before its update.*optim\.lr"):
+        run(config)
+    assert len(weights) == 8 and weights[5].isfinite().all() and torch.equal(weights[5], weights[7])
+    assert torch.equal(flat(model()), weights[5])
+    assert not torch.equal(weights[3], weights[4])
+    assert all(buffer.isfinite().all() for buffer in model().buffers())
+    assert steps(config) == [1, 2]
+    checkpoint.load_model(checkpoints(config), 2, model())
+    assert torch.equal(flat(model()), weights[4])
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    (file,) = folder.path_of(config).glob("crash-*")
+    assert file.name == "crash-step_00000002.json"
+    report = json.loads(file.read_text(), parse_constant=refuse)
+    assert (report["step"], report["loss"], report["loss_scale"]) == (2, str(factor), 1.0)
+    assert report["learning_rate"] == train.learning_rate(config.optim, 4, 2)
+    (rank,) = report["ranks"]
+    tokens = train.open_tokens(Path(config.data.dir, config.data.name), "train")
+    loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
+    assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
+    assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)
+    assert rank["layers_of_micro_batch"] == 1
+    blocks = [f"blocks.{i}{part}" for i in range(2) for part in (".attn", ".mlp", "")]
+    assert list(rank["layers"]) == ["wte", *blocks, "ln_f"]
+    assert all(0 < layer["rms"] <= layer["max"] < 100 for layer in rank["layers"].values())
+    named = dict(model().named_parameters())
+    assert report["parameters"].keys() == named.keys()
+    for name, p in named.items():
+        assert report["parameters"][name]["weight_norm"] == pytest.approx(p.norm().item(), rel=1e-5), name
+    assert any(not isinstance(norms["gradient_norm"], float) for norms in report["parameters"].values())
+
+
+def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, monkeypatch):
+    config = tiny("train.max_steps=3")
+    rate = train.learning_rate
+
+    def overflowing(optim, max_steps, step):
+        if step == 1:
+            with torch.no_grad():
+                model().blocks[1].mlp.experts.w_out.fill_(math.inf)
+        return rate(optim, max_steps, step)
+
+    monkeypatch.setattr(train, "learning_rate", overflowing)
+    with pytest.raises(RunError, match="crash-step_00000001.json"):
+        run(config)
+    report = json.loads((folder.path_of(config) / "crash-step_00000001.json").read_text())
+    layers = report["ranks"][0]["layers"]
+    bad = [name for name, layer in layers.items() if isinstance(layer["rms"], str)]
+    assert bad[0] == "blocks.1.mlp" and "blocks.1.attn" not in bad and "blocks.0" not in bad
+
+
+# ---- losses out of line
+
+
+def test_spike_by_hand():
+    def spikes(losses, loss, sigma):
+        ring = torch.zeros(WINDOW, dtype=torch.float64)
+        ring[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
+        spike, mean = is_spike(ring, torch.tensor(float(len(losses))), torch.tensor(loss).double(), sigma)
+        assert mean.item() == pytest.approx(statistics.fmean(losses))
+        return spike.item()
+
+    losses = [1.0, 3.0] * 32
+    limit = 2 + 6 * statistics.stdev(losses)
+    assert limit == pytest.approx(8.047, abs=1e-3)
+    assert spikes(losses, limit + 1e-5, 6) and not spikes(losses, limit - 1e-5, 6)
+    assert spikes(losses, limit - 1e-5, 5)
+    assert not spikes(losses[1:], 1e9, 6)  # too few to tell
+    assert not spikes(losses, -1e9, 6)
+    assert spikes([2.0] * 128, 2.1, 6) and not spikes([2.0] * 128, 2.0, 6)
+
+
+def test_spikes_are_measured_against_the_steps_that_were_taken():
+    mine, updates, *_ = both(1.0, False, loss_spike="skip")
+    losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
+    for step, loss in enumerate(losses):
+        for p in mine:
+            p.grad = torch.ones_like(p)
+        updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
+    state = updates.read()
+    assert (state.spikes, state.skipped, state.taken, state.spike_step, state.spike_loss) == (3, 3, 151, 153, 1e4)
+    assert state.spike_mean == pytest.approx(statistics.fmean([*losses[23:150], 2.0]), rel=1e-12)
+
+
+LONG = ["train.max_steps=70", "eval.interval=100", "train.keep_checkpoints=9"]
+
+
+@pytest.mark.parametrize("policy", ["off", "warn", "skip"])
+def test_loss_spike(tiny, poison, capsys, policy):
+    weights = poison({66}, 50)
+    lines = run(tiny(*LONG, f"train.loss_spike={policy}"))
+    assert column(lines, "train/loss")[66] > 100
+    said = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
+    assert torch.equal(weights[66], weights[67]) == (policy == "skip")
+    assert not torch.equal(weights[67], weights[68])
+    assert column(lines, "optim/skipped_steps")[65:68] == ([0, 1, 1] if policy == "skip" else [0, 0, 0])
+    if policy == "off":
+        assert not said and not column(lines, "optim/loss_spikes")
+    else:
+        assert column(lines, "optim/loss_spikes") == [0] * 66 + [1] * 4
+        (line,) = said
+        assert "step 67" in line and ("skipped" if policy == "skip" else "taken all the same") in line
+
+
+def test_spikes_between_two_log_lines_are_told_at_the_second(tiny, poison, capsys):
+    poison({66, 68}, 50)
+    run(tiny(*LONG, "train.loss_spike=skip", "log.interval=70"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
+    assert "2 spikes, the last: step 69" in line
+
+
+def test_losses_that_stay_high_stop_the_run_that_skips_them(tiny, poison):
+    weights = poison(range(66, 200), 50)
+    own = ["train.max_steps=200", "train.loss_spike=skip", "train.max_skipped_steps=4"]
+    with pytest.raises(RunError, match=r"4 steps in a row skipped, the last for a loss spike \(step 70"):
+        run(tiny("eval.interval=200", *own))
+    assert len(weights) == 70 and torch.equal(weights[66], weights[69])
+
+
+def test_history_of_losses_survives_a_resume(tiny, poison):
+    own = [*LONG, "train.loss_spike=skip", "train.checkpoint_interval=60"]
+    poison({66}, 50)
+    lines = run(tiny(*own))
+    assert column(lines, "optim/loss_spikes")[-1] == 1
+    whole = end(tiny(*own))
+    shutil.rmtree(checkpoints(tiny()) / "step_00000070")
+    poison({6}, 50)  # of this process' steps, from 60
+    run(tiny(*own))
+    assert end(tiny(*own)) == whole
