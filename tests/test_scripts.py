@@ -1,6 +1,5 @@
-"""scripts/: sweep, report, sample, bench, plan."""
+"""scripts/: sweep, report, sample, plan."""
 
-import hashlib
 import itertools
 import math
 import re
@@ -16,11 +15,10 @@ from hypothesis import strategies as st
 
 import configure
 import train
-from data import tokenizer
 from model import GPT, parameter_shapes
 from runtime import memory
 from runtime.metrics import Metrics, read
-from scripts import bench, plan, report, sample, sweep
+from scripts import plan, report, sample, sweep
 
 # ---- sweep
 
@@ -269,59 +267,6 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
     for step in ("step_00000002", "step_00000004"):
         (trained / "checkpoints" / step).rename(trained / step)
     assert "train it first" in error(trained)
-
-
-# ---- bench
-
-
-def test_bench_compares_routers_in_turns(tiny_file, capsys):
-    arguments = ["--routers", "kern", "dense", "--rounds", "2", "--model.n_layer=1"]
-    assert bench.main(["step", str(tiny_file), *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "float32" in out and "256 tokens each" in out and "kern's" in out
-    row = r"(\S+) +([\d.]+) ms +([\d,]+) tokens/s +ratio (\d+\.\d{3})"
-    kern, dense = re.findall(row, out)
-    assert (kern[0], kern[3]) == ("kern", "1.000")  # the first is the measure
-    assert dense[0] == "dense"
-    assert float(dense[3]) == pytest.approx(float(dense[1]) / float(kern[1]), abs=0.05)
-    assert int(dense[2].replace(",", "")) == pytest.approx(256000 / float(dense[1]), rel=0.1)
-
-
-def test_functions_are_timed_in_turns_after_a_warm_up():
-    called = []
-    functions = {name: lambda name=name: called.append(name) for name in "ab"}
-    seconds = bench.in_turns(functions, 3, torch.device("cpu"))
-    assert "".join(called) == "ab" * 5  # two rounds of warm-up
-    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
-
-
-def test_bench_refuses_bad_input(tiny_file, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["step", str(tiny_file), "--routers", "kernn"])
-    assert stop.value.code == 2
-    assert "kernn" in (message := capsys.readouterr().err) and "softmax" in message
-    assert bench.main(["step", str(tiny_file), "--model.n_layr=1"]) == 2
-    assert "did you mean 'model.n_layer'?" in capsys.readouterr().err
-
-
-def test_bench_data(tmp_path, capsys, monkeypatch, fake_ranks):
-    (tmp_path / "ranks").write_bytes(fake_ranks)
-    monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "some words, {i} times"}}\n' for i in range(100)))
-    monkeypatch.setattr(bench, "PREPARED_CHARACTERS", 10_000)
-    assert bench.main(["data", str(tmp_path / "a.jsonl"), "--rounds=1", "--ranks", str(tmp_path / "ranks")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rates = [float(line.split("tokens/s")[0].split()[-1].replace(",", "")) for line in lines if "tokens/s" in line]
-    assert len(rates) == 4 + 6 and min(rates) > 0
-
-
-def test_bench_scaling(tiny_file, capsys):
-    assert bench.main(["scaling", str(tiny_file), "--ranks", "1", "2", "--rounds=1", "--steps=5"]) == 0
-    out = capsys.readouterr().out
-    found = [re.search(rf"{ranks} ranks +([\d,]+) tokens/s +efficiency ([\d.]+)", out).groups() for ranks in (1, 2)]
-    one, two = (float(rate.replace(",", "")) for rate, _ in found)
-    assert found[0][1] == "1.00" and float(found[1][1]) == pytest.approx(two / one / 2, rel=0.02)
-    assert "share its cores" in out
 
 
 # ---- plan

@@ -15,7 +15,9 @@ from test_kernels import CASES, NAMES, TOLERANCE, make
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+from configure.schema import Model
 from kernels import expert_mlp
+from model import GPT
 
 pytest.importorskip("triton")
 
@@ -258,6 +260,19 @@ def test_compiled_without_a_graph_break_and_under_checkpointing():
         out = function(*fresh, experts)
         got = [out.detach(), *torch.autograd.grad(out, fresh, d_out)]
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@on_cpu
+def test_the_whole_model_compiles_without_a_graph_break():
+    """Router, experts and head inside, forward and backward."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 40}
+    model = GPT(Model(**sizes, n_expert=4, top_k=2, expert_hidden=8, backend="triton"))
+    idx = torch.randint(40, (1, 8))
+    results = []
+    for runner in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = runner(idx, idx).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @on_cpu
