@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels import expert_mlp
+from kernels.cross_entropy import linear_cross_entropy
 from router import ROUTERS, Router, balance_loss, expert_loads, token_distribution, z_loss
 
 
@@ -27,7 +28,7 @@ class Stats(NamedTuple):
 
 
 class Output(NamedTuple):
-    logits: torch.Tensor  # (B, T, V), or (B, 1, V) of the last position if there were no targets
+    logits: torch.Tensor | None  # (B, 1, V) of the last position; None if there were targets
     loss: torch.Tensor | None  # cross-entropy alone, nats per token
     stats: Stats
 
@@ -167,10 +168,12 @@ class GPT(nn.Module):
             x, stats = block(x)
             layers.append(stats)
         x = self.ln_f(x if targets is not None else x[:, [-1]])
-        logits = F.linear(x, self.wte.weight if self.lm_head is None else self.lm_head.weight)
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        head = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        logits = loss = None
+        if targets is None:
+            logits = F.linear(x, head)
+        else:
+            loss = linear_cross_entropy(x.flatten(0, 1), head, targets.flatten(), self.config.backend)
         return Output(logits, loss, stack(layers, idx.device))
 
 

@@ -45,7 +45,9 @@ class Model(Section):
     init_std: float = Field(
         0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) onto the residual stream"
     )
-    backend: Literal["auto", "reference", "torch", "triton"] = Field("auto", description="expert implementation")
+    backend: Literal["auto", "reference", "torch", "triton"] = Field(
+        "auto", description="implementation of experts and LM head"
+    )
 
 
 class Data(Section):

@@ -7,6 +7,7 @@ keeps for the backward pass; docs/scale.md has the terms, and what they were mea
 from math import ceil, log2, prod
 from typing import NamedTuple
 
+from kernels.cross_entropy import chunk_rows
 from runtime import RunError, distributed
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
@@ -59,8 +60,17 @@ def plan(shapes, model, micro_batch_size, dtype, parallel, shards, checkpointing
         optimizer=8 * parameters,
         copies=copies,
         activations=model.n_layer * per_layer + (layer if checkpointing else 0),
-        logits=12 * tokens * model.vocab_size,  # fp32: log-probabilities, their gradient, the logits' gradient
+        logits=logits_bytes(model, tokens, dtype),
     )
+
+
+def logits_bytes(model, tokens, dtype):
+    """What the LM head takes besides its weight and its input (kernels/cross_entropy.py), bytes."""
+    b = REST[dtype] or 4
+    V, C = model.vocab_size, model.n_embd
+    chunk = chunk_rows(tokens, V, b) * V * b
+    gradient = 4 * V * C  # of the weight, before the loss's own gradient is known; then scaled, beside it
+    return b * tokens * C + gradient + max(chunk, gradient)
 
 
 def activation_bytes(model, tokens, dtype):

@@ -4,7 +4,8 @@
 
 Exits with 1 if a kernel spills registers or takes more shared memory than a block may have.
 
-Both passes of the experts run on meta tensors, and each launch is compiled instead: what is compiled is what would run.
+Both passes of the experts, and of the LM head what is in Triton, run on meta tensors, and each launch is compiled
+instead: what is compiled is what would run.
 """
 
 import argparse
@@ -21,14 +22,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_experts
+from kernels import triton_cross_entropy, triton_experts
+from kernels.cross_entropy import scale_of
 
-SHAPES = {  # N, C, H, E, K: the paper's model of 125M active parameters, and others in use, "few" rows an expert
-    "125m": (32768, 768, 384, 64, 8),
-    "wide": (65536, 2048, 1024, 32, 4),
-    "narrow": (8192, 768, 96, 256, 64),
-    "odd": (8192, 1000, 200, 48, 5),
-    "few": (8192, 768, 384, 256, 4),
+SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters, and others in use, "few" rows an expert
+    "125m": (32768, 768, 384, 64, 8, 50304),
+    "wide": (65536, 2048, 1024, 32, 4, 131072),
+    "narrow": (8192, 768, 96, 256, 64, 257),
+    "odd": (8192, 1000, 200, 48, 5, 50257),
+    "few": (8192, 768, 384, 256, 4, 32000),
 }
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes a block may have; 99 KB for the sake of 8.6, 8.9 and 12.0
 TYPES = {
@@ -65,7 +67,7 @@ def resources(compiled):
     return used["REG"], compiled.metadata.shared, used["STACK"] + used["LOCAL"]
 
 
-def table(sm, dtype, N, C, H, E, K):
+def table(sm, dtype, N, C, H, E, K, V):
     """Lines of (kernel, tile, warps, stages, registers, shared, spilled), each kernel once."""
     lines = {}
 
@@ -87,6 +89,8 @@ def table(sm, dtype, N, C, H, E, K):
         x, w_in, w_out, weights = meta(N, C), meta(E, C, H), meta(E, H, C), meta(N, K, dtype=torch.float32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64))
         triton_experts.backward(out, x, w_in, w_out, weights, *kept)
+        targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
+        triton_cross_entropy.softmax(meta(N, V), targets, losses, scale_of(dtype), True)
     return list(lines)
 
 

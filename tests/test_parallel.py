@@ -103,6 +103,14 @@ CASES |= {
     for way in ("alone", "ddp-2", "fsdp-2")
     for checkpointing in ("false", "true")
 }
+# Interpreted, so as little as can be: 16 tokens a step.
+TRITON = ["model.n_layer=1", "model.block_size=8", "train.batch_size=2", "train.micro_batch_size=1", "log.interval=1"]
+TRITON += ["train.max_steps=2", "eval.interval=2", "eval.windows=2", "train.activation_checkpointing=true"]
+CASES["torch alone"] = WAYS["alone"]._replace(overrides=[*TRITON, "model.backend=torch"])
+CASES |= {
+    f"triton {way}": WAYS[way]._replace(overrides=[*TRITON, "model.backend=triton"])
+    for way in ("alone", "ddp-2", "fsdp-2")
+}
 CASES |= {f"inf {way}": WAYS[way]._replace(overrides=HALF, inf_on_rank_1=2) for way in ("ddp-2", "fsdp-2", "fsdp-4")}
 CASES |= {f"windows {way}": WAYS[way]._replace(overrides=WINDOWS) for way in ("alone", "fsdp-2", "fsdp-4", "hsdp-2x2")}
 CASES |= {f"uneven {way}": WAYS[way]._replace(overrides=UNEVEN) for way in ("fsdp-4", "hsdp-2x2")}
@@ -423,6 +431,12 @@ def test_ranks_may_lack_experts(outcome, way):
         assert report["buffers"]["blocks.0.mlp.router.selection_bias"][3] == -10 - rank
     assert len(column(ranks.lines, "train/loss")) == 6
     assert_same_run(ranks, alone)
+
+
+@pytest.mark.parametrize("way", ["alone", "ddp-2", "fsdp-2"])
+def test_triton_kernels_train_alike_on_any_number_of_ranks(outcome, way):
+    """With activation checkpointing."""
+    assert_same_run(outcome(f"triton {way}"), outcome("torch alone"))
 
 
 @pytest.mark.parametrize("way", ["fsdp-2", "fsdp-4", "hsdp-2x2"])

@@ -323,7 +323,7 @@ def compiled(tmp_path, *before):
 def test_kernels_compile_for_a100_and_h100(tmp_path):
     good = compiled(tmp_path)
     assert good.returncode == 0, good.stdout + good.stderr
-    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad"):
+    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax"):
         for sm in ("80", "90"):
             assert any(line.split()[0] == sm and line.split()[3] == kernel for line in good.stdout.splitlines())
     wide = "triton_experts.TILES[9]['rows'] = triton_experts.Tile(128, 256, 64, 8, 6)"

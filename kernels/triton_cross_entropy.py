@@ -1,0 +1,48 @@
+"""A chunk's logits become its losses and gradient in Triton: a program a row, the row read twice and written once.
+
+The row's second reading comes out of the L2, so memory sees each logit once read and once written, where plain torch
+operators take four such passes in fp32. See kernels/cross_entropy.py for what calls it, and for TRITON_INTERPRET
+kernels/triton_experts.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 4096, 8  # a thread holds 16 logits: two loads of 16 bytes in half precision
+
+
+@triton.jit
+def softmax_kernel(
+    logits, targets, losses, V: tl.constexpr, SCALE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """losses[row] = logsumexp(z) - z[target] for the row's logits z (V,) and, with GRAD, z = SCALE · (softmax(z) -
+    onehot). NaN for a target that is not in [0, V)."""
+    row = tl.program_id(0)
+    z = logits + row.to(tl.int64) * V
+    target = tl.load(targets + row)
+    inside = (target >= 0) & (target < V)
+    at_target = tl.load(z + tl.where(inside, target, 0)).to(tl.float32)  # before any thread writes, see the reductions
+    col = tl.arange(0, BLOCK)
+    top, total = -float("inf"), 0.0  # of exp(z - top)
+    for first in range(0, V, BLOCK):
+        part = tl.load(z + first + col, mask=first + col < V, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(part, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(part - higher), 0)
+        top = higher
+    tl.store(losses + row, tl.where(inside, top - at_target + tl.log(total), float("nan")))
+    if GRAD:
+        share = SCALE / total
+        for first in range(0, V, BLOCK):
+            part = tl.load(z + first + col, mask=first + col < V, other=-float("inf")).to(tl.float32)
+            grad = tl.exp(part - top) * share - tl.where(first + col == target, SCALE, 0.0)
+            tl.store(z + first + col, grad.to(logits.dtype.element_ty), mask=first + col < V)
+
+
+def softmax(logits, targets, losses, scale, grad):
+    """losses (n,) fp32 of logits (n, V) and targets (n,); with `grad` the gradient, times `scale`, replaces logits."""
+    n, V = logits.shape
+    assert logits.is_contiguous() and targets.is_contiguous() and losses.dtype == torch.float32
+    block = min(BLOCK, triton.next_power_of_2(V))
+    with torch.cuda.device_of(logits):
+        softmax_kernel[(n,)](logits, targets, losses, V, scale, grad, block, num_warps=WARPS)

@@ -1,0 +1,306 @@
+"""kernels/cross_entropy.py: both ways of computing it against F.cross_entropy in float64, and what memory it takes.
+
+Without a GPU the Triton kernel is interpreted; that it compiles for the GPUs in use test_triton.py looks at."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from configure import Config
+from kernels import cross_entropy, what_stops_triton
+from kernels.cross_entropy import chunk_rows, linear_cross_entropy
+from model import GPT
+from runtime.memory import logits_bytes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("loss", "x", "weight")
+# Largest error of a tensor, relative to its norm, against float64 on the same inputs.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+HALF = (torch.float16, torch.bfloat16)
+SHAPES = {  # N, C, V
+    "typical": (140, 16, 257),
+    "one row": (1, 5, 7),
+    "one token to choose": (9, 4, 1),
+    "two": (40, 3, 2),
+    "more than a block": (20, 8, 5000),
+    "a whole block": (5, 8, 4096),
+}
+WAYS = [("torch", dtype) for dtype in TOLERANCE] + [("triton", dtype) for dtype in TOLERANCE if dtype != torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def triton_there(request):
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if backend == "triton" and what_stops_triton(torch.device(DEVICE), torch.float32):
+        pytest.skip("triton cannot run here")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Of 128 rows, the last one of what is left over."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+
+
+def make(N, C, V, dtype=torch.float32):
+    g = torch.Generator().manual_seed(N + V)
+    x, weight = torch.randn(N, C, generator=g), 0.5 * torch.randn(V, C, generator=g)
+    weight *= torch.linspace(0.5, 1.5, V)[:, None]  # the largest logits come late
+    targets = torch.randint(V, (N,), generator=g)
+    return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE)
+
+
+def run(x, weight, targets, backend="auto", scale=1.0, autocast=None):
+    """[loss, two gradients of scale · loss], every element that nothing writes being NaN."""
+    x, weight = (t.detach().requires_grad_() for t in (x, weight))
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        return empty(*args, **kwargs).fill_(math.nan)
+
+    with (
+        mock.patch.object(torch, "empty", poisoned),
+        torch.autocast(DEVICE, autocast, enabled=autocast is not None),
+    ):
+        loss = linear_cross_entropy(x, weight, targets, backend)
+    return [loss.detach(), *torch.autograd.grad(scale * loss, (x, weight))]
+
+
+def exact(x, weight, targets):
+    """[loss, two gradients] by torch's own operators in float64."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = F.cross_entropy(x @ weight.T, targets)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+
+def assert_near(got, wanted, tolerance):
+    for name, a, b in zip(NAMES, got, wanted, strict=True):
+        assert a.shape == b.shape, name
+        error, norm = (a.double() - b).norm().item(), b.norm().item()
+        assert error <= tolerance * norm, f"{name}: {error / norm:.1e}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend, dtype", WAYS)
+def test_equals_float64(backend, dtype, shape, small_chunks):
+    inputs = make(*SHAPES[shape], dtype)
+    got = run(*inputs, backend)
+    assert [t.dtype for t in got] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
+    assert_near(got, exact(*inputs), TOLERANCE[dtype])
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.integers(1, 400), st.integers(1, 20), st.integers(1, 300), st.integers(1, 2**18))
+def test_any_shape_in_any_chunks(N, C, V, chunk_bytes):
+    inputs = make(N, C, V, torch.float64)
+    with mock.patch.object(cross_entropy, "CHUNK_BYTES", chunk_bytes):
+        got = run(*inputs)
+    for a, b in zip(got, exact(*inputs), strict=True):
+        assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**18), st.integers(1, 2**18), st.sampled_from([2, 4, 8]))
+def test_rows_of_a_chunk(n_row, vocab_size, itemsize):
+    rows = chunk_rows(n_row, vocab_size, itemsize)
+    row, limit = vocab_size * itemsize, cross_entropy.CHUNK_BYTES
+    if n_row * row <= limit:
+        assert rows == n_row
+    else:
+        assert 0 < rows < n_row + 128 and rows % 128 == 0
+        assert (rows - 128) * row < limit
+        assert rows * -(-n_row // rows) < n_row + rows  # none is empty
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast(dtype, backend, small_chunks):
+    """Inputs are rounded to its type, and gradients are float32, like the inputs."""
+    x, weight, targets = make(140, 16, 257)
+    got = run(x, weight, targets, backend, autocast=dtype)
+    assert {t.dtype for t in got} == {torch.float32}
+    assert_near(got, exact(x.to(dtype), weight.to(dtype), targets), TOLERANCE[dtype] / 2)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_large_and_small_logits(backend):
+    """±1e4, whole numbers so that nothing is rounded before the softmax, and rows where two are on top."""
+    x, weight, targets = ((100 * t).round() if t.is_floating_point() else t for t in make(60, 8, 300))
+    weight[7], targets[::3] = weight[5], 7
+    x[::2], x[1::4] = (x[::2] / 10).round(), 20 * weight[5].sign()
+    logits = x @ weight.T
+    assert logits.max() > 1e4 and logits.min() < -1e4
+    assert_near(run(x, weight, targets, backend), exact(x, weight, targets), 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_small_probabilities_in_float16(backend):
+    """At the start of training each is 2e-5, below the least normal number of float16; under a small loss scale or a
+    large one."""
+    x, weight, targets = make(8, 8, 50304)
+    x, weight = x.half().float(), (0.05 * weight).half().float()
+    wanted = exact(x, weight, targets)
+    others = torch.ones(50304, dtype=torch.bool, device=DEVICE).index_fill_(0, targets, False)  # not drowned by targets
+    for scale in (2.0**-10, 1.0, 2.0**20):
+        loss, d_x, d_weight = run(x, weight, targets, backend, scale, torch.float16)
+        assert_near([loss, d_x / scale, d_weight / scale], wanted, 5e-4)
+        error = d_weight[others] / scale - wanted[2][others]
+        assert error.norm() < 5e-4 * wanted[2][others].norm()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_large_sums_in_float16(backend, small_chunks):
+    """One token is the target of every row: its weight's gradient is a sum that float16 cannot hold."""
+    x, weight, targets = make(140, 8, 20)
+    x, weight, targets = (4 + x).half().float(), weight.half().float(), torch.full_like(targets, 3)
+    assert 256 * 140 * 4 > torch.finfo(torch.float16).max
+    assert_near(run(x, weight, targets, backend, autocast=torch.float16), exact(x, weight, targets), 1e-3)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_without_gradients_there_is_no_work_for_them(backend, monkeypatch):
+    x, weight, targets = make(20, 16, 257)
+    wanted = run(x, weight, targets, backend)[0]
+    weight.requires_grad_()
+    before = weight.detach().clone()
+    monkeypatch.setattr(cross_entropy, "add_product", lambda *args: pytest.fail("a gradient"))
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, targets, backend)
+    assert torch.equal(loss, wanted) and not loss.requires_grad
+    assert torch.equal(linear_cross_entropy(x, before, targets, backend), wanted)
+    with torch.inference_mode():
+        assert torch.equal(linear_cross_entropy(x, weight, targets, backend), wanted)
+
+
+def test_frozen_head():
+    x, weight, targets = make(30, 8, 20)
+    linear_cross_entropy(x.requires_grad_(), weight, targets).backward()
+    assert_close(x.grad, exact(x, weight, targets)[1].float())
+    assert weight.grad is None
+
+
+def test_backward_twice():
+    x, weight, targets = make(30, 8, 20)
+    loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+    first = torch.autograd.grad(2 * loss, (x, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, 2 * b) and b.any()
+    d_x = torch.autograd.grad(loss, x, create_graph=True)[0]
+    with pytest.raises(AssertionError, match="no second derivatives"):
+        d_x.square().sum().backward()
+
+
+def test_targets_outside_the_vocabulary():
+    x, weight, targets = make(30, 8, 20)
+    for wrong in (20, -1, -100):
+        targets[4] = wrong
+        if not what_stops_triton(x.device, x.dtype):
+            logits, losses = x @ weight.T, x.new_empty(30)
+            cross_entropy.triton_cross_entropy.softmax(logits, targets, losses, 1, True)
+            assert losses.isnan().nonzero().tolist() == [[4]]
+        if DEVICE == "cpu":
+            with pytest.raises(IndexError, match=f"targets from .*{wrong}.*, of a vocabulary of 20"):
+                linear_cross_entropy(x, weight, targets)
+
+
+def test_backends():
+    x, weight, targets = make(30, 8, 20)
+    with pytest.raises(ValueError, match="'fast' is not one of auto, reference, torch, triton"):
+        linear_cross_entropy(x, weight, targets, "fast")
+    with pytest.raises(ValueError, match="'triton' .*auto"):
+        linear_cross_entropy(x.double(), weight.double(), targets, "triton")
+    assert_close(linear_cross_entropy(x, weight, targets, "reference"), linear_cross_entropy(x, weight, targets))
+    reference = run(x, weight, targets, "reference", autocast=torch.bfloat16)
+    assert {t.dtype for t in reference} == {torch.float32}
+    assert_near(reference, exact(x.bfloat16(), weight.bfloat16(), targets), 1e-2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_operator_is_as_its_fake(grad):
+    x, weight, targets = make(30, 8, 20)
+    arguments = (x.requires_grad_(grad), weight.requires_grad_(grad), targets, torch.float32, grad, False)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others derive d_x and d_w, too
+    torch.library.opcheck(cross_entropy.head, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
+    update = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 160, "vocab_size": 40, "expert_hidden": 8}
+    torch.manual_seed(0)
+    model = GPT(Config().model.model_copy(update=update | {"router": "dense", "tie_embeddings": tie})).to(DEVICE)
+    idx = torch.randint(40, (2, 161), device=DEVICE)
+    found = []
+    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            loss = function(idx[:, :-1], idx[:, 1:]).loss
+            loss.backward()
+            with torch.no_grad():
+                evaluated = function(idx[:, :-1], idx[:, 1:]).loss
+        assert torch.equal(evaluated, loss)
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+
+
+MEASURE = """
+import resource, sys, torch
+from kernels import cross_entropy
+torch.set_num_threads(1)
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def step(N, V, backend):
+    x, weight = torch.randn(N, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
+    cross_entropy.linear_cross_entropy(x, weight, torch.randint(V, (N,)), backend).backward()
+
+cross_entropy.CHUNK_BYTES = 2**24
+for backend in ("torch", "reference"):  # what libraries keep is there before
+    step(512, 512, backend)
+for backend in ("torch", "reference"):
+    before = peak()
+    step(16384, 8192, backend)
+    print(peak() - before)
+"""
+
+
+def test_peak_memory():
+    """The whole process's: 16 MiB chunks against three times all logits, 512 MiB each."""
+    process = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
+    new, old = map(int, process.stdout.split())
+    model = Config().model.model_copy(update={"vocab_size": 8192, "n_embd": 16})
+    with mock.patch.object(cross_entropy, "CHUNK_BYTES", 2**24):
+        planned = logits_bytes(model, 16384, "float32")
+    spare = 2**24  # the log-probabilities of plain torch operators
+    inputs = 4 * 16 * (16384 + 8192) * 2  # and their gradients
+    assert planned < 2**25 and new < 1.25 * (planned + spare + inputs)
+    assert old > 2.5 * 4 * 16384 * 8192
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("N, C, V", [(8192, 768, 50304), (4096, 768, 50257), (8192, 128, 257)])
+def test_full_size_on_a_gpu(N, C, V, dtype, backend, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 2**27)
+    x, weight, targets = make(N, C, V)
+    weight *= 0.1
+    got = run(x, weight, targets, backend, autocast=dtype if dtype in HALF else None)
+    assert_near(got, exact(x.to(dtype), weight.to(dtype), targets), TOLERANCE[dtype] * (3 if dtype not in HALF else 1))
+    assert all(torch.equal(a, b) for a, b in zip(got, run(x, weight, targets, backend, 1.0, dtype), strict=True)) == (
+        dtype in HALF
+    )
