@@ -1,9 +1,10 @@
-"""Experts in plain torch, for CPU and any GPU: rows sorted by expert, one matrix product per group of rows.
+"""Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
 
-A row is one (token, chosen expert) pair. Rows of an expert lie together and are filled up to a whole number of blocks
-with rows of gate 0. A CPU multiplies each expert's slice by that expert's weights: flat in skew, and blocks keep the
-number of distinct shapes, and so of oneDNN primitives, small. A GPU does one `bmm` over all blocks, whose number is the
-most any routing can need, so the host never waits for the device. docs/LOG.md has the alternatives' times.
+Rows lie sorted by expert, in slots. A GPU takes all experts at once (`Blocks`): an expert's rows are filled up to whole
+blocks and multiplied by one `bmm` over all blocks, whose number is the most any routing can need, so the host never
+waits for the device. A CPU takes a few experts at a time (`Slices`), from the gathered tokens to the sum, while what
+they need is in the cache, with one product per expert. Both are flat in skew. Where experts are tiny a CPU is quicker
+with all of them on all tokens (`Grid`). docs/performance.md has the times, and those of the alternatives.
 
 For the backward pass only x, the pre-activations and indices are kept: with A = act(H) and dO the output's gradient,
 the gate's gradient is <dO W_out^T, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE,
@@ -13,101 +14,208 @@ arXiv 2512.14080).
 import torch
 import torch.nn.functional as F
 
-BLOCK = {"cpu": 32, "cuda": 128}  # rows
+GRID = 64  # times K: E·H up to which all experts take all tokens, see docs/performance.md
+PART_BYTES = 2**23  # of the gathered tokens that a CPU works on at a time
 
 
-class Layout:
-    """Where the rows lie among S slots: `slot` (N, K) of each row, `token` (S,) and `gate` (S, 1) of each slot.
+def sort(experts, n_expert, block):
+    """Rows by expert, then by token, each expert's filled up to whole blocks.
 
-    On a CPU `slices` holds each expert's (first, last + 1) slot; on a GPU `block_expert` the expert of each block.
-    Slots without a row read zeros (token N, a row that does not exist) and have gate 0.
+    Returns `load` and `blocks`, both (E,), `order` (N·K,), the entries of the flattened `experts` in that order, and
+    `slot` (N·K,), where each of them lies.
     """
+    flat = experts.flatten()
+    load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    blocks = (load + block - 1) // block
+    order = flat.int().argsort(stable=True)  # of int32 in half the time of int64
+    owner = flat[order]
+    first = (blocks.cumsum(0) - blocks) * block - (load.cumsum(0) - load)
+    return load, blocks, order, first[owner] + torch.arange(len(flat), device=flat.device)
 
-    def __init__(self, weights, experts, n_expert):
-        N, K = experts.shape
-        flat = experts.flatten()
-        self.block = BLOCK.get(flat.device.type, 128)
-        load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-        blocks = (load + self.block - 1) // self.block
-        last_block = blocks.cumsum(0)
-        order = flat.argsort(stable=True)  # rows by expert, by token within an expert
-        owner = flat[order]
-        rank = torch.arange(N * K, device=flat.device) - (load.cumsum(0) - load)[owner]  # a row's place in its expert
-        slot = (last_block - blocks)[owner] * self.block + rank
-        if flat.device.type == "cpu":
-            ends = (last_block * self.block).tolist()
-            self.slices = list(zip([0, *ends], ends, strict=False))
-            n_slot = ends[-1]
-        else:
-            n_block = N * K // self.block + n_expert
-            index = torch.arange(n_block, device=flat.device)
-            self.slices = None
-            self.block_expert = torch.searchsorted(last_block, index, right=True).clamp_(max=n_expert - 1)
-            n_slot = n_block * self.block
-        self.n_expert = n_expert
-        self.slot = torch.empty_like(flat).scatter_(0, order, slot).view(N, K)
-        self.token = torch.full((n_slot,), N, device=flat.device).scatter_(0, slot, order // K)
-        self.gate = torch.zeros(n_slot, dtype=weights.dtype, device=flat.device)
-        self.gate = self.gate.scatter_(0, slot, weights.flatten()[order]).unsqueeze(-1)
 
-    def blocks(self, rows):
-        return rows.view(-1, self.block, rows.shape[-1])
+def scatter(values, slot, n_slot, fill=0):
+    """(R,) values -> (n_slot,) with each at its slot and `fill` elsewhere."""
+    return torch.full((n_slot,), fill, dtype=values.dtype, device=values.device).scatter_(0, slot, values)
 
-    def product(self, rows, w):
-        """Each row times the weights of its expert: (S, in), (E, in, out) -> (S, out)."""
-        if self.slices is None:
-            return torch.bmm(self.blocks(rows), w.index_select(0, self.block_expert)).flatten(0, 1)
-        out = rows.new_empty(len(rows), w.shape[-1])
-        for (first, end), w_e in zip(self.slices, w.unbind(), strict=True):
-            if end > first:
-                torch.mm(rows[first:end], w_e, out=out[first:end])
-        return out
 
-    def weight_grad(self, rows, grads):
-        """Σ over an expert's rows of row^T grad: (S, in), (S, out) -> (E, in, out)."""
-        if self.slices is None:
-            blocks = torch.bmm(self.blocks(rows).mT, self.blocks(grads))
-            wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert's blocks are many
-            out = torch.zeros(self.n_expert, *blocks.shape[1:], dtype=wide, device=blocks.device)
-            return out.index_add_(0, self.block_expert, blocks.to(wide)).to(blocks.dtype)
-        out = rows.new_zeros(self.n_expert, rows.shape[1], grads.shape[1])
-        for (first, end), out_e in zip(self.slices, out.unbind(), strict=True):
-            if end > first:
-                torch.mm(rows[first:end].t(), grads[first:end], out=out_e)
-        return out
+class Blocks:
+    """All experts. Slots without a row read zeros (token N, which does not exist) and have gate 0."""
+
+    size = 128  # rows
+
+    def __init__(self, slot, token, gate, expert):
+        self.slot, self.token, self.gate, self.expert = slot, token, gate, expert  # (N, K), (S,), (S, 1), (blocks,)
+        self.experts, self.slots = slice(None), slice(None)
+
+    @classmethod
+    def of(cls, weights, experts, w_in, dtype):
+        """(slot (N, K) of each row, the number of slots, [Blocks])."""
+        (N, K), n_expert = experts.shape, len(w_in)
+        _, blocks, order, slot = sort(experts, n_expert, cls.size)
+        n_block = N * K // cls.size + n_expert
+        index = torch.arange(n_block, device=slot.device)
+        expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
+        token = scatter(order // K, slot, n_block * cls.size, fill=N)
+        gate = scatter(weights.flatten()[order], slot, n_block * cls.size).unsqueeze(-1)
+        slots = torch.empty_like(slot).scatter_(0, order, slot).view(N, K)
+        return slots, n_block * cls.size, [cls(slots, token, gate, expert)]
+
+    def cut(self, rows):
+        return rows.view(-1, self.size, rows.shape[-1])
 
     def gather(self, x):
-        """(N, C) -> (S, C): the token of each slot, zeros where it holds no row."""
         return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, self.token)
 
-    def combine(self, rows):
-        """(S, C) -> (N, C): the sum of each token's K rows, no atomics."""
-        return F.embedding_bag(self.slot, rows, mode="sum")
+    def product(self, rows, w, out=None):
+        product = torch.bmm(self.cut(rows), w.index_select(0, self.expert)).flatten(0, 1)
+        return product if out is None else out.copy_(product)
+
+    def weight_grad(self, rows, grads, out):
+        blocks = torch.bmm(self.cut(rows).mT, self.cut(grads))
+        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert's blocks are many
+        total = torch.zeros(out.shape, dtype=wide, device=out.device)
+        out.copy_(total.index_add_(0, self.expert, blocks.to(wide)))
+
+    def add(self, rows, out):
+        out += F.embedding_bag(self.slot, rows, mode="sum")  # no atomics
+
+
+class Slices:
+    """Some experts in a row. Slots without a row have gate 0 and a token of the same expert: what is not finite in it
+    reaches no other token."""
+
+    def __init__(self, experts, slots, sizes, token, gate):
+        self.experts, self.slots, self.sizes, self.token, self.gate = experts, slots, sizes, token, gate
+
+    @classmethod
+    def of(cls, weights, experts, w_in, dtype):
+        """(slot (N, K) of each row, the number of slots, [Slices]). The host reads the loads.
+
+        In half precision an expert's rows are filled up to a multiple of 32: oneDNN builds a kernel for every number of
+        rows that it meets.
+        """
+        (N, K), (n_expert, C, _) = experts.shape, w_in.shape
+        block = 32 if dtype in (torch.float16, torch.bfloat16) else 1
+        load, blocks, order, slot = sort(experts, n_expert, block)
+        sizes, filler = (blocks * block).tolist(), order // K
+        n_slot = sum(sizes)
+        token = filler
+        if n_slot > len(slot):
+            last = filler[(load.cumsum(0) - 1).clamp_min(0)]  # token of each expert
+            token = last.repeat_interleave(blocks * block, output_size=n_slot).scatter_(0, slot, filler)
+        gate = scatter(weights.flatten()[order], slot, n_slot).unsqueeze(-1)
+        most = PART_BYTES // (C * dtype.itemsize)
+        parts, first, begin = [], 0, 0
+        for e in range(n_expert):
+            end = begin + sum(sizes[first : e + 1])
+            if e + 1 == n_expert or end + sizes[e + 1] - begin > most:
+                slots = slice(begin, end)
+                parts.append(cls(slice(first, e + 1), slots, sizes[first : e + 1], token[slots], gate[slots]))
+                first, begin = e + 1, end
+        return torch.empty_like(slot).scatter_(0, order, slot).view(N, K), n_slot, parts
+
+    def gather(self, x):
+        return x.index_select(0, self.token)
+
+    def product(self, rows, w, out=None):
+        out = rows.new_empty(len(rows), w.shape[-1]) if out is None else out
+        for rows_e, w_e, out_e in zip(rows.split(self.sizes), w.unbind(), out.split(self.sizes), strict=True):
+            torch.mm(rows_e, w_e, out=out_e)
+        return out
+
+    def weight_grad(self, rows, grads, out):
+        parts = zip(rows.t().split(self.sizes, 1), grads.split(self.sizes), out.unbind(), strict=True)
+        for rows_e, grads_e, out_e in parts:
+            torch.mm(rows_e, grads_e, out=out_e)  # zeros where there are no rows
+
+    def add(self, rows, out):
+        out.index_add_(0, self.token, rows.to(out.dtype))
+
+
+class Grid:
+    """All experts on all tokens: slot n·E + e for token n and expert e, with gate 0 where it was not chosen."""
+
+    def __init__(self, gate):
+        self.gate = gate
+        self.experts, self.slots = slice(None), slice(None)
+
+    @classmethod
+    def of(cls, weights, experts, w_in, dtype):
+        """(slot (N, K) of each row, the number of slots, [Grid])."""
+        N, E = len(experts), len(w_in)
+        slot = experts + torch.arange(N, device=experts.device).unsqueeze(-1) * E
+        return slot, N * E, [cls(scatter(weights.flatten(), slot.flatten(), N * E).unsqueeze(-1))]
+
+    def gather(self, x):
+        return x
+
+    def product(self, rows, w, out=None):
+        """(N, C) -> (N·E, H), or back, which sums over the experts."""
+        E, first, second = w.shape
+        N = len(self.gate) // E
+        if len(rows) > N:
+            return rows.view(N, E * first) @ w.flatten(0, 1)
+        out = rows.new_empty(N * E, second) if out is None else out
+        torch.mm(rows, w.transpose(0, 1).flatten(1), out=out.view(N, E * second))
+        return out
+
+    def weight_grad(self, rows, grads, out):
+        E, first, second = out.shape
+        N = len(self.gate) // E
+        if len(rows) > N:
+            torch.mm(rows.view(N, E * first).t(), grads, out=out.view(E * first, second))
+        else:
+            out.copy_((rows.t() @ grads.view(N, E * second)).view(first, E, second).transpose(0, 1))
+
+    def add(self, rows, out):
+        out += rows
+
+
+def pick_layout(w_in, experts):
+    (E, _, H), K = w_in.shape, experts.shape[1]
+    if experts.device.type != "cpu":
+        return Blocks
+    return Grid if E * H <= GRID * K else Slices
 
 
 class ExpertMLP(torch.autograd.Function):
+    """A part of the experts knows `experts` and `slots`, the slices that are its own, `gate` (S, 1) of its slots, and
+
+    `gather`       (N, C) -> (S, C), each slot's token;
+    `product`      (S, in), (E, in, out) -> (S, out), each slot times the weights of its expert;
+    `weight_grad`  (S, in), (S, out), out (E, in, out): the sum over an expert's slots of row^T grad;
+    `add`          (S, C), out (N, C): adds each slot to its token.
+    """
+
     @staticmethod
     def forward(ctx, x, w_in, w_out, weights, experts):
-        layout = Layout(weights, experts, len(w_in))
-        hidden = layout.product(layout.gather(x), w_in)  # (S, H) pre-activations
-        gated = (F.gelu(hidden) * layout.gate).to(x.dtype)
-        ctx.layout = layout
+        layout = pick_layout(w_in, experts)
+        ctx.slot, n_slot, ctx.parts = layout.of(weights, experts, w_in, x.dtype)
+        hidden = x.new_empty(n_slot, w_in.shape[-1])  # pre-activations
+        out = torch.zeros_like(x, dtype=weights.dtype)
+        for part in ctx.parts:
+            rows = part.gather(x)
+            h = part.product(rows, w_in[part.experts], hidden[part.slots])
+            part.add(part.product(F.gelu(h).mul_(part.gate), w_out[part.experts]), out)
         ctx.save_for_backward(x, w_in, w_out, hidden)
-        return layout.combine(layout.product(gated, w_out))
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx, d_out):
-        layout = ctx.layout
         x, w_in, w_out, hidden = ctx.saved_tensors
-        rows = layout.gather(d_out)  # (S, C)
-        act = F.gelu(hidden)  # (S, H)
-        d_act = layout.product(rows, w_out.mT)  # before the gate
-        d_gate = (d_act * act).sum(-1, dtype=layout.gate.dtype)[layout.slot]  # (N, K)
-        d_hidden = torch.ops.aten.gelu_backward((d_act * layout.gate).to(x.dtype), hidden)
-        d_w_out = layout.weight_grad((act * layout.gate).to(x.dtype), rows)
-        d_w_in = layout.weight_grad(layout.gather(x), d_hidden)
-        d_x = layout.combine(layout.product(d_hidden, w_in.mT))
-        return d_x, d_w_in, d_w_out, d_gate, None
+        d_w_in, d_w_out = torch.empty_like(w_in), torch.empty_like(w_out)
+        d_gate = ctx.parts[0].gate.new_empty(len(hidden))
+        d_x = torch.zeros_like(x, dtype=d_gate.dtype)
+        for part in ctx.parts:
+            rows, h = part.gather(d_out), hidden[part.slots]
+            d_act = part.product(rows, w_out[part.experts].mT)  # before the gate
+            act = F.gelu(h)
+            torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
+            part.weight_grad(act.mul_(part.gate), rows, d_w_out[part.experts])
+            d_h = torch.ops.aten.gelu_backward(d_act.mul_(part.gate), h)
+            part.weight_grad(part.gather(x), d_h, d_w_in[part.experts])
+            part.add(part.product(d_h, w_in[part.experts].mT), d_x)
+        return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None
 
 
 def expert_mlp(x, w_in, w_out, weights, experts):

@@ -1,5 +1,7 @@
 """kernels/: every backend against `reference`, `reference` against the dumbest loop."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ CASES = {
     "typical": (70, 16, 24, 8, 2),
     "more rows than blocks of 128": (300, 8, 12, 3, 2),
     "one token": (1, 5, 7, 4, 2),
+    "no token": (0, 5, 7, 4, 2),
     "one expert": (9, 5, 7, 1, 1),
     "every expert": (40, 8, 6, 5, 5),
     "idle expert": (50, 8, 6, 6, 2),
@@ -80,25 +83,44 @@ class AsOnGPU(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.fixture(params=["cpu", "blocks of 128", "blocks of 4"])
+@pytest.fixture(params=["grid", "slices", "slices of an expert", "blocks of 128", "blocks of 4"])
 def on_layout(request, monkeypatch):
-    """Dresses `experts` so that the torch backend takes its CPU layout, or its GPU layout on the CPU."""
-    if request.param == "cpu":
+    """Dresses `experts` so that the torch backend takes one of its layouts for a CPU, or that for a GPU on the CPU."""
+    if not request.param.startswith("blocks"):
+        monkeypatch.setattr(torch_grouped, "GRID", math.inf if request.param == "grid" else 0)
+        monkeypatch.setattr(torch_grouped, "PART_BYTES", 0 if "expert" in request.param else torch_grouped.PART_BYTES)
         return lambda experts: experts
-    monkeypatch.setitem(torch_grouped.BLOCK, "cuda", int(request.param.split()[-1]))
+    monkeypatch.setattr(torch_grouped.Blocks, "size", int(request.param.split()[-1]))
     return lambda experts: experts.as_subclass(AsOnGPU)
 
 
-def test_the_gpu_layout_is_the_one_tested(monkeypatch):
+def test_each_layout_is_the_one_tested(on_layout, request, monkeypatch):
+    used = []
+    for layout in (torch_grouped.Grid, torch_grouped.Slices, torch_grouped.Blocks):
+        add = layout.add
+        monkeypatch.setattr(layout, "add", lambda self, *a, add=add: used.append(self) or add(self, *a))
     leaves, experts, d_out = make(*CASES["typical"])
-    layouts = []
-    product = torch_grouped.Layout.product
-    monkeypatch.setattr(torch_grouped.Layout, "product", lambda self, *a: layouts.append(self) or product(self, *a))
-    run("torch", leaves, experts.as_subclass(AsOnGPU), d_out)
-    assert len(layouts) == 4  # two products forward, two backward
-    assert all(layout.slices is None and layout.block == 128 for layout in layouts)
+    run("torch", leaves, on_layout(experts), d_out)
+    name, n_expert = request.node.callspec.params["on_layout"], CASES["typical"][3]
+    assert [type(part).__name__.lower() for part in used] == [name.split()[0]] * (
+        2 * n_expert if "expert" in name else 2
+    )
+    if name.startswith("blocks"):
+        assert used[0].size == int(name.split()[-1])
+
+
+def test_experts_are_on_a_grid_where_they_are_tiny():
+    def layout(H, E, K, dress=lambda experts: experts):
+        return torch_grouped.pick_layout(torch.empty(E, 16, H), dress(torch.zeros(3, K, dtype=torch.int64)))
+
+    assert layout(8, 64, 8) is layout(16, 32, 8) is torch_grouped.Grid
+    assert layout(9, 64, 8) is layout(128, 64, 8) is torch_grouped.Slices
+    assert layout(8, 64, 8, lambda experts: experts.as_subclass(AsOnGPU)) is torch_grouped.Blocks
+
+
+def test_the_disguise_refuses_what_waits():
     with pytest.raises(AssertionError, match="tolist waits"):
-        experts.as_subclass(AsOnGPU).cumsum(0).tolist()
+        torch.zeros(3).as_subclass(AsOnGPU).cumsum(0).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -108,6 +130,27 @@ def test_torch_equals_reference(case, dtype, on_layout):
     loads = experts.flatten().bincount(minlength=CASES[case][3])
     assert (loads.min() == 0) or case not in ("idle expert", "all on one expert")
     assert_equals_reference(leaves, on_layout(experts), d_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["typical", "idle expert", "all on one expert"])
+def test_torch_repeats_bit_for_bit(case, dtype, on_layout):
+    leaves, experts, d_out = make(*CASES[case], case, dtype)
+    first = run("torch", leaves, on_layout(experts), d_out)
+    assert all(torch.equal(a, b) for a, b in zip(first, run("torch", leaves, on_layout(experts), d_out), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layout):
+    """Slots without a row must not read another token's values: NaN times a gate of 0 is NaN."""
+    if torch_grouped.GRID == math.inf:
+        pytest.skip("all experts see all tokens")
+    leaves, experts, d_out = make(*CASES["typical"], dtype=dtype)
+    leaves[0][-1] = d_out[-1] = torch.nan  # the last row of its experts, next to the slots without one
+    out, d_x, d_w_in, d_w_out, d_weights = run("torch", leaves, on_layout(experts), d_out)
+    spared = torch.ones(8, dtype=torch.bool).index_fill(0, experts[-1], False)
+    assert all(t[:-1].isfinite().all() for t in (out, d_x, d_weights))
+    assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
 
 
 @settings(deadline=None, max_examples=60)
@@ -153,7 +196,7 @@ def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
 class BytesMade(TorchDispatchMode):
     """Counts the bytes of all tensors made under it; views and `out=` make none."""
 
-    total = 0
+    total = largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -162,7 +205,8 @@ class BytesMade(TorchDispatchMode):
         storages = {t.untyped_storage().data_ptr(): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
         for old in given:
             storages.pop(old.untyped_storage().data_ptr(), None)
-        self.total += sum(t.untyped_storage().nbytes() for t in storages.values())
+        sizes = [t.untyped_storage().nbytes() for t in storages.values()]
+        self.total, self.largest = self.total + sum(sizes), max([self.largest, *sizes])
         return out
 
 
@@ -186,9 +230,21 @@ def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K)
     assert_equals_reference(leaves, on_layout(collapsed.contiguous()), d_out)
     saved, made = memory(leaves, on_layout(collapsed.contiguous()), d_out)
     _, usual = memory(leaves, on_layout(balanced), d_out)
-    slots = N * K + E * torch_grouped.BLOCK[on_layout(balanced).device.type]  # rows, and each expert's last block
+    on_gpu = on_layout(balanced).device.type == "cuda"
+    slots = (
+        N * K + E * torch_grouped.Blocks.size if on_gpu else N * (E if torch_grouped.GRID else K)
+    )  # with last blocks
     assert saved <= 4 * (N * C + 2 * E * C * H + slots * H)  # x, w_in, w_out, hidden
     assert made <= 1.02 * usual  # so the peak is no higher either
+
+
+def test_a_cpu_never_holds_the_tokens_or_outputs_of_all_rows(monkeypatch):
+    N, C, H, E, K = 500, 256, 1, 8, 4  # that would be N·K·C numbers
+    monkeypatch.setattr(torch_grouped, "GRID", 0)
+    monkeypatch.setattr(torch_grouped, "PART_BYTES", 4 * N * C)
+    with BytesMade() as made:
+        run("torch", *make(N, C, H, E, K))
+    assert made.largest <= 4 * N * C
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
