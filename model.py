@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import expert_mlp
 from kernels.cross_entropy import linear_cross_entropy
-from router import ROUTERS, Router, balance_loss, expert_loads, token_distribution, z_loss
+from router import ROUTERS, Router, balance_loss, entropy, expert_loads, token_distribution, z_loss
 
 
 class Stats(NamedTuple):
@@ -106,9 +106,10 @@ class MoE(nn.Module):
         y = self.experts(tokens, routing.weights, routing.experts)
         loads = expert_loads(routing.experts, routing.scores.shape[-1])
         with torch.no_grad():
-            entropy = torch.special.entr(token_distribution(routing)).sum(-1).mean()
             zero_gates = (routing.weights == 0).float().mean()
-        return y.view_as(x), Stats(loads, balance_loss(routing, loads), z_loss(routing), entropy, zero_gates)
+        distribution = token_distribution(routing)
+        balance = balance_loss(distribution, loads)
+        return y.view_as(x), Stats(loads, balance, z_loss(routing), entropy(distribution), zero_gates)
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 EPS = 1e-8  # the paper's ε; 0 in float16, one reason why routers compute in float32
 
@@ -133,9 +134,9 @@ class Router(nn.Module):
                 weights = normalize(weights, self.spec.post)
             if self.spec.phi == "relu":
                 weights = Lift.apply(weights, logits)
-            weights = weights * self.c.to(dtype)
-            if self.gamma is not None:
-                weights = weights * self.gamma.to(dtype)
+            factor = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
+            if self.gamma is not None or self.spec.c != 1:
+                weights = weights * factor
             return Routing(weights, experts, scores, logits)
 
     def extra_repr(self):
@@ -163,9 +164,10 @@ class Lift(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_weights):
         (weights,) = ctx.saved_tensors
-        dead = (weights == 0).all(-1, keepdim=True)
-        rise = d_weights.mean(-1, keepdim=True).clamp_max(0) / ctx.n_expert  # below 0: descent raises logits
-        return d_weights, torch.where(dead, rise, 0).expand(-1, ctx.n_expert)
+        dead = weights.sum(-1, keepdim=True) == 0
+        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)  # below 0: descent raises logits
+        rise = torch.where(dead, rise / (weights.shape[-1] * ctx.n_expert), 0)
+        return d_weights, rise.expand(-1, ctx.n_expert)
 
 
 def normalize(s, norm):
@@ -174,8 +176,26 @@ def normalize(s, norm):
         return s
     if norm.startswith("l1"):
         return s / (s.abs().sum(-1, keepdim=True) + EPS)
-    s = s / s.detach().abs().amax(-1, keepdim=True).clamp_min(1)  # squares of logits beyond 1e19 overflow
-    return s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + EPS)
+    return L2.apply(s)
+
+
+class L2(torch.autograd.Function):
+    """s / (‖s‖₂ + ε) over the last dimension. By hand, in half the operators that autograd takes. Squares are summed in
+    fp64: in fp32 those of logits beyond 1e19 overflow."""
+
+    @staticmethod
+    def forward(ctx, s):
+        norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True, dtype=torch.float64).to(s.dtype)
+        out = s / (norm + EPS)
+        ctx.save_for_backward(out, norm)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        out, norm = ctx.saved_tensors
+        along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))  # 0 where s is 0
+        return torch.addcmul(d_out, out, along, value=-1) / (norm + EPS)
 
 
 @torch.no_grad()
@@ -249,16 +269,22 @@ def token_distribution(routing):
     return positive / (positive.sum(-1, keepdim=True) + EPS)
 
 
-def balance_loss(routing, loads):
+def balance_loss(distribution, loads):
     """Load-balancing loss of Switch (arXiv 2101.03961, eq. 4): E · Σ_e f_e P_e, 1 when balanced, E when one expert
     takes all.
 
     f_e is the share of the N·K choices that fell on expert e (`loads`, (E,), no gradient), P_e the mean of
-    `token_distribution`: scores are normalised per token, so the loss moves scores against each other and cannot push
-    KERN's γ or scale down.
+    `token_distribution` (N, E): scores are normalised per token, so the loss moves scores against each other and cannot
+    push KERN's γ or scale down.
     """
-    share = loads.to(routing.scores.dtype) / routing.experts.numel()
-    return len(loads) * (share * token_distribution(routing).mean(0)).sum()
+    share = loads.to(distribution.dtype) / loads.sum()
+    return len(loads) * torch.dot(share, distribution.mean(0))
+
+
+@torch.no_grad()
+def entropy(distribution):
+    """Mean over tokens of the entropy of `token_distribution` (N, E), in nats."""
+    return -(distribution * distribution.clamp_min(1e-30).log()).sum(-1).mean()
 
 
 def z_loss(routing):

@@ -18,13 +18,16 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 import router as router_module
 from model import GPT
 from router import (
+    EPS,
     ROUTERS,
     NormRouter,
     Router,
     RouterSpec,
     balance_loss,
+    entropy,
     expert_loads,
     monte_carlo_scale,
+    normalize,
     token_distribution,
     top_k_indices,
     update_selection_bias,
@@ -59,6 +62,10 @@ def identity(name, n_expert=E, top_k=K):
     with torch.no_grad():
         router.weight.copy_(torch.eye(n_expert))
     return router
+
+
+def balance(routing):
+    return balance_loss(token_distribution(routing), expert_loads(routing.experts, E))
 
 
 def dense_gates(weights, experts, n_expert=E):
@@ -327,7 +334,7 @@ def test_extreme_logits(name, extreme):
     x = EXTREMES[extreme](usual).requires_grad_()
     router = identity(name)
     routing = router(x)
-    ((routing.weights * torch.randn(N, K)).sum() + balance_loss(routing, expert_loads(routing.experts, E))).backward()
+    ((routing.weights * torch.randn(N, K)).sum() + balance(routing)).backward()
     for tensor in (routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())):
         assert tensor.isfinite().all()
     assert (routing.experts.sort().values.diff() > 0).all()  # distinct
@@ -374,7 +381,7 @@ def test_router_under_float16_autocast_computes_as_without(name, norm):
         router, x = identity(name), logits.clone().requires_grad_()
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             routing = router(x)
-            loss = (routing.weights * upstream).sum() + balance_loss(routing, expert_loads(routing.experts, E))
+            loss = (routing.weights * upstream).sum() + balance(routing)
         loss.backward()
         outcomes.append([routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())])
     for plain, under in zip(*outcomes, strict=True):
@@ -414,7 +421,7 @@ def test_tied_logits(name, tied):
     routing = router(x)
     assert (routing.experts == torch.arange(K)).all()
     assert_close(routing.weights, torch.full((N, K), float(TIED[name][tied == "equal rows of W"])))
-    ((routing.weights * torch.randn(N, K)).sum() + balance_loss(routing, expert_loads(routing.experts, E))).backward()
+    ((routing.weights * torch.randn(N, K)).sum() + balance(routing)).backward()
     for gradient in (x.grad, *(p.grad for p in router.parameters())):
         assert gradient.isfinite().all()
     if name in RELU and tied != "equal rows of W":
@@ -583,7 +590,7 @@ def test_balance_loss_equals_transformers(top_k):
     router = make("softmax", top_k=top_k)
     x = torch.randn(N, C, requires_grad=True)
     routing = router(x)
-    mine = balance_loss(routing, expert_loads(routing.experts, E))
+    mine = balance(routing)
     theirs = load_balancing_loss_func((x @ router.weight.T,), E, top_k) / top_k
     assert_close(mine, theirs)
     assert_same_gradients(mine, theirs, [x, router.weight])
@@ -594,12 +601,12 @@ def test_balance_loss_at_balance_and_collapse(name):
     balanced = identity(name, top_k=1)(10 * torch.eye(E))
     loads = expert_loads(balanced.experts, E)
     assert torch.equal(loads, torch.ones(E, dtype=torch.int64))
-    assert balance_loss(balanced, loads).item() == pytest.approx(1, rel=1e-5)
+    assert balance_loss(token_distribution(balanced), loads).item() == pytest.approx(1, rel=1e-5)
     assert_close(token_distribution(balanced).sum(1), torch.ones(E))
     collapsed = identity(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
     loads = expert_loads(collapsed.experts, E)
     assert loads[3] == loads.sum() == N
-    assert balance_loss(collapsed, loads).item() == pytest.approx(E, rel=1e-5)
+    assert balance_loss(token_distribution(collapsed), loads).item() == pytest.approx(E, rel=1e-5)
 
 
 def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
@@ -609,7 +616,7 @@ def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
     for name in ("kern-nobias", "softmax"):
         router = make(name)
         routing = router(scale * x)
-        loss = balance_loss(routing, expert_loads(routing.experts, E))
+        loss = balance(routing)
         wanted = [scale, router.weight] + ([router.gamma] if router.spec.gamma else [])
         gradients[name] = torch.autograd.grad(loss, wanted, allow_unused=True)
     assert gradients["kern-nobias"][2] is None
@@ -649,3 +656,22 @@ def test_spec_errors(fields, message):
 def test_top_k_error(top_k):
     with pytest.raises(ValueError, match=f"top_k {top_k} must lie between 1 and n_expert {E}"):
         Router(C, E, top_k, ROUTERS["kern"])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1.0, 1e4])
+def test_l2_norm_by_hand_is_autograds(size):
+    s = size * torch.randn(6, 9, dtype=torch.float64)
+    d_out = torch.randn_like(s)
+    outs, gradients = [], []
+    for norm in (lambda s: normalize(s, "l2 over all"), lambda s: s / (s.square().sum(-1, keepdim=True).sqrt() + EPS)):
+        leaf = s.clone().requires_grad_()
+        outs.append(norm(leaf))
+        gradients.append(torch.autograd.grad(outs[-1], leaf, d_out)[0])
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-12, atol=0)
+    wanted = d_out / EPS if size == 0 else gradients[1]  # there autograd's own is NaN, 0 / 0
+    torch.testing.assert_close(gradients[0], wanted, rtol=1e-10, atol=1e-12 / EPS)
+
+
+def test_entropy_by_hand():
+    distribution = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    assert entropy(distribution).item() == pytest.approx((math.log(2) + 0 + math.log(4)) / 3)
