@@ -469,7 +469,9 @@ def test_wandb_writes_offline_runs(tmp_path, monkeypatch):
     metrics.log(1, 64, **{"train/loss": torch.tensor(1.5)})
     metrics.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    logged = {item.nested_key[0]: item.value_json for record in wandb_records(file) for item in record.history.item}
+    logged, until = {}, time.monotonic() + 60  # on a busy machine wandb's own process writes after `finish`
+    while "train/loss" not in logged and time.monotonic() < until:
+        logged = {item.nested_key[0]: item.value_json for record in wandb_records(file) for item in record.history.item}
     assert logged["train/loss"] == "1.5"
 
 
