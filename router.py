@@ -185,7 +185,8 @@ class L2(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, s):
-        norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True, dtype=torch.float64).to(s.dtype)
+        norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True, dtype=torch.float64)
+        norm = norm.clamp_max_(torch.finfo(s.dtype).max).to(s.dtype)
         out = s / (norm + EPS)
         ctx.save_for_backward(out, norm)
         return out

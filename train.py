@@ -280,9 +280,13 @@ def train(config, stop=None):
         minutes = (time.monotonic() - saved_at) / 60
         late = first and 0 < config.train.checkpoint_minutes <= minutes  # by the clock of one rank
         asked, late = distributed.any_rank([stop.asked, late], ranks)
+        every = config.train.checkpoint_interval
+        evaluating = (step % config.eval.interval == 0 or step == max_steps) and not (step == start and seen)
+        saving = step > saved and (asked or late or step == max_steps or (every and step % every == 0))
+        if evaluating or saving:
+            check_updates()  # waits for the steps under way, which is no pause
         paused = time.perf_counter()
-        if not asked and (step % config.eval.interval == 0 or step == max_steps) and not (step == start and seen):
-            check_updates()
+        if evaluating and not asked:
             result = evaluate(runner, val_tokens, val_windows, config, ranks, autocast, stop)
             asked = result is None
             if first and not asked:
@@ -293,9 +297,7 @@ def train(config, stop=None):
                     f"{folder}: val loss {result['val/loss'].item()} at step {step}, the run has diverged. Start again "
                     f"under another run.name, with a lower optim.lr or a longer optim.warmup_steps"
                 )
-        every = config.train.checkpoint_interval
-        if step > saved and (asked or late or step == max_steps or (every and step % every == 0)):
-            check_updates()
+        if saving or (asked and step > saved):  # asked to, maybe, while it evaluated
             if first:
                 metrics.sync()
             saver.save(step, model, optimizer, kept_tensors, identity)

@@ -69,7 +69,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, d_x (N, C) of type `dtype`, d_w (V, C) fp32), gradients of N · scale · loss and empty without `grad`."""
     N, V = len(x), len(weight)
-    if targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
+    if N and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
         raise IndexError(f"targets from {targets.min()} to {targets.max()}, of a vocabulary of {V}")
     with torch.autocast(x.device.type, enabled=False):
         loss, d_x, d_w = fake_forward(x, weight, targets, dtype, grad, use_triton)

@@ -39,7 +39,8 @@ def scatter(values, slot, n_slot, fill=0):
 
 
 class Blocks:
-    """All experts. Slots without a row read zeros (token N, which does not exist) and have gate 0."""
+    """All experts. Slots without a row read zeros (token N, which does not exist) and have gate 0. On a GPU the
+    weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics."""
 
     size = 128  # rows
 
@@ -133,10 +134,11 @@ class Slices:
 
 
 class Grid:
-    """All experts on all tokens: slot n·E + e for token n and expert e, with gate 0 where it was not chosen."""
+    """All experts on all tokens: slot n·E + e for token n and expert e. Where it was not chosen the gate is 0, and so
+    is what went in, since 0 times what overflows would be NaN. A token that is not finite reaches all experts."""
 
-    def __init__(self, gate):
-        self.gate = gate
+    def __init__(self, gate, others):
+        self.gate, self.others = gate, others
         self.experts, self.slots = slice(None), slice(None)
 
     @classmethod
@@ -144,7 +146,9 @@ class Grid:
         """(slot (N, K) of each row, the number of slots, [Grid])."""
         N, E = len(experts), len(w_in)
         slot = experts + torch.arange(N, device=experts.device).unsqueeze(-1) * E
-        return slot, N * E, [cls(scatter(weights.flatten(), slot.flatten(), N * E).unsqueeze(-1))]
+        gate = scatter(weights.flatten(), slot.flatten(), N * E).unsqueeze(-1)
+        others = torch.ones(N * E, 1, dtype=torch.bool).index_fill_(0, slot.flatten(), False)
+        return slot, N * E, [cls(gate, others)]
 
     def gather(self, x):
         return x
@@ -157,7 +161,7 @@ class Grid:
             return rows.view(N, E * first) @ w.flatten(0, 1)
         out = rows.new_empty(N * E, second) if out is None else out
         torch.mm(rows, w.transpose(0, 1).flatten(1), out=out.view(N, E * second))
-        return out
+        return out.masked_fill_(self.others, 0)
 
     def weight_grad(self, rows, grads, out):
         E, first, second = out.shape

@@ -482,5 +482,7 @@ experts_forward.register_autograd(
 
 
 def expert_mlp(x, w_in, w_out, weights, experts):
-    """See `kernels.expert_mlp`."""
+    """See `kernels.expert_mlp`. Raises ValueError if an expert's matrix has 2^31 elements or more."""
+    if w_in[0].numel() >= 2**31:
+        raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
     return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)))[0]

@@ -49,7 +49,7 @@ piece() {
         return
     fi
     echo "== $name: $*"
-    timeout --kill-after=5 "$((most < left ? most : left))" "$@" 2>&1 | tee "$out/$name.log"
+    timeout --signal=INT --kill-after=5 "$((most < left ? most : left))" "$@" 2>&1 | tee "$out/$name.log"
     code=${PIPESTATUS[0]}
     local word=ok
     ((code)) && word="FAILED, exit code $code"
@@ -66,13 +66,15 @@ bench() {
 }
 
 export PYTHONUNBUFFERED=1
-piece tests 200 "$python" -m pytest -m gpu --durations=5 -p no:cacheprovider $(grep -l "mark.gpu" tests/test_*.py)
+tests="$python -m pytest -m gpu --durations=5 -p no:cacheprovider"
+piece steps 60 $tests tests/test_updates.py
+piece tests 150 $tests $(grep -l "mark.gpu" tests/test_*.py | grep -v test_updates)
 bench moe 90 moe $sizes $rounds --dtype $dtypes --profile "$out/moe.trace.json.gz"
 bench router 60 router $config $rounds --dtype $dtype
 bench step 90 step $config --routers dense softmax kern --dtype $dtypes --profile "$out/step.trace.json.gz"
 bench experts 90 experts $config --model.router=kern --dtype $dtype
 bench length 90 length $config $length --dtype $dtype
-bench compiled 150 step $config --routers $compiled --dtype $dtype --compile off on
+for router in $compiled; do bench "compiled-$router" 90 step $config --routers $router --dtype $dtype --compile on; done
 bench tune 150 tune $sizes --dtype float16
 
 echo "== goals"

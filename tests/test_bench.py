@@ -520,10 +520,11 @@ def test_gpu_check_goes_on_after_pieces_that_fail(tmp_path):
     summary = done.stdout.split("== summary")[1]
     words = {line.split()[0]: line.partition(" s  ")[2] for line in summary.splitlines()[1:]}
     assert done.returncode == 1
-    assert list(words) == ["tests", "moe", "router", "step", "experts", "length", "compiled", "tune"]
+    names = ["steps", "tests", "moe", "router", "step", "experts", "length", "compiled-dense", "compiled-kern", "tune"]
+    assert list(words) == names
     assert words["router"] == "FAILED, exit code 3" and words["length"] == "FAILED, cut short"
-    assert all(words[name] == "ok" for name in ("tests", "moe", "step", "experts"))
-    assert "compiled   left out, no time" in summary
+    assert all(words[name] == "ok" for name in ("steps", "tests", "moe", "step", "experts"))
+    assert "compiled-kern left out, no time" in summary
     assert (tmp_path / "out/router.log").read_text().startswith("asked: -m scripts.bench router config/125m.toml")
     assert "== goals\ngoal: step <= 1: 2.000, NOT met\n" in done.stdout
 
@@ -538,7 +539,8 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
     check(tmp_path, *rehearse, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
     asked = [log.read_text().splitlines()[0].split()[1:] for log in sorted((tmp_path / "out").glob("*.log"))]
     commands = [words[2:] for words in asked if words[:2] == ["-m", "scripts.bench"]]
-    assert [words[0] for words in commands] == ["step", "experts", "length", "moe", "router", "step", "tune"]
+    compiled = ["step"] * (1 if rehearse else 2)
+    assert [words[0] for words in commands] == [*compiled, "experts", "length", "moe", "router", "step", "tune"]
     for words in commands:
         args, overrides = bench.build_parser().parse_known_args(words)
         assert args.json.startswith(str(tmp_path / "out"))
@@ -546,7 +548,8 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
             bench_moe.pick_shape(args, overrides, CPU)
         else:
             configure.load(HOUSE / args.config, [*overrides, "--model.router=kern"])
-    (tests,) = [words for words in asked if words[:2] == ["-m", "pytest"]]
+    first, tests = [words for words in asked if words[:2] == ["-m", "pytest"]]
+    assert first[-1] == "tests/test_updates.py" and first[-1] not in tests
     assert {"tests/test_triton.py", "tests/test_kernels.py"} <= set(tests)
 
 

@@ -731,20 +731,20 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("micro_batch", [4, 16])
 def test_peak_on_a_gpu_is_as_planned(micro_batch):
-    """Of one training step of 125m.toml in float16, within 15%."""
+    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under DDP."""
     config = configure.load(HOUSE / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = model_module.GPT(config.model).cuda()
-    optimizer, scaler = train.build_optimizer(model, config.optim), torch.amp.GradScaler("cuda")
+    optimizer = train.build_optimizer(model, config.optim)
+    updates = train.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
     x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
     for _ in range(3):
         with torch.autocast("cuda", torch.float16):
             loss = model(x, x)[1]
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        (loss * updates.scale).backward()
+        updates.step(0, 1e-4, loss.detach())
+        optimizer.zero_grad(set_to_none=False)
     shapes = parameter_shapes(config.model)
     planned = memory.plan(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
     assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

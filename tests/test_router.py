@@ -675,3 +675,10 @@ def test_l2_norm_by_hand_is_autograds(size):
 def test_entropy_by_hand():
     distribution = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
     assert entropy(distribution).item() == pytest.approx((math.log(2) + 0 + math.log(4)) / 3)
+
+
+def test_l2_norm_beyond_the_largest_number_stays_finite():
+    s = torch.full((2, 64), 1e38, requires_grad=True)
+    out = normalize(s, "l2 over all")
+    out.sum().backward()
+    assert out.isfinite().all() and s.grad.isfinite().all()

@@ -369,10 +369,10 @@ def full(name, routing, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_reference_on_gpu(case, dtype, cuda):
-    assert_equals_reference(*make(*CASES[case], case, dtype, cuda))
+def test_equals_reference_on_gpu(case, cuda):
+    """In one type: each shape and type is compiled for itself, and the interpreter has the others."""
+    assert_equals_reference(*make(*CASES[case], case, torch.float16, cuda))
 
 
 @pytest.mark.gpu
