@@ -133,55 +133,6 @@ class Slices:
         out.index_add_(0, self.token, rows.to(out.dtype))
 
 
-class Grid:
-    """All experts on all tokens: slot n·E + e for token n and expert e. Where it was not chosen the gate is 0, and so
-    is what went in, since 0 times what overflows would be NaN. A token that is not finite reaches all experts."""
-
-    def __init__(self, gate, others):
-        self.gate, self.others = gate, others
-        self.experts, self.slots = slice(None), slice(None)
-
-    @classmethod
-    def of(cls, weights, experts, w_in, dtype):
-        """(slot (N, K) of each row, the number of slots, [Grid])."""
-        N, E = len(experts), len(w_in)
-        slot = experts + torch.arange(N, device=experts.device).unsqueeze(-1) * E
-        gate = scatter(weights.flatten(), slot.flatten(), N * E).unsqueeze(-1)
-        others = torch.ones(N * E, 1, dtype=torch.bool).index_fill_(0, slot.flatten(), False)
-        return slot, N * E, [cls(gate, others)]
-
-    def gather(self, x):
-        return x
-
-    def product(self, rows, w, out=None):
-        """(N, C) -> (N·E, H), or back, which sums over the experts."""
-        E, first, second = w.shape
-        N = len(self.gate) // E
-        if len(rows) > N:
-            return rows.view(N, E * first) @ w.flatten(0, 1)
-        out = rows.new_empty(N * E, second) if out is None else out
-        torch.mm(rows, w.transpose(0, 1).flatten(1), out=out.view(N, E * second))
-        return out.masked_fill_(self.others, 0)
-
-    def weight_grad(self, rows, grads, out):
-        E, first, second = out.shape
-        N = len(self.gate) // E
-        if len(rows) > N:
-            torch.mm(rows.view(N, E * first).t(), grads, out=out.view(E * first, second))
-        else:
-            out.copy_((rows.t() @ grads.view(N, E * second)).view(first, E, second).transpose(0, 1))
-
-    def add(self, rows, out):
-        out += rows
-
-
-def pick_layout(w_in, experts):
-    (E, _, H), K = w_in.shape, experts.shape[1]
-    if experts.device.type != "cpu":
-        return Blocks
-    return Grid if E * H <= GRID * K else Slices
-
-
 class ExpertMLP(torch.autograd.Function):
     """A part of the experts knows `experts` and `slots`, the slices that are its own, `gate` (S, 1) of its slots, and
 
@@ -193,7 +144,7 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w_in, w_out, weights, experts):
-        layout = pick_layout(w_in, experts)
+        layout = Slices if experts.device.type == "cpu" else Blocks
         ctx.slot, n_slot, ctx.parts = layout.of(weights, experts, w_in, x.dtype)
         hidden = x.new_empty(n_slot, w_in.shape[-1])  # pre-activations
         out = torch.zeros_like(x, dtype=weights.dtype)
@@ -222,6 +173,43 @@ class ExpertMLP(torch.autograd.Function):
         return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None
 
 
+class Grid(torch.autograd.Function):
+    """All experts on all tokens, with gate 0 where they were not chosen. A token that is not finite reaches all of
+    them, an expert that overflows only the tokens that chose it.
+
+    Pre-activations are (N, H, E): what differs by expert lies along the last dimension, where a CPU has its vectors.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out, weights, experts):
+        (E, C, H), N = w_in.shape, len(x)
+        gate = weights.new_zeros(N, 1, E).scatter_(2, experts.unsqueeze(1), weights.unsqueeze(1)).to(x.dtype)
+        others = experts.new_ones(N, 1, E, dtype=torch.bool).scatter_(2, experts.unsqueeze(1), False)
+        w_in, w_out = w_in.permute(1, 2, 0).reshape(C, H * E), w_out.transpose(0, 1).reshape(H * E, C)
+        hidden = (x @ w_in).view(N, H, E).masked_fill_(others, 0)  # 0 times what overflows would be NaN
+        ctx.gate_dtype = weights.dtype
+        ctx.save_for_backward(x, w_in, w_out, hidden, gate, others, experts)
+        return F.gelu(hidden).mul_(gate).view(N, H * E) @ w_out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, w_in, w_out, hidden, gate, others, experts = ctx.saved_tensors
+        (N, H, E), C = hidden.shape, x.shape[1]
+        d_act = (d_out @ w_out.t()).view(N, H, E).masked_fill_(others, 0)  # before the gate
+        act = F.gelu(hidden)
+        d_gate = (act * d_act).sum(1, dtype=ctx.gate_dtype).gather(1, experts)
+        d_w_out = (act.mul_(gate).view(N, H * E).t() @ d_out).view(H, E, C).transpose(0, 1)
+        d_hidden = torch.ops.aten.gelu_backward(d_act.mul_(gate), hidden).view(N, H * E)
+        d_w_in = (x.t() @ d_hidden).view(C, H, E).permute(2, 0, 1)
+        return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None
+
+
+def pick(w_in, experts):
+    """The autograd function that is quickest for them."""
+    (E, _, H), K = w_in.shape, experts.shape[1]
+    return Grid if experts.device.type == "cpu" and E * H <= GRID * K else ExpertMLP
+
+
 def expert_mlp(x, w_in, w_out, weights, experts):
     """See `kernels.expert_mlp`."""
-    return ExpertMLP.apply(x, w_in, w_out, weights, experts)
+    return pick(w_in, experts).apply(x, w_in, w_out, weights, experts)
