@@ -220,8 +220,11 @@ def monte_carlo_scale(n_expert, top_k, samples=200_000, seed=0):
 
     With it gates have about unit l2 norm at initialisation; (64, 8) gives 1.713. Mended against the listing: drawn from
     a seeded generator, so that every rank has the same constant, and averaged over the samples with a positive score,
-    where the listing gives inf (one sample in 2^n_expert has none). Below some 16 experts samples whose positive
-    scores are all near 0 dominate: the mean is finite and repeatable, but no scale to trust. Returns a float.
+    where the listing gives inf (one sample in 2^n_expert has none). Strictly the expectation is infinite for any
+    number of experts (docs/theory.md): that of samples whose positive scores are all near 0. At 32 experts and more
+    they are too rare to matter; below some 16 the mean is finite and repeatable, but no scale to trust.
+
+    Returns a float.
     """
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
