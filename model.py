@@ -31,6 +31,7 @@ class Output(NamedTuple):
     logits: torch.Tensor | None  # (B, 1, V) of the last position; None if there were targets
     loss: torch.Tensor | None  # cross-entropy alone, nats per token
     stats: Stats
+    losses: torch.Tensor | None  # (B,), that of each sequence, without gradient
 
 
 class Attention(nn.Module):
@@ -170,12 +171,13 @@ class GPT(nn.Module):
             layers.append(stats)
         x = self.ln_f(x if targets is not None else x[:, [-1]])
         head = self.wte.weight if self.lm_head is None else self.lm_head.weight
-        logits = loss = None
+        logits = loss = losses = None
         if targets is None:
             logits = F.linear(x, head)
         else:
-            loss = linear_cross_entropy(x.flatten(0, 1), head, targets.flatten(), self.config.backend)
-        return Output(logits, loss, stack(layers, idx.device))
+            loss, losses = linear_cross_entropy(x.flatten(0, 1), head, targets.flatten(), self.config.backend)
+            losses = losses.view(B, T).mean(1)
+        return Output(logits, loss, stack(layers, idx.device), losses)
 
 
 def stack(layers, device):

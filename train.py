@@ -83,29 +83,32 @@ def first_row(micro, micro_batch, ranks):
 
 @torch.no_grad()
 def evaluate(model, tokens, indices, config, ranks, autocast, stop):
-    """Cross-entropy (nats a token) and expert loads over the validation windows `indices`, shared out among the ranks;
-    None if any of them is asked to stop meanwhile."""
+    """Cross-entropy (nats a token), also of each window, and expert loads over the validation windows `indices`, shared
+    out among the ranks; None if any of them is asked to stop meanwhile."""
     model.eval()
     mine = indices[ranks.rank :: ranks.world_size]
-    loss, loads = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
+    losses, loads = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device), 0
     micro_batch = config.train.micro_batch_size
     # Under FSDP2 every rank must come to every forward pass: one without windows of its own takes any, and counts none.
     rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
     counts = [len(mine[first : first + micro_batch]) for first in rounds]
     rows = (mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds)
     batches = ahead(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows)
-    for count, (x, y) in zip(counts, batches, strict=True):
+    for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
         x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
         with autocast():
             out = model(x, y)
-        loss += out.loss.double() * count
+        losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
         loads = loads + out.stats.loads * min(count, 1)
         if distributed.any_rank([stop.asked], ranks)[0]:
             model.train()
             return None
     model.train()
-    loss, loads = distributed.sum_over_ranks(loss), distributed.sum_over_ranks(loads)
-    return {"val/loss": loss / len(indices)} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
+    losses, loads = distributed.sum_over_ranks(losses), distributed.sum_over_ranks(loads)
+    values = {"val/loss": losses.mean(), "val/window_losses": losses}
+    if len(loads):
+        values |= {"val/loads": loads} | {f"val/{name}": value for name, value in load_metrics(loads).items()}
+    return values
 
 
 def accumulate(runner, batches, count, scale, config, autocast, device):
@@ -119,7 +122,7 @@ def accumulate(runner, batches, count, scale, config, autocast, device):
         x, y = (part.to(device, non_blocking=True) for part in next(batches))
         average_in(runner, last=micro == count - 1)
         with autocast():
-            loss, stats = runner(x, y)[1:]
+            _, loss, stats, _ = runner(x, y)
         aux_loss = torch.zeros((), device=device)
         if len(stats.loads) and config.train.balance_loss_coef:
             aux_loss = aux_loss + config.train.balance_loss_coef * stats.balance_loss.mean()
@@ -320,19 +323,20 @@ def train(config, stop=None):
         interval += sums
         timed += 1
         log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
-        gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]).mean() if log and gammas else None
+        gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]) if log and gammas else None
         state = check_updates() if log else None
         if first and log:
             seconds = (time.perf_counter() - clock) / timed
             _, loss, aux_loss, entropy, zero_gates, loads = (interval / interval[0]).split(sizes)
-            values = {"train/loss": loss, "train/aux_loss": aux_loss}
+            values = {"train/loss": loss[0], "train/aux_loss": aux_loss[0]}
             values |= {"optim/lr": lr, "optim/grad_norm": state.grad_norm, "optim/skipped_steps": int(state.skipped)}
             values |= {"optim/loss_scale": state.scale} if updates.scaled else {}
             values |= {"optim/loss_spikes": int(state.spikes)} if config.train.loss_spike != "off" else {}
             if routers:
                 values |= {"router/entropy": entropy.mean(), "router/zero_gates": zero_gates.mean()}
+                values |= {"router/entropy_of_layers": entropy, "router/loads": loads.view(L, E)}
                 values |= {f"router/{name}": value for name, value in load_metrics(loads.view(L, E)).items()}
-            values |= {} if gamma is None else {"router/gamma": gamma}
+            values |= {} if gamma is None else {"router/gamma": gamma.mean(), "router/gamma_of_layers": gamma}
             values |= {"perf/tokens_per_sec": tokens_per_step / seconds, "perf/step_ms": 1000 * seconds}
             if peak:
                 values["perf/mfu"] = flops * tokens_per_step / seconds / (peak * ranks.world_size)

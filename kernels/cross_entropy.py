@@ -36,8 +36,9 @@ def linear_cross_entropy(x, weight, targets, backend="auto"):
         backend: as that of `kernels.expert_mlp`; "reference" is F.linear and F.cross_entropy with all logits.
 
     Returns:
-        () loss in nats, fp32 (fp64 with fp64 inputs). Products are computed in x's dtype, under autocast in that of
-        autocast; softmax in fp32 at least. It has no second derivatives.
+        () loss in nats, and (N,) that of each row, without gradient; fp32 (fp64 with fp64 inputs). Products are
+        computed in x's dtype, under autocast in that of autocast; softmax in fp32 at least. It has no second
+        derivatives.
 
     Raises:
         ValueError: unknown backend, or triton where it cannot run.
@@ -49,13 +50,15 @@ def linear_cross_entropy(x, weight, targets, backend="auto"):
         raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
     if backend == "reference":
         logits = F.linear(x, weight)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+        losses = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+        return losses.mean(), losses.detach()
     problem = what_stops_triton(x.device, dtype)
     if backend == "triton" and problem:
         raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
     use_triton = backend == "triton" or (backend == "auto" and x.is_cuda and not problem)
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return head(x, weight, targets, dtype, grad, use_triton)[0]
+    loss, losses, *_ = head(x, weight, targets, dtype, grad, use_triton)
+    return loss, losses.detach()
 
 
 def chunk_rows(n_row, vocab_size, itemsize):
@@ -66,15 +69,15 @@ def chunk_rows(n_row, vocab_size, itemsize):
 
 def forward(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, grad: bool, use_triton: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, d_x (N, C) of type `dtype`, d_w (V, C) fp32), gradients of N · scale · loss and empty without `grad`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, losses (N,), d_x (N, C) of type `dtype`, d_w (V, C) fp32), gradients of N · scale · loss and empty without
+    `grad`."""
     N, V = len(x), len(weight)
     if N and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
         raise IndexError(f"targets from {targets.min()} to {targets.max()}, of a vocabulary of {V}")
     with torch.autocast(x.device.type, enabled=False):
-        loss, d_x, d_w = fake_forward(x, weight, targets, dtype, grad, use_triton)
+        _, losses, d_x, d_w = fake_forward(x, weight, targets, dtype, grad, use_triton)
         d_w.zero_()
-        losses = loss.new_empty(N)
         w, targets = weight.to(dtype), targets.contiguous()
         rows = chunk_rows(N, V, dtype.itemsize)
         buffers = [torch.empty(rows, V, dtype=dtype, device=x.device)]
@@ -92,13 +95,14 @@ def forward(
             if grad:
                 torch.mm(d_logits, w, out=d_x[part])
                 add_product(d_w, d_logits.t(), x_part)
-        return losses.mean(), d_x, d_w
+        return losses.mean(), losses, d_x, d_w
 
 
 def fake_forward(x, weight, targets, dtype, grad, use_triton):
     wide = torch.promote_types(dtype, torch.float32)
     d_x, d_w = (x.shape, weight.shape) if grad else (0, 0)
-    return x.new_empty((), dtype=wide), x.new_empty(d_x, dtype=dtype), x.new_empty(d_w, dtype=wide)
+    loss, losses = x.new_empty((), dtype=wide), x.new_empty(len(x), dtype=wide)
+    return loss, losses, x.new_empty(d_x, dtype=dtype), x.new_empty(d_w, dtype=wide)
 
 
 def scale_of(dtype):
@@ -132,13 +136,13 @@ def add_product(total, a, b):
 
 def save(ctx, inputs, output):
     x, weight, _, dtype, *_ = inputs
-    ctx.set_materialize_grads(False)  # of d_x and d_w, which are outputs for this alone
-    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)  # of losses, d_x and d_w, which are none of autograd's
+    ctx.save_for_backward(*output[2:])
     ctx.dtypes, ctx.divisor = (x.dtype, weight.dtype), len(x) * scale_of(dtype)
 
 
 def backward(ctx, d_loss, *others):
-    assert others == (None, None), "linear_cross_entropy has no second derivatives"
+    assert others == (None, None, None), "linear_cross_entropy has no second derivatives"
     factor = d_loss / ctx.divisor
     return *((d.to(factor.dtype) * factor).to(to) for d, to in zip(ctx.saved_tensors, ctx.dtypes, strict=True)), *[
         None

@@ -16,7 +16,8 @@ WANDB_SECONDS = 30  # to begin a run and again to end one; a client left alone w
 
 
 class Metrics:
-    """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one.
+    """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one. Values are
+    numbers, or lists of them by layer, expert or window, which a tracker does not get.
 
     Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker that fails
     is dropped with one printed line. Where the file cannot be written methods raise RunError, or, if `on_error` is
@@ -44,7 +45,7 @@ class Metrics:
     def log(self, step, tokens, **values):
         line = {"step": step, "tokens": tokens} | {name: _number(value) for name, value in values.items()}
         self._write(json.dumps(line).encode() + b"\n")
-        self._tell("log", line, step=step)
+        self._tell("log", {name: value for name, value in line.items() if not isinstance(value, list)}, step=step)
 
     def sync(self):
         """Every line so far outlives a power failure. Comes before a checkpoint, whose steps are not trained again."""
@@ -89,7 +90,8 @@ class Metrics:
 
 
 def read(path):
-    """The lines of a metrics.jsonl, none if it is not there: dicts of numbers, `step` (an int) and `tokens` in each.
+    """The lines of a metrics.jsonl, none if it is not there: dicts of numbers and lists of them, `step` (an int)
+    and `tokens` in each.
 
     A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out. Raises RunError that
     names any other line which is none of these.
@@ -101,7 +103,8 @@ def read(path):
             record = json.loads(line.decode())
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record and _are_numbers(record):
+        whole = isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record
+        if whole and _are_numbers(record.values()):
             records.append(record)
         elif number < len(lines):
             raise RunError(f"{path}, line {number} is no JSON object of numbers with step and tokens; remove that line")
@@ -160,9 +163,9 @@ def _size(path):
     return path.stat().st_size if path.exists() else 0
 
 
-def _are_numbers(line):
-    return all(isinstance(value, int | float) for value in line.values())
+def _are_numbers(values):
+    return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, int | float) for value in values)
 
 
 def _number(value):
-    return value.item() if isinstance(value, torch.Tensor) else value
+    return value.tolist() if isinstance(value, torch.Tensor) else value

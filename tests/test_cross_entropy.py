@@ -70,7 +70,7 @@ def run(x, weight, targets, backend="auto", scale=1.0, autocast=None):
         mock.patch.object(torch, "empty", poisoned),
         torch.autocast(DEVICE, autocast, enabled=autocast is not None),
     ):
-        loss = linear_cross_entropy(x, weight, targets, backend)
+        loss = linear_cross_entropy(x, weight, targets, backend)[0]
     return [loss.detach(), *torch.autograd.grad(scale * loss, (x, weight))]
 
 
@@ -173,23 +173,23 @@ def test_without_gradients_there_is_no_work_for_them(backend, monkeypatch):
     before = weight.detach().clone()
     monkeypatch.setattr(cross_entropy, "add_product", lambda *args: pytest.fail("a gradient"))
     with torch.no_grad():
-        loss = linear_cross_entropy(x, weight, targets, backend)
+        loss = linear_cross_entropy(x, weight, targets, backend)[0]
     assert torch.equal(loss, wanted) and not loss.requires_grad
-    assert torch.equal(linear_cross_entropy(x, before, targets, backend), wanted)
+    assert torch.equal(linear_cross_entropy(x, before, targets, backend)[0], wanted)
     with torch.inference_mode():
-        assert torch.equal(linear_cross_entropy(x, weight, targets, backend), wanted)
+        assert torch.equal(linear_cross_entropy(x, weight, targets, backend)[0], wanted)
 
 
 def test_frozen_head():
     x, weight, targets = make(30, 8, 20)
-    linear_cross_entropy(x.requires_grad_(), weight, targets).backward()
+    linear_cross_entropy(x.requires_grad_(), weight, targets)[0].backward()
     assert_close(x.grad, exact(x, weight, targets)[1].float())
     assert weight.grad is None
 
 
 def test_backward_twice():
     x, weight, targets = make(30, 8, 20)
-    loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+    loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)[0]
     first = torch.autograd.grad(2 * loss, (x, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     for a, b in zip(first, second, strict=True):
@@ -209,16 +209,16 @@ def test_targets_outside_the_vocabulary():
             assert losses.isnan().nonzero().tolist() == [[4]]
         if DEVICE == "cpu":
             with pytest.raises(IndexError, match=f"targets from .*{wrong}.*, of a vocabulary of 20"):
-                linear_cross_entropy(x, weight, targets)
+                linear_cross_entropy(x, weight, targets)[0]
 
 
 def test_backends():
     x, weight, targets = make(30, 8, 20)
     with pytest.raises(ValueError, match="'fast' is not one of auto, reference, torch, triton"):
-        linear_cross_entropy(x, weight, targets, "fast")
+        linear_cross_entropy(x, weight, targets, "fast")[0]
     with pytest.raises(ValueError, match="'triton' .*auto"):
-        linear_cross_entropy(x.double(), weight.double(), targets, "triton")
-    assert_close(linear_cross_entropy(x, weight, targets, "reference"), linear_cross_entropy(x, weight, targets))
+        linear_cross_entropy(x.double(), weight.double(), targets, "triton")[0]
+    assert_close(linear_cross_entropy(x, weight, targets, "reference")[0], linear_cross_entropy(x, weight, targets)[0])
     reference = run(x, weight, targets, "reference", autocast=torch.bfloat16)
     assert {t.dtype for t in reference} == {torch.float32}
     assert_near(reference, exact(x.bfloat16(), weight.bfloat16(), targets), 1e-2)
@@ -263,7 +263,7 @@ def peak():
 
 def step(N, V, backend):
     x, weight = torch.randn(N, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
-    cross_entropy.linear_cross_entropy(x, weight, torch.randint(V, (N,)), backend).backward()
+    cross_entropy.linear_cross_entropy(x, weight, torch.randint(V, (N,)), backend)[0].backward()
 
 cross_entropy.CHUNK_BYTES = 2**24
 for backend in ("torch", "reference"):  # what libraries keep is there before

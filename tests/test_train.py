@@ -130,6 +130,8 @@ def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
     x, y = map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 6), 32))
     model = load_run(folder_of(config))[0]
     logits = torch.cat([model(x[:, : t + 1]).logits for t in range(x.shape[1])], 1)
+    each = [F.cross_entropy(row, targets).item() for row, targets in zip(logits, y, strict=True)]
+    assert lines[-1]["val/window_losses"] == pytest.approx(each, rel=1e-5)
     assert lines[-1]["val/loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), y.flatten()).item(), rel=1e-5)
 
 
@@ -303,7 +305,8 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny):
     lines = run(tiny("train.dtype=float16"))
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
-    assert lines[0].keys() == {"step", "tokens", "val/loss", "val/load_imbalance", "val/dead_experts"}
+    evaluated = {"val/loss", "val/window_losses", "val/loads", "val/load_imbalance", "val/dead_experts"}
+    assert lines[0].keys() == {"step", "tokens", *evaluated}
     assert lines[1].keys() == {
         "step",
         "tokens",
@@ -318,12 +321,20 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny):
         "router/entropy",
         "router/zero_gates",
         "router/gamma",
+        "router/loads",
+        "router/entropy_of_layers",
+        "router/gamma_of_layers",
         "perf/tokens_per_sec",
         "perf/step_ms",
     }
     assert lines[1]["optim/loss_scale"] == 65536
     assert lines[1]["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / lines[1]["perf/step_ms"])
     assert 0.9 < lines[1]["router/gamma"] < 1.1 and lines[1]["router/gamma"] != 1
+    for mean, layers in (("router/gamma", "router/gamma_of_layers"), ("router/entropy", "router/entropy_of_layers")):
+        assert len(lines[1][layers]) == 2 and lines[1][mean] == pytest.approx(sum(lines[1][layers]) / 2)
+    for line, tokens in ((lines[0], 6 * 32), (lines[1], 8 * 32)):
+        loads = line.get("val/loads") or line["router/loads"]
+        assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {len(layer) for layer in loads} == {8}
 
 
 def test_metrics_of_a_dense_model_have_no_routing(tiny):
