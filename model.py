@@ -98,7 +98,7 @@ class MoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.router = Router(config.n_embd, config.n_expert, config.top_k, ROUTERS[config.router])
+        self.router = Router(config.n_embd, config.n_expert, config.top_k, ROUTERS[config.router], config.gate_scale)
         self.experts = Experts(config)
 
     def forward(self, x):

@@ -97,10 +97,10 @@ class Router(nn.Module):
     Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0: its MoE output is 0, the
     residual stream passes it on. What gradient the router has from it: see `Lift`. `selection_bias` (β) shifts the
     choice of experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays 0
-    unless `update_selection_bias` is called.
+    unless `update_selection_bias` is called. `gate_scale` is a factor of c: a control for the gates' initial scale.
     """
 
-    def __init__(self, n_embd, n_expert, top_k, spec):
+    def __init__(self, n_embd, n_expert, top_k, spec, gate_scale=1.0):
         super().__init__()
         if not 1 <= top_k <= n_expert:
             raise ValueError(f"top_k {top_k} must lie between 1 and n_expert {n_expert}")
@@ -110,7 +110,8 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
         self.gamma = nn.Parameter(torch.ones(1)) if spec.gamma else None
-        c = monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c
+        c = gate_scale * (monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c)
+        self.unscaled = c == 1 and not spec.gamma
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
 
@@ -135,7 +136,7 @@ class Router(nn.Module):
             if self.spec.phi == "relu":
                 weights = Lift.apply(weights, logits)
             factor = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
-            if self.gamma is not None or self.spec.c != 1:
+            if not self.unscaled:
                 weights = weights * factor
             return Routing(weights, experts, scores, logits)
 

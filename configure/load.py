@@ -1,7 +1,15 @@
 """From a TOML file and a command line to a checked `Config`, and back to text.
 
-Precedence: defaults < file < overrides such as `--model.router=kern`. A file's `[sweep]` lists axes, each a dotted key
-with a list of values; an override of the same key closes an axis, and a run needs all axes closed.
+Precedence: defaults < file < overrides such as `--model.router=kern`. A file's `[sweep]` lists axes: a dotted key with
+the values it takes, or several keys, linked, with the rows of values they take. The points are all combinations:
+
+    [sweep]
+    "model.router" = ["softmax", "kern"]
+    "model.n_expert, model.top_k, model.expert_hidden" = [[64, 8, 384], [128, 16, 192]]
+    "run.seed" = [0, 1, 2]
+
+An override of its keys closes an axis, and a run needs all axes closed. A run that has no name takes one that stays
+when axes are added later: file, router, then whatever axes and seed give it that the file does not.
 """
 
 import difflib
@@ -12,7 +20,7 @@ import re
 import sys
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,18 +47,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     `overrides` are `"--section.key=value"` strings, the dashes optional; of two for one key the later holds.
     Raises ConfigError, naming all faults at once, for a file or override that is wrong or leaves a sweep axis open.
     """
-    settings, axes = _read(path, overrides)
-    still_open = [key for key in axes if key not in settings]
+    settings, in_file, axes = _read(path, overrides)
+    still_open = {keys: rows for keys, rows in axes.items() if keys[0] not in settings}
     if still_open:
-        close = " ".join(f"--{key}={_as_override(axes[key][0])}" for key in still_open)
+        names = ", ".join(key for keys in still_open for key in keys)
         raise ConfigError(
-            f"{path} sweeps {', '.join(still_open)}, and one run needs one value of each\n"
+            f"{path} sweeps {names}, and one run needs one value of each\n"
             f"  all of them: python -m scripts.sweep {path}\n"
-            f"  one of them: python train.py {path} {close}"
+            f"  one of them: python train.py {path} "
+            + " ".join(" ".join(_as_overrides(keys, rows[0])) for keys, rows in still_open.items())
         )
-    if not settings.get("run.name"):
-        parts = [Path(path).stem, *(_as_override(settings[key]) for key in axes)]
-        settings["run.name"] = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.") or "run"
+    values = {key: schema["default"] for key, schema in KEYS.items()} | settings
+    if not values["run.name"]:
+        given = {key: schema["default"] for key, schema in KEYS.items()} | in_file
+        settings["run.name"] = _name(Path(path).stem, values, given, axes)
     config = Config.model_validate(_nest(settings))
     _raise_if(check(config, world_size), path, overrides)
     return config
@@ -59,24 +69,39 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
 def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[str]]:
     """Overrides of each run of a sweep: `overrides` plus one value of every open axis, the last axis varying fastest.
 
-    A file without open axes gives one point. Every point has been loaded once, so a sweep fails before its first run;
+    A list among the `overrides`, such as `--run.seed=[0,1,2]`, is an axis too, in place of the file's or as the last. A
+    file without open axes gives one point. Every point has been loaded once, so a sweep fails before its first run;
     raises ConfigError as `load` does, and where two points would share a run's folder.
     """
-    settings, axes = _read(path, overrides)
-    choices = [
-        [f"--{key}={_as_override(value)}" for value in values] for key, values in axes.items() if key not in settings
-    ]
-    points = [[*overrides, *point] for point in itertools.product(*choices)]
+    settings, _, axes = _read(path, overrides, lists=True)
+    choices = [[_as_overrides(keys, row) for row in rows] for keys, rows in axes.items() if keys[0] not in settings]
+    fixed = [text for text in overrides if _values(text) is None]
+    points = [[*fixed, *itertools.chain(*point)] for point in itertools.product(*choices)]
     owner: dict[tuple[str, str], list[str]] = {}
     for point in points:
         run = load(path, point).run
         other = owner.setdefault((run.dir, run.name), point)
         if other is not point:
             raise ConfigError(
-                f"{path}: two points of the sweep would write to {run.dir}/{run.name}: {' '.join(other)} and "
-                f"{' '.join(point)}; leave run.name unset, and list each value of an axis once"
+                f"{path} [sweep]: two points would write to {run.dir}/{run.name}: {' '.join(other)} and "
+                f"{' '.join(point)}; leave run.name unset, list each value of an axis once, put one of linked keys "
+                f"first that differs from row to row, and sweep keys other than run.seed in the file"
             )
     return points
+
+
+def _name(stem: str, values: dict[str, Any], in_file: dict[str, Any], axes: Iterable[tuple]) -> str:
+    """Folder of a run: file, router, what its axes give it that the file does not, seed if the file has another.
+
+    So a run keeps its name when an axis is added that holds the file's own value. Of linked keys the first speaks.
+    """
+    parts = [stem, values["model.router"]]
+    axes = [[key for key in keys if key not in ("model.router", "run.seed")] for keys in axes]
+    for keys in [*axes, ["run.seed"]]:
+        if any(values[key] != in_file[key] for key in keys):
+            value = values[keys[0]]
+            parts.append(value if isinstance(value, str) else keys[0].split(".")[1] + _as_override(value))
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
 def dumps(config: Config) -> str:
@@ -151,34 +176,62 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
     return files[0], overrides
 
 
-def _read(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, list]]:
-    """Settings by dotted key (file, then overrides) and sweep axes, every value checked alone."""
+def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tuple[dict, dict, dict[tuple, list]]:
+    """Settings by dotted key (file, then overrides), those of the file alone, and the sweep's axes {keys: rows}, every
+    value checked alone. With `lists` an override that is a list is an axis."""
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
     try:
         in_file = _flatten(table)
-        axes = _flatten(sweep) if isinstance(sweep, dict) else {}
+        listed = _flatten(sweep) if isinstance(sweep, dict) else {}
     except RecursionError:
         raise ConfigError(
             f"{path}: tables nested without end; a setting is [section] and below it key = value"
         ) from None
     in_file = {key: value for key, value in in_file.items() if key not in SECTIONS or value != {}}  # without lines
-    given = dict(_parse_override(text) for text in overrides)
+    given = dict(_parse_override(text) for text in overrides if not (lists and _values(text) is not None))
+    opened = dict(values for text in overrides if lists and (values := _values(text)) is not None)
 
     faults = [fault for key, value in in_file.items() if (fault := _fault(key, value, path))]
     if not isinstance(sweep, dict):
         faults.append(f"{path}: sweep: found {_shown(sweep)}, expected a section: [sweep] with lists by dotted key")
-    for key, values in axes.items():
-        if not isinstance(values, list) or not values:
-            faults.append(f"{path} [sweep]: {_named(key)}: found {_shown(values)}, expected a list of values")
-        else:
-            faults += [fault for value in values if (fault := _fault(key, value, f"{path} [sweep]"))]
+    axes, seen = {}, {}
+    for text, rows in (listed | opened).items():
+        source = COMMAND_LINE if text in opened else f"{path} [sweep]"
+        keys = tuple(key.strip() for key in text.split(","))
+        wrong = _faults_of_axis(text, keys, rows, source)
+        for key in keys:
+            if seen.setdefault(key, text) != text or keys.count(key) > 1:
+                wrong.append(f"{source}: {_named(key)}: found twice ({text}; {seen[key]}); keep it in one axis, once")
+        partly = given.keys() & set(keys)
+        if not wrong and partly and len(partly) < len(keys):
+            rest = " ".join(_as_overrides([key for key in keys if key not in given], ["VALUE"] * len(keys)))
+            wrong.append(f"{source}: {text}: linked, and the command line has {', '.join(partly)} alone; add {rest}")
+        faults += dict.fromkeys(wrong)
+        axes[keys] = rows if wrong or len(keys) > 1 else [[value] for value in rows]
     faults += [fault for key, value in given.items() if (fault := _fault(key, value, COMMAND_LINE))]
     _raise_if(faults, path, overrides)
 
-    open_keys = axes.keys() - given.keys()
+    open_keys = {key for keys in axes for key in keys} - given.keys()
+    in_file = {key: value for key, value in in_file.items() if key in KEYS}
     settings = {key: value for key, value in (in_file | given).items() if key in KEYS and key not in open_keys}
-    return settings, axes
+    return settings, in_file, axes
+
+
+def _faults_of_axis(text: str, keys: tuple[str, ...], rows: Any, source: str) -> list[str]:
+    """What is wrong with the values of one axis, each alone."""
+    if not isinstance(rows, list) or not rows:
+        return [f"{source}: {_named(text)}: found {_shown(rows)}, expected a list of values"]
+    if len(keys) == 1:
+        return [fault for value in rows if (fault := _fault(text, value, source))]
+    faults = []
+    for row in rows:
+        if isinstance(row, list) and len(row) == len(keys):
+            faults += [fault for key, value in zip(keys, row, strict=True) if (fault := _fault(key, value, source))]
+        else:
+            example = ", ".join(key.split(".")[-1] for key in keys)
+            faults.append(f"{source}: {_named(text)}: found {_shown(row)}, expected lists of {len(keys)}: [{example}]")
+    return faults
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -209,6 +262,22 @@ def _parse_override(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError):
         return key, value  # the check of its type will name it
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
+
+
+def _values(text: str) -> tuple[str, list] | None:
+    """`--run.seed=[0, 1]` -> `("run.seed", [0, 1])`; None if the value is no list."""
+    key, _, value = text.lstrip("-").partition("=")
+    if not value.startswith("["):
+        return None
+    try:
+        table = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        return None
+    return (key, table["value"]) if len(table) == 1 and isinstance(table["value"], list) else None
+
+
+def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
+    return [f"--{key}={_as_override(value)}" for key, value in zip(keys, row, strict=False)]
 
 
 def _as_override(value: Any) -> str:

@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = Field("", pattern=f"^({FILE_NAME})?$", description="folder of the run; empty: file + sweep values")
+    name: str = Field("", pattern=f"^({FILE_NAME})?$", description="folder of the run; empty: file, router, sweep")
     dir: str = Field("runs", min_length=1, description="folder that holds all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of initialisation, dropout and data order")
 
@@ -40,6 +40,7 @@ class Model(Section):
     n_expert: int = Field(64, ge=1, le=2**14, description="experts a block; ignored by dense")
     top_k: int = Field(8, ge=1, le=2**14, description="experts a token uses")
     expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
+    gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, beside the router's own c")
     pos: Literal["learned", "rope"] = Field("learned", description="how positions enter: embedding table or rotary")
     tie_embeddings: bool = Field(True, description="output layer shares the token embedding's weights")
     init_std: float = Field(

@@ -246,7 +246,12 @@ def test_sweep_points_are_the_product_in_file_order(write):
         ["--run.seed=1", "--model.router=kern", "--optim.lr=1"],
     ]
     configs = [load(file, point) for point in points]
-    assert [config.run.name for config in configs] == ["s-dense-0.001", "s-dense-1", "s-kern-0.001", "s-kern-1"]
+    assert [config.run.name for config in configs] == [
+        "s-dense-lr0.001-seed1",
+        "s-dense-lr1-seed1",
+        "s-kern-lr0.001-seed1",
+        "s-kern-lr1-seed1",
+    ]
     assert [(config.model.router, config.optim.lr) for config in configs] == [
         ("dense", 1e-3), ("dense", 1.0), ("kern", 1e-3), ("kern", 1.0)
     ]  # fmt: skip
@@ -257,7 +262,7 @@ def test_an_override_closes_an_axis_even_with_a_value_not_listed(write):
     file = write(SWEEP, "s.toml")
     points = sweep_points(file, ["--model.router=tanh"])
     assert points == [["--model.router=tanh", "--optim.lr=0.001"], ["--model.router=tanh", "--optim.lr=1"]]
-    assert load(file, points[0]).run.name == "s-tanh-0.001"
+    assert load(file, points[0]).run.name == "s-tanh-lr0.001"
 
 
 def test_a_file_without_a_sweep_is_one_point(write):
@@ -306,15 +311,121 @@ def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
         sweep_points(write("sweep.model.top_k = [8, 65]"))
 
 
-@pytest.mark.parametrize("text", ["run.name = 'same'\nsweep.run.seed = [1, 2]", "sweep.run.seed = [1, 1]"])
-def test_points_never_share_a_folder(write, text):
-    with pytest.raises(ConfigError, match="two points of the sweep would write to runs/.*leave run.name unset"):
-        sweep_points(write(text))
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("run.name = 'same'\nsweep.run.seed = [1, 2]", []),
+        ("sweep.run.seed = [1, 1]", []),
+        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),  # named by the first key alone
+        ("", ["--optim.lr=[1e-3,2e-3]"]),  # no axis of the file, so not in the name that train.py would choose
+    ],
+)
+def test_points_never_share_a_folder(write, text, overrides):
+    with pytest.raises(ConfigError, match=r"x.toml \[sweep\]: two points would write to runs/.*leave run.name unset"):
+        sweep_points(write(text), overrides)
+
+
+# ---- linked axes
+
+
+LINKED = 'sweep."model.n_expert, model.top_k,model.expert_hidden" = [[32, 4, 768], [64, 8, 384], [256, 32, 96]]\n'
+
+
+def test_linked_keys_take_their_values_row_by_row(write):
+    file = write(LINKED + "sweep.data.name = ['books3', 'arxiv']", "g.toml")
+    points = sweep_points(file)
+    assert points[1] == ["--model.n_expert=32", "--model.top_k=4", "--model.expert_hidden=768", "--data.name=arxiv"]
+    configs = [load(file, point) for point in points]
+    assert [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]] == [
+        (32, 4, 768), (64, 8, 384), (256, 32, 96)
+    ]  # fmt: skip
+    assert [c.run.name for c in configs] == [
+        "g-kern-n_expert32", "g-kern-n_expert32-arxiv", "g-kern", "g-kern-arxiv", "g-kern-n_expert256",
+        "g-kern-n_expert256-arxiv",
+    ]  # fmt: skip
+
+
+def test_linked_keys_are_overridden_together(write):
+    file = write(LINKED)
+    text = message(file)
+    command = re.search(r"python train.py (.*)", text)[1].split()
+    assert load(command[0], command[1:]).model.expert_hidden == 768
+    text = message(file, "--model.top_k=2")
+    assert "linked, and the command line has model.top_k alone" in text
+    remedy = text.partition("; add ")[2].replace("VALUE", "16")
+    assert load(file, ["--model.top_k=2", *remedy.split()]).model.n_expert == 16
+    assert len(sweep_points(file, ["--model.top_k=2", *remedy.split()])) == 1
+
+
+@pytest.mark.parametrize(
+    ("axis", "says"),
+    [
+        ('"model.n_expert, model.top_k" = [[32, 4], [64]]', "found [64], expected lists of 2: [n_expert, top_k]"),
+        ('"model.n_expert, model.top_k" = [32, 4]', "found 32, expected lists of 2"),
+        ('"model.n_expert, model.top_k" = 32', "found 32, expected a list of values"),
+        ('"model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k: found '4' (str), expected int"),
+        ('"model.n_experts, model.top_k" = [[32, 4]]', "unknown key; did you mean 'model.n_expert'?"),
+        ('"model.n_expert," = [[32, 4]]', "'': unknown key"),
+        ('"model.n_expert" = [[32]]', "model.n_expert: found [32] (list), expected int"),
+        ('"model.top_k, model.top_k" = [[4, 4]]', "model.top_k: found twice"),
+        ('"model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: found twice (run.seed; model.top_k,"),
+    ],
+)
+def test_a_wrong_linked_axis(write, axis, says):
+    file = write(f"sweep.{axis}")
+    text = message(file)
+    assert f"{file} [sweep]: " in text and says in text
+
+
+# ---- seeds, and axes on the command line
+
+
+def test_a_list_on_the_command_line_is_an_axis(write):
+    file = write(SWEEP, "s.toml")
+    points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
+    assert points == [
+        ["--log.interval=3", f"--model.router={router}", "--optim.lr=0.5", f"--run.seed={seed}"]
+        for router in ("dense", "kern")
+        for seed in (0, 1)
+    ]
+    names = [load(file, point).run.name for point in points]
+    assert names == ["s-dense-lr0.5", "s-dense-lr0.5-seed1", "s-kern-lr0.5", "s-kern-lr0.5-seed1"]
+    assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
+    with pytest.raises(ConfigError, match=r"command line: run.seed: found 'x' \(str\), expected int"):
+        sweep_points(file, ['--run.seed=[0, "x"]'])
+    with pytest.raises(ConfigError, match=r"command line: run.seed: found \[\], expected a list of values"):
+        sweep_points(file, ["--run.seed=[]"])
+    assert "command line: run.seed: found [0, 1] (list), expected int" in message(file, "--run.seed=[0, 1]")
+
+
+def test_names_stay_when_axes_are_added(write):
+    """The added axis holds the value that the file has without it."""
+    names = set()
+    for sweep in ("", SWEEP.replace("optim.lr = [1e-3, 1]", ""), SWEEP.replace("1e-3", "6e-4"), None):
+        if sweep is None:
+            sweep = SWEEP.replace("1e-3", "6e-4") + "data.name = ['arxiv', 'books3']\nrun.seed = [0, 1]\n"
+        file = write(sweep, "s.toml")
+        now = {load(file, point).run.name for point in sweep_points(file)}
+        assert names < now
+        names = now
+    assert len(names) == 16 and "s-kern-lr1-arxiv-seed1" in names and "s-kern" in names
+
+
+def test_router_and_seed_are_in_the_name_without_a_sweep(write):
+    file = write("run.seed = 5")
+    assert load(file).run.name == "x-kern"
+    assert load(file, ["--model.router=softmax", "--run.seed=0", "--optim.lr=1"]).run.name == "x-softmax-seed0"
 
 
 @pytest.mark.parametrize(
     ("stem", "name"),
-    [("quick.start-1", "quick.start-1"), ("my config!", "my-config"), ("..x", "x"), ("-x", "x"), ("настройки", "run")],
+    [
+        ("quick.start-1", "quick.start-1-kern"),
+        ("my config!", "my-config-kern"),
+        ("..x", "x-kern"),
+        ("-x", "x-kern"),
+        ("настройки", "kern"),
+    ],
 )
 def test_run_name_from_the_file_is_a_safe_folder(write, stem, name):
     assert load(write(name=f"{stem}.toml")).run.name == name
@@ -375,7 +486,7 @@ def test_dumps_writes_every_key(write):
 
 
 def test_differences_names_what_changed(write):
-    file = write()
+    file = write("run.name = 'x'")
     old = load(file, ["--model.router=kern"])
     new = load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
     assert differences(old, new) == ["model.router: 'kern' -> 'softmax'", "optim.lr: 0.0006 -> 0.001"]

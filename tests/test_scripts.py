@@ -1,9 +1,7 @@
-"""scripts/: sweep, report, sample, plan."""
+"""scripts/: report, sample, plan."""
 
-import itertools
 import math
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,73 +15,8 @@ import configure
 import train
 from model import GPT, parameter_shapes
 from runtime import memory
-from runtime.metrics import Metrics, read
-from scripts import plan, report, sample, sweep
-
-# ---- sweep
-
-
-@pytest.fixture
-def sweep_file(tiny_file):
-    axes = '\n[sweep]\n"model.router" = ["dense", "kern"]\n"run.seed" = [0, 1]\n'
-    tiny_file.write_text(tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1) + axes)
-    return tiny_file
-
-
-def test_dry_run_prints_the_commands_and_runs_none(sweep_file, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    assert sweep.main([str(sweep_file), "--optim.lr=1e-3", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
-    for line, (router, seed) in zip(lines, itertools.product(["dense", "kern"], [0, 1]), strict=True):
-        python, script, file, *overrides = shlex.split(line)[1:]
-        assert (python, script, file) == ("python", "train.py", str(sweep_file))
-        config = configure.load(file, overrides)
-        assert (config.model.router, config.run.seed, config.optim.lr) == (router, seed, 1e-3)
-
-
-@pytest.fixture
-def fake_trainer(tmp_path, monkeypatch):
-    """Stands in for train.py: prints its overrides, and fails where the router is dense."""
-    trainer = tmp_path / "trainer.py"
-    trainer.write_text("import sys\nprint(sys.argv[2:], flush=True)\nsys.exit('--model.router=dense' in sys.argv)\n")
-    return lambda: monkeypatch.setattr(sweep, "TRAIN", trainer)
-
-
-def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, fake_trainer, capfd):
-    arguments = [str(sweep_file), "--run.seed=0", "--train.max_steps=2"]
-    assert sweep.main(arguments) == 0
-    runs = [tmp_path / "runs" / f"tiny-{router}-0" for router in ("dense", "kern")]
-    assert sorted((tmp_path / "runs").iterdir()) == runs
-    assert [read(run / "metrics.jsonl")[-1]["step"] for run in runs] == [2, 2]
-    fake_trainer()
-    capfd.readouterr()
-    assert sweep.main(arguments) == 0  # the fake was not started: it fails
-    out = capfd.readouterr().out
-    assert all(f"finished already: {run}\n" in out for run in runs)
-    assert sweep.main([*arguments, "--optim.lr=1e-4"]) == 1  # other settings: for train.py to refuse
-    assert "finished already" not in capfd.readouterr().out
-
-
-def test_sweep_goes_on_after_a_point_that_fails_and_names_it(sweep_file, fake_trainer, capfd):
-    fake_trainer()
-    assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
-    said = capfd.readouterr()
-    assert "['--run.seed=0', '--model.router=kern']" in said.out
-    (line,) = said.err.splitlines()
-    assert line == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense"
-
-
-def test_sweep_refuses_bad_input(sweep_file, capsys):
-    assert sweep.main([str(sweep_file), "--optim.lrr=1"]) == 2
-    assert "did you mean 'optim.lr'?" in capsys.readouterr().err
-    assert sweep.main([]) == 2
-    assert "one config file is needed, found none" in capsys.readouterr().err
-    assert sweep.main(["--config", str(sweep_file), "--run.seed", "0", "--dry-run"]) == 0  # the forms train.py takes
-    assert "[2/2]" in capsys.readouterr().out
-    assert sweep.main(["--help"]) == 0
-    assert "python -m scripts.sweep" in capsys.readouterr().out
-
+from runtime.metrics import Metrics
+from scripts import plan, report, sample
 
 # ---- report
 

@@ -1,0 +1,176 @@
+"""config/paper/: one file an experiment of the paper, and controls. Numbers are those of the project's digest of it
+(results.json, not part of this repository): ids of experiments, parameters without position table, printed settings."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import configure
+from configure.schema import KEYS
+from model import count_parameters
+from router import ROUTERS, Router
+
+CONFIGS = Path(__file__).parents[1] / "config"
+FILES = {file.stem: file for file in sorted((CONFIGS / "paper").glob("*.toml"))}
+
+# The end of an id, after what kind it is, names its file.
+EXPERIMENTS = [
+    "fig_baseline_arxiv_512",
+    "fig_baseline_books3_512",
+    "fig_baseline_books3_1024",
+    "fig_baseline_arxiv_1024",
+    "fig_len2048",
+    "fig_large_model_350M",
+    "fig_large_model_1.3B",
+    "fig_granularity",
+    "fig_large_gra",
+    "fig_sparsity",
+    "fig_large_spa",
+    "table_downstream",
+    "app_training_curve",
+    "app_kern_after",
+    "app_kern_init",
+    "app_relu_table",
+    "app_seeds",
+]
+BEYOND = {"large_model_2.7B", "controls_routers", "controls_balance", "controls_scale"}
+
+FIVE = ["dense", "softmax", "sigmoid", "tanh", "kern"]
+FOUR, TWO = FIVE[1:], ["softmax", "kern"]
+BOOKS3, BOTH = ["books3"], ["arxiv", "books3"]
+FINE = [(32, 4, 768), (64, 8, 384), (128, 16, 192), (256, 32, 96)]
+SPARSE = [(n, 8, 384) for n in (32, 64, 128, 256)]
+MAIN = [(64, 8, 384)]
+PAPER = {  # file: routers, data sets, length, (experts, active, hidden) of its runs; runs are all combinations
+    "arxiv_512": (FIVE, ["arxiv"], 512, MAIN),
+    "books3_512": (FIVE, BOOKS3, 512, MAIN),
+    "books3_1024": (FIVE, BOOKS3, 1024, MAIN),
+    "arxiv_1024": (FIVE, ["arxiv"], 1024, MAIN),
+    "len2048": (FIVE, BOOKS3, 2048, MAIN),
+    "large_model_350M": (FIVE, BOOKS3, 512, [(64, 8, 512)]),
+    "large_model_1.3B": (FIVE, BOOKS3, 512, [(64, 8, 1024)]),
+    "granularity": (TWO, BOTH, 512, FINE),
+    "large_gra": (FOUR, BOOKS3, 512, FINE[-1:]),
+    "sparsity": (TWO, BOTH, 512, SPARSE),
+    "large_spa": (FOUR, BOOKS3, 512, SPARSE[-1:]),
+    "downstream": (FIVE, ["fineweb-edu"], 1024, [(64, 8, 384), (64, 8, 512), (64, 8, 1024)]),
+    "training_curve": (FIVE, BOOKS3, 512, MAIN),
+    "kern_after": (["kern", "kern-after", "kern-mc"], BOOKS3, 512, MAIN),
+    "kern_init": (["kern", "kern-mc"], BOOKS3, 512, MAIN),
+    "relu_table": (FOUR[:3] + ["kern-norelu", "kern"], BOOKS3, 1024, [(64, 8, 384), (64, 64, 384)]),
+    "seeds": (FIVE, BOOKS3, 512, MAIN),
+}
+
+DENSE = {768: 123_587_328, 1024: 353_551_360, 2048: 1_311_082_496}  # width: parameters
+MIXTURE = {  # (width, experts, active, hidden): total and active, of a router with γ and without b
+    (768, 32, 4, 768): (520_243_980, 123_882_252),
+    (768, 64, 8, 384): (520_538_892, 124_177_164),
+    (768, 128, 16, 192): (521_128_716, 124_766_988),
+    (768, 256, 32, 96): (522_308_364, 125_946_636),
+    (768, 32, 8, 384): (293_751_564, 123_882_252),
+    (768, 128, 8, 384): (974_113_548, 124_766_988),
+    (768, 256, 8, 384): (1_881_262_860, 125_946_636),
+    (768, 64, 64, 384): (520_538_892, 520_538_892),
+    (1024, 64, 8, 512): (1_764_410_392, 355_124_248),
+    (2048, 64, 8, 1024): (6_951_372_824, 1_314_228_248),
+}
+LEARNING_RATE = {768: 6e-4, 1024: 3e-4, 2048: 2e-4, 2560: 1.6e-4}
+
+
+def runs(stem):
+    return [configure.load(FILES[stem], point, world_size=8) for point in configure.sweep_points(FILES[stem])]
+
+
+def parameters(model):
+    """(total, active) by the digest's table."""
+    table = model.block_size * model.n_embd
+    if model.router == "dense":
+        return (DENSE[model.n_embd] + table,) * 2
+    shape = (model.n_embd, model.n_expert, model.top_k, model.expert_hidden)
+    gamma, bias = model.router.startswith("kern"), model.router.startswith("kern") and model.router != "kern-nobias"
+    a_layer = -1 + (gamma and model.router != "kern-nogamma") + bias * model.n_expert
+    return tuple(count + table + model.n_layer * a_layer for count in MIXTURE[shape])
+
+
+def test_each_experiment_has_a_file():
+    found = [[stem for stem in PAPER if experiment.endswith(f"_{stem}")] for experiment in EXPERIMENTS]
+    assert sorted(found) == sorted([stem] for stem in PAPER)
+    assert FILES.keys() == PAPER.keys() | BEYOND
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_runs_at_the_papers_length_on_8_gpus(stem):
+    for config in runs(stem):
+        model, train, optim = config.model, config.train, config.optim
+        assert (train.max_steps, train.dtype, model.dropout) == (50_000, "float16", 0)
+        assert (optim.beta1, optim.beta2, optim.lr) == (0.9, 0.95, LEARNING_RATE[model.n_embd])
+        tokens = train.max_steps * train.batch_size * model.block_size
+        if stem == "downstream":
+            assert tokens == pytest.approx(50e9, rel=0.05)
+        else:
+            assert tokens == 50_000 * 256 * model.block_size
+        assert 50_000 // config.eval.interval * config.eval.interval == 50_000 and 5000 % config.eval.interval == 0
+        if stem not in BEYOND:
+            assert (train.balance_loss_coef, train.z_loss_coef, train.bias_update_rate) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_parameters_are_the_digests(stem):
+    for config in runs(stem):
+        if stem == "large_model_2.7B":
+            total, active = count_parameters(config.model)
+            assert round(total / 1e9, 1) == (2.6 if config.model.router == "dense" else 14.4)
+            assert 2.64e9 < active < 2.66e9
+        else:
+            assert count_parameters(config.model) == parameters(config.model), config.run.name
+
+
+@pytest.mark.parametrize("stem", PAPER)
+def test_runs_are_those_of_the_paper(stem):
+    routers, sets, length, shapes = PAPER[stem]
+    seeds = [0, 1, 2] if stem == "seeds" else [0]
+    found = [
+        (c.model.router, c.data.name, (c.model.n_expert, c.model.top_k, c.model.expert_hidden), c.run.seed)
+        for c in runs(stem)
+    ]
+    assert sorted(found) == sorted((r, d, s, seed) for r in routers for d in sets for s in shapes for seed in seeds)
+    assert {c.model.block_size for c in runs(stem)} == {length}
+
+
+def test_controls():
+    rates = {(c.model.router, c.train.bias_update_rate) for c in runs("controls_routers")}
+    assert rates >= {(router, 0) for router in ("softmax-renorm", "sqrtgate", "softmax-l2", "kern-nogamma", "kern")}
+    assert [pair for pair in rates if pair[1]] == [("sigmoid-renorm", 0.001)]
+    coefs = {(c.model.router, c.train.balance_loss_coef) for c in runs("controls_balance")}
+    assert {("softmax", 0), ("softmax", 0.1), ("kern", 0), ("kern", 0.1)} < coefs
+
+
+def test_controls_of_scale_start_at_one_gate_norm():
+    x = torch.nn.functional.layer_norm(torch.randn(2000, 768, generator=torch.Generator().manual_seed(7)), (768,))
+    for config in runs("controls_scale"):
+        model = config.model
+        torch.manual_seed(0)
+        router = Router(model.n_embd, model.n_expert, model.top_k, ROUTERS[model.router], model.gate_scale)
+        norm = router(x).weights.square().sum(-1).mean().sqrt().item()
+        assert norm == pytest.approx(0.594, rel=0.01), model.router
+
+
+def test_no_two_runs_of_all_files_share_a_folder():
+    owner = {}
+    for file in [*FILES.values(), *CONFIGS.glob("*.toml")]:
+        for point in configure.sweep_points(file):
+            name = configure.load(file, point).run.name
+            assert name.startswith(f"{file.stem}-") and len(name) <= 60
+            assert owner.setdefault(name, (file, point)) == (file, point)
+
+
+@pytest.mark.parametrize("stem", FILES)
+def test_files_hold_differences_and_say_where_from(stem):
+    text = FILES[stem].read_text()
+    assert text.startswith("# Not in the paper:" if stem.startswith("controls") else ("# Sec. ", "# App. "))
+    assert max(map(len, text.splitlines())) <= 120
+    for section, settings in tomllib.loads(text).items():
+        if section != "sweep":
+            assert [key for key, value in settings.items() if value == KEYS[f"{section}.{key}"]["default"]] == []
