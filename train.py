@@ -11,6 +11,7 @@ checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an e
 
 import math
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -179,6 +180,7 @@ def train(config, stop=None):
     start, kept = checkpoint.latest(folder / "checkpoints", ranks)
     if start:
         check_identity(folder, start, kept, identity)
+    facts = identity if config.log.wandb == "disabled" else {"wandb": secrets.token_hex(4), **(kept or {}), **identity}
 
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
@@ -235,7 +237,9 @@ def train(config, stop=None):
         print(f"{folder}: memory: {memory.describe(parallel, needed, distributed.memory_bytes(device))}")
         if changes:
             print(f"{folder}: changed: {'; '.join(changes)}")
-        tracker = start_wandb(config.log.wandb, config.log.project, config.run.name, folder, config.model_dump())
+        tags = (config.model.router, config.data.name, f"{total / 1e6:.0f}M", f"{active / 1e6:.0f}M active")
+        names = config.log.project, config.run.name, folder, config.model_dump()
+        tracker = start_wandb(config.log.wandb, *names, facts.get("wandb"), tags)
         metrics = Metrics(folder, start if start else -1, tracker, config.train.on_save_error)
     bar = tqdm(
         total=max_steps,
@@ -303,7 +307,7 @@ def train(config, stop=None):
         if saving or (asked and step > saved):  # asked to, maybe, while it evaluated
             if first:
                 metrics.sync()
-            saver.save(step, model, optimizer, kept_tensors, identity)
+            saver.save(step, model, optimizer, kept_tensors, facts)
             saved, saved_at = step, time.monotonic()
         saver.poll()
         clock += time.perf_counter() - paused

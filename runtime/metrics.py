@@ -4,6 +4,7 @@ words."""
 import json
 import netrc
 import os
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -111,9 +112,10 @@ def read(path):
     return records
 
 
-def start_wandb(mode, project, name, folder, config):
+def start_wandb(mode, project, name, folder, config, id=None, tags=()):
     """A wandb run, or None if `mode` is "disabled" or wandb fails. "online" without a key or a network becomes
-    "offline". Whatever fails costs a printed line, never the run: its numbers are in metrics.jsonl."""
+    "offline". Whatever fails costs a printed line, never the run: its numbers are in metrics.jsonl. With the `id` of a
+    run that there is, that one goes on."""
     if mode == "disabled":
         return None
     try:
@@ -124,13 +126,16 @@ def start_wandb(mode, project, name, folder, config):
             mode = "offline"
         bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
         settings = wandb.Settings(**bounds, silent=True)
-        run = wandb.init(mode=mode, project=project, name=name, dir=str(folder), config=config, settings=settings)
+        names = {"project": project, "name": name, "dir": str(folder), "tags": tags, "job_type": "train"}
+        run = wandb.init(mode=mode, config=config, id=id, resume="allow", settings=settings, **names)
         run.define_metric("*", step_metric="tokens")
         return run
     except Exception as error:
         if mode == "online" and not isinstance(error, ImportError):
             print(f"wandb: no run online ({_reason(error)}): logging offline, `wandb sync` sends it later")
-            return start_wandb("offline", project, name, folder, config)
+            with suppress(Exception):
+                wandb.teardown()  # it would say that the id is in use
+            return start_wandb("offline", project, name, folder, config, id, tags)
         print(f"wandb: no run ({_reason(error)}): on without it, metrics.jsonl has every number")
         return None
 

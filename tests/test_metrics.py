@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from wandb.proto import wandb_internal_pb2
 
 import train
-from runtime import RunError
+from runtime import RunError, checkpoint
 from runtime.metrics import Metrics, load_metrics, read, start_wandb
 
 HOUSE = Path(train.__file__).parent
@@ -268,7 +269,7 @@ def test_metrics_go_to_the_tracker_too(tmp_path):
 def fake_wandb(monkeypatch, tmp_path):
     """Stands in for the module. `calls` are the modes that were asked for and the methods called; those in `failures`
     raise what is there. There is no key."""
-    fake = SimpleNamespace(calls=[], failures={}, Settings=wandb.Settings)
+    fake = SimpleNamespace(calls=[], failures={}, Settings=wandb.Settings, teardown=lambda: None)
 
     def method(name, *arguments, **named):
         fake.calls.append(name)
@@ -460,6 +461,23 @@ def test_a_dead_network_stops_nothing_and_the_key_is_nowhere(tiny_file, tmp_path
     for path in [path for path in files if path.suffix == ".wandb"]:  # where a piece's end may divide what stands there
         places |= {f"{path}, record {n}": r.SerializeToString() for n, r in enumerate(wandb_records(path))}
     assert [place for place, data in places.items() if any(form in data for form in forms(KEY))] == []
+
+
+def test_wandb_goes_on_with_the_run_that_its_checkpoint_names(tiny, monkeypatch):
+    """The real client, offline: two processes' files carry one id, with router, corpus and sizes as tags."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = ["log.wandb=offline", "train.checkpoint_interval=2", "eval.interval=2"]
+    config = tiny(*own)
+    train.train(config)
+    checkpoints = Path(config.run.dir, config.run.name, "checkpoints")
+    assert re.fullmatch("[0-9a-f]{8}", checkpoint.verify(checkpoints / "step_00000004")["facts"]["wandb"])
+    shutil.rmtree(checkpoints / "step_00000004")
+    train.train(config)
+    files = sorted(Path(config.run.dir).rglob("run-*.wandb"))
+    runs = [record.run for file in files for record in wandb_records(file) if record.run.run_id]
+    assert len(files) == 2 and {run.run_id for run in runs} == {files[0].stem.removeprefix("run-")}
+    assert {run.job_type for run in runs} == {"train"}
+    assert {*runs[0].tags} == {"kern", config.data.name, "0M", "0M active"}
 
 
 def test_wandb_writes_offline_runs(tmp_path, monkeypatch):
