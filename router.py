@@ -181,7 +181,7 @@ def normalize(s, norm):
 
 
 class L2(torch.autograd.Function):
-    """s / (‖s‖₂ + ε) over the last dimension. By hand, in half the operators that autograd takes. Squares are summed in
+    """s / (‖s‖₂ + ε) over the last dimension. By hand, in 14 operators where autograd takes 20. Squares are summed in
     fp64: in fp32 those of logits beyond 1e19 overflow."""
 
     @staticmethod

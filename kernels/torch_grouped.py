@@ -8,7 +8,7 @@ with all of them on all tokens (`Grid`). docs/performance.md has the times, and 
 
 For the backward pass only x, the pre-activations and indices are kept: with A = act(H) and dO the output's gradient,
 the gate's gradient is <dO W_out^T, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE,
-arXiv 2512.14080).
+arXiv 2512.14080). The grid keeps those of all experts, N·E·H instead of N·K·H, and reordered weights.
 """
 
 import torch
