@@ -138,23 +138,23 @@ def main(argv, stop=None):
     try:
         file, overrides = configure.split_command_line(rest)
         points = points_of(file, overrides, args.scale)
-        todo = [point for point in points if point.done() < point.config.train.max_steps]
+        left = [point for point in points if point.done() < point.config.train.max_steps]
         shares = share_out(gpus_at_hand(points), 1 if args.parallel is None else args.parallel)
         if not args.slurm:
-            for point in todo:  # what cannot work on so many ranks fails before the first point begins
+            for point in left:  # what cannot work on so many ranks fails before the first point begins
                 configure.load(file, point.overrides, world_size=max(1, len(shares[0])))
-        print(totals(points, todo, args, shares), flush=True)
+        print(totals(points, left, args, shares), flush=True)
     except configure.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if args.slurm:
-        return write_array(args.slurm, file, todo, args.parallel)
+        return write_array(args.slurm, file, left, args.parallel)
     for point in points:
-        if point not in todo:
+        if point not in left:
             print(f"[{point.number}] finished already: {point.name}")
         elif args.dry_run:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
-    return 0 if args.dry_run else run(file, todo, shares, stop or Stop())
+    return 0 if args.dry_run else run(file, left, shares, stop or Stop())
 
 
 def points_of(file, overrides, scale=None):
@@ -195,33 +195,33 @@ def share_out(gpus, parallel):
     return [gpus[i * each : (i + 1) * each] for i in range(parallel)]
 
 
-def totals(points, todo, args, shares):
+def totals(points, left, args, shares):
     """What is left to do, in a line or two: tokens, hours, disk."""
     peak, mfu = PEAK_FLOPS[args.gpu], plan.utilisation(args.mfu)
     tokens = hours = disk = 0
-    for point in todo:
+    for point in left:
         config = point.config
-        left = 1 - point.done() / config.train.max_steps
-        tokens += left * plan.tokens(config)
-        hours += left * plan.hours(config, 1, peak, mfu)
+        part = 1 - point.done() / config.train.max_steps
+        tokens += part * plan.tokens(config)
+        hours += part * plan.hours(config, 1, peak, mfu)
         disk += 12 * count_parameters(config.model)[0] * config.train.keep_checkpoints
-    line = f"{len(points)} points, {len(points) - len(todo)} finished"
-    if not todo:
+    line = f"{len(points)} points, {len(points) - len(left)} finished"
+    if not left:
         return line
     gpus = len(set(sum(shares, [])))
     on = f", {hours / gpus:,.1f} h on the {gpus} here" if gpus > 1 else ""
     amount = f"{tokens / 1e9:,.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:,.2f} M"
-    written = max(12 * count_parameters(point.config.model)[0] for point in todo) * min(len(shares), len(todo))
-    root = next(path for path in (Path(todo[0].config.run.dir).absolute() / "_").parents if path.exists())
+    written = max(12 * count_parameters(point.config.model)[0] for point in left) * min(len(shares), len(left))
+    root = next(path for path in (Path(left[0].config.run.dir).absolute() / "_").parents if path.exists())
     free = shutil.disk_usage(root).free
     line += f"; to do: {amount} tokens, {hours:,.1f} GPU hours ({args.gpu}, MFU {mfu:.2f}{on})\n"
     line += f"checkpoints: {human(disk)} at the end, {human(written)} more while they are written; {human(free)} free"
     return line + "\nwarning: too little disk: lower --train.keep_checkpoints" * (disk + written > free)
 
 
-def run(file, todo, shares, stop):
-    """Train the points of `todo`, as many at once as there are shares of the GPUs; returns the exit code."""
-    waiting, under_way, free, failed = list(todo), [], list(shares), []
+def run(file, left, shares, stop):
+    """Train the points of `left`, as many at once as there are shares of the GPUs; returns the exit code."""
+    waiting, under_way, free, failed = list(left), [], list(shares), []
     parallel, next_report = len(shares) > 1, time.monotonic() + REPORT_SECONDS
     cores = max(1, len(os.sched_getaffinity(0)) // len(shares)) if parallel else 0  # 0: torch's own choice
     stopping = False
@@ -263,20 +263,20 @@ def run(file, todo, shares, stop):
     return EXIT_CODE if stop.asked else 1 if failed else 0
 
 
-def write_array(path, file, todo, parallel):
-    """scripts/slurm/train.sbatch as an array, with a task for each point of `todo`, `parallel` of them at a time."""
-    if not todo:
+def write_array(path, file, left, parallel):
+    """scripts/slurm/train.sbatch as an array, with a task for each point of `left`, `parallel` of them at a time."""
+    if not left:
         print("nothing to do: no array written")
         return 0
     head, mark, body = SBATCH.read_text().partition("set -uo pipefail\n")
     assert mark, f"{SBATCH} has changed"
     limit = "" if parallel is None else f"%{parallel}"
     options = [line for line in head.splitlines() if line.startswith("#SBATCH") and "--output" not in line]
-    options += [f"#SBATCH --array=0-{len(todo) - 1}{limit}", "#SBATCH --output=nanokern-%A_%a.out"]
-    cases = [f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;" for i, point in enumerate(todo)]
+    options += [f"#SBATCH --array=0-{len(left) - 1}{limit}", "#SBATCH --output=nanokern-%A_%a.out"]
+    cases = [f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;" for i, point in enumerate(left)]
     lines = [
         "#!/usr/bin/env bash",
-        f"# {len(todo)} points of {file}, a task each. From the checkout's root: sbatch {path}",
+        f"# {len(left)} points of {file}, a task each. From the checkout's root: sbatch {path}",
         "# Written by python -m scripts.sweep --slurm from scripts/slurm/train.sbatch, where its needs are told.",
         *options,
         mark.strip(),
@@ -287,7 +287,7 @@ def write_array(path, file, todo, parallel):
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n" + body)
-    print(f"sbatch {shlex.quote(str(path))}    # {len(todo)} tasks")
+    print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
     return 0
 
 

@@ -43,7 +43,7 @@ def timed(monkeypatch):
                 function()
             return {name: [seconds(name)] for name in functions}
 
-        for module in (bench_moe, bench_step):
+        for module in (bench_data, bench_moe, bench_step):
             monkeypatch.setattr(module, "in_turns", in_turns)
 
     return timed
@@ -463,15 +463,21 @@ def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
 # ---- data, scaling, save
 
 
-def test_data(tmp_path, capsys, monkeypatch, fake_ranks):
+def test_data(tmp_path, capsys, monkeypatch, fake_ranks, timed):
+    timed(lambda name: 0.5 if "process" in name else 2)
     (tmp_path / "ranks").write_bytes(fake_ranks)
     monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "some words, {i} times"}}\n' for i in range(100)))
+    texts = [f"some words, {i} times" for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     monkeypatch.setattr(bench_data, "PREPARED_CHARACTERS", 10_000)
     assert bench.main(["data", str(tmp_path / "a.jsonl"), "--rounds=1", "--ranks", str(tmp_path / "ranks")]) == 0
     lines = capsys.readouterr().out.splitlines()
     rates = [float(line.split("tokens/s")[0].split()[-1].replace(",", "")) for line in lines if "tokens/s" in line]
-    assert len(rates) == 4 + 6 and min(rates) > 0
+    ratios = [float(line.split("   ratio ")[1]) for line in lines if "   ratio " in line]
+    repeats = 1 + 10_000 // sum(map(len, texts))
+    assert rates[0] > 0 and ratios == [1, 4, 1, repeats]  # to tiktoken's, each in 2 seconds but our task
+    assert rates[:4] == pytest.approx([ratio * rates[0] for ratio in ratios], abs=1)
+    assert rates[4:] == [100 * B * T / 2 for T in (512, 1024, 2048) for B in (8, 32)]
 
 
 def test_scaling(tiny_file, capsys):

@@ -1,7 +1,4 @@
-"""Checkpoints: what they bring back, saving while training goes on, kills, flipped bits, full disks, and pickles.
-
-This file is a program, too: one that is killed in the middle of saves, again and again.
-"""
+"""Checkpoints: what they bring back, saving while training goes on, kills, flipped bits, full disks, and pickles."""
 
 import errno
 import hashlib
@@ -14,7 +11,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent import futures
@@ -25,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
+from runs import Forked
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -35,7 +32,6 @@ from runtime import RunError, checkpoint, distributed
 from runtime.checkpoint import DamagedError
 from train import build_optimizer
 
-HOUSE = Path(__file__).parents[1]
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 SMALL = Model(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=64, n_expert=4, top_k=2, expert_hidden=8)
 
@@ -495,11 +491,13 @@ def be_killed(folder, kills):
         if not child:
             save_without_end(training, folder, last, report)
         os.close(report)
-        time.sleep(dice.uniform(0, 4 * save_seconds))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         with os.fdopen(reader) as lines:
-            reported = max([last, *map(int, lines)])
+            # Of the first two saves that a child hands over one is whole, however busy the machine is.
+            seen = [lines.readline() for _ in range(dice.choice([0, 2]))]
+            time.sleep(dice.uniform(0, 4 * save_seconds))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            reported = max([last, *map(int, seen), *map(int, lines)])
         in_a_save += bool(list(folder.glob("*.tmp")))
         checkpoint.sweep(folder)
         step = checkpoint.latest(folder, ALONE)[0]
@@ -513,12 +511,9 @@ def be_killed(folder, kills):
 
 
 def test_checkpoints_survive_kills_at_random_moments(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, tmp_path / "checkpoints", "50"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    print(figures)
+    code, printed = Forked(be_killed, tmp_path / "checkpoints", 50).wait(300)
+    assert code == 0, printed
+    figures = json.loads(printed.splitlines()[-1])
     assert figures["kills"] == 50 and figures["in_a_save"] >= 15 and figures["saves"] > 15
 
 
@@ -611,8 +606,3 @@ def test_a_manifest_leads_nowhere_else(copied, name):
     (copied / "manifest.json").write_text(checkpoint._manifest_text(body))
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    be_killed(Path(sys.argv[1]), int(sys.argv[2]))

@@ -232,8 +232,15 @@ def test_operator_is_as_its_fake(grad):
     torch.library.opcheck(cross_entropy.head, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, tie",
+    [
+        (None, True),
+        (torch.bfloat16, False),
+        pytest.param(None, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
     update = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 160, "vocab_size": 40, "expert_hidden": 8}
     torch.manual_seed(0)

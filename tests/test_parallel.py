@@ -1,8 +1,8 @@
 """Many ranks: the same run on any number of them, under DDP, FSDP2 and HSDP; idle experts, steps that are not finite,
 checkpoints that reshard, bytes as planned, ranks that die, refusals.
 
-This file is the program of the ranks, too: one job of 2 and one of 4 ranks (CPU, gloo) go through all cases of theirs,
-and each rank leaves a report a case, which the tests read.
+2 ranks, then 4 (CPU, gloo), go through all cases of theirs, and each leaves a report a case, which the tests read. This
+file is the program of the ranks that end, too.
 """
 
 import os
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY
+from runs import column, meet_in, start_ranks
 from torch.distributed.tensor import DTensor, Shard
 
 import configure
@@ -258,17 +259,11 @@ def dtype_of(module):
 def be_a_rank(folder):
     """All cases of as many ranks, one after another; each meets in a file of its own."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init = dist.init_process_group
     for name, case in CASES.items():
         if case.ranks != ranks:
             continue
         os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks_a_node or ranks)
-        meeting = (folder / f"{name}.store").as_uri()
-
-        def meet(backend, meeting=meeting, **options):
-            init(backend, init_method=meeting, rank=rank, world_size=ranks, **options)
-
-        dist.init_process_group = meet
+        meet_in(folder / f"{name}.store")
         try:
             torch.save(work(folder, name, rank), folder / f"{name}.{rank}.pt")
         except Exception:
@@ -278,8 +273,10 @@ def be_a_rank(folder):
 
 
 def be_ended(folder, how):
-    """A rank of a job: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
+    """A rank: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
     how, _, saving = how.partition(" ")
+    if "MASTER_ADDR" not in os.environ:  # torchrun's
+        meet_in(folder / f"{how}.store")
     last_step = train.learning_rate
 
     def learning_rate(optim, max_steps, step):
@@ -319,31 +316,13 @@ def outcome(folder, request):
         request.getfixturevalue("jobs")  # they wait for most of their time, which may as well be now
     started, alone = set(), {}
 
-    def start(ranks):
-        program = [sys.executable, __file__, folder]
-        environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-        processes = [
-            subprocess.Popen(
-                program,
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            for process in processes:
-                process.wait(timeout=300)
-        finally:
-            for process in processes:
-                process.kill()
-
     def outcome(name):
         ranks = CASES[name].ranks
         for number in (2, 4):  # runs on 4 go on from checkpoints of 2
             if number <= ranks and number not in started:
                 started.add(number)
-                start(number)
+                ended = [rank.wait(600) for rank in start_ranks(number, be_a_rank, folder)]
+                assert all(code == 0 for code, _ in ended), ended
         if ranks == 1:
             if name not in alone:
                 alone[name] = [work(folder, name)]
@@ -356,10 +335,6 @@ def outcome(folder, request):
         return Outcome(read(run / "metrics.jsonl"), reports, run)
 
     return outcome
-
-
-def column(lines, key):
-    return [line[key] for line in lines if key in line]
 
 
 def assert_same_run(one, other, after=-1):
@@ -629,7 +604,8 @@ class Job(NamedTuple):
 
 @pytest.fixture(scope="module")
 def jobs(folder):
-    """`jobs(name)`: what became of a torchrun job. All start together, since they wait for most of their time."""
+    """`jobs(name)`: what became of a torchrun job or, "SIGSTOP", of two ranks without it. All start together, as they
+    wait for most of their time."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -639,7 +615,7 @@ def jobs(folder):
     nodes = [*torchrun, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
     nodes += [f"--run.dir={(folder / 'nodes').as_posix()}", "--train.parallel=fsdp", *(f"--{key}" for key in NODES)]
-    commands = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP", "SIGSTOP saving")}
+    commands = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")}
     commands |= {"node 0": nodes, "node 1": nodes}
     started, ended = time.perf_counter(), {}
     processes = {
@@ -649,14 +625,19 @@ def jobs(folder):
         for name, command in commands.items()
     }
 
+    pair = start_ranks(2, be_ended, folder, "SIGSTOP")
+
     def wait(name):
-        if name not in ended:
+        if name not in ended and name == "SIGSTOP":
+            (code, first), (_, second) = pair[0].wait(120), pair[1].wait(0)
+            ended[name] = Job(code, first + second, time.perf_counter() - started)
+        elif name not in ended:
             output = processes[name].communicate(timeout=600)[0]
             ended[name] = Job(processes[name].returncode, output, time.perf_counter() - started)
         return ended[name]
 
     yield wait
-    for name in processes:  # killed, torchrun would leave its ranks behind
+    for name in ("SIGSTOP", *processes):  # killed, torchrun would leave its ranks behind
         wait(name)
 
 
@@ -672,7 +653,13 @@ def test_two_agents_of_torchrun_train_like_one_process(jobs, folder):
         assert column(two, key) == pytest.approx(column(one, key), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGSTOP saving"])
+def test_rank_ends_by_itself_when_another_is_silent(jobs):
+    job = jobs("SIGSTOP")
+    assert job.code > 0 and job.seconds > 30, job.output
+    assert "at step 3" in job.output and "Timed out waiting 30000ms" in job.output
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP saving"])
 def test_job_ends_when_a_rank_does(jobs, name):
     job = jobs(name)
     assert job.code != 0  # and it did end
@@ -720,11 +707,7 @@ def test_missing_nccl_is_refused(monkeypatch):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if len(sys.argv) == 2:
-        be_a_rank(Path(sys.argv[1]))
-    else:
-        be_ended(Path(sys.argv[1]), sys.argv[2])
+    be_ended(Path(sys.argv[1]), sys.argv[2])
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import Forked
 
 from data import DataError, bins, prepare, sources, verify, writer
 from data.bins import check, open_tokenizer, open_tokens, read_meta
@@ -902,7 +903,7 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
             if code == 0:
                 break
         go_on(f"round {round_}")
-    return steps
+    print(steps)
 
 
 @pytest.mark.parametrize(
@@ -918,13 +919,9 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
 )
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
     """In a process of its own, as it forks."""
-    code = f"import test_prepare as t; print(t.stop_everywhere(t.Path({str(tmp_path)!r}), {scenario!r}, {how!r}))"
-    path = os.pathsep.join([str(HOUSE), str(HOUSE / "tests")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=HOUSE, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) >= least
+    code, printed = Forked(stop_everywhere, tmp_path, scenario, how).wait(300)
+    assert code == 0, printed[-3000:]
+    assert int(printed.split()[-1]) >= least
 
 
 def alive(pid: int) -> bool:

@@ -527,7 +527,7 @@ def without_lift(monkeypatch):
 
 
 def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch):
-    undisturbed, at_first, _ = learn_pairs("kern", lambda model: None)
+    _, at_first, _ = learn_pairs("kern", lambda model: None, steps=1)
     assert at_first.max() < 0.2
     recovered, at_first, at_last = learn_pairs("kern", drown_in_bias)
     assert (at_first == 1).all()
@@ -535,7 +535,7 @@ def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch
     without_lift(monkeypatch)
     dead, _, at_last = learn_pairs("kern", drown_in_bias)
     assert (at_last == 1).all()
-    assert recovered - undisturbed < 0.6 * (dead - undisturbed)  # 0.22, and 0.30 and 0.44 with other seeds
+    assert recovered < 0.7 * dead  # 0.43, and 0.49 with another seed
 
 
 def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch):

@@ -1,7 +1,7 @@
 """Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process a
 folder, and --fresh.
 
-This file is the program of ranks and of a process that holds a lock, too.
+This file is the program of torchrun's ranks, too.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY
-from runs import checkpoints, column, end, run, steps
+from runs import Forked, checkpoints, column, end, meet_in, run, start_ranks, steps
 
 import configure
 import train
@@ -226,6 +227,7 @@ WAYS = {
     "SIGUSR1 to the launcher": Way(signal.SIGUSR1, 0, True),
     "SIGKILL to the launcher": Way(signal.SIGKILL, 0, True),
 }
+LAUNCHED = [name for name, way in WAYS.items() if way.to_launcher]  # by torchrun; the other needs none
 TWO = [*HARD, "train.timeout_minutes=1"]
 
 
@@ -234,7 +236,7 @@ def config_of(file, name, *overrides):
 
 
 def be_signalled(file, name):
-    """A rank of torchrun's job. Writes what became of it."""
+    """A rank whose run is asked to stop in step 4. Writes what became of it, and ends with train.py's exit code."""
     way, stop, sent = WAYS[name], Stop().listen(), []
     rate, rank = train.learning_rate, os.environ["RANK"]
 
@@ -246,23 +248,22 @@ def be_signalled(file, name):
                 time.sleep(0.01)  # until it has come back to here
         return rate(optim, max_steps, step)
 
-    train.learning_rate = learning_rate
     overrides = [f"--{key}" for key in [*TWO, f"run.dir={(file.parent / name).as_posix()}"]]
-    code = train.main([str(file), *overrides], stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "learning_rate", learning_rate)
+        code = train.main([str(file), *overrides], stop)
     seconds = time.monotonic() - sent[0] if sent else 0
     Path(file.parent, f"{name}.{rank}.json").write_text(json.dumps({"code": code, "seconds": seconds}))
     sys.exit(code)
 
 
 def be_a_rank(file):
-    """Go on with all the runs that were stopped; and what else two ranks are needed for. Writes errors."""
-    rank, init, forward, meetings = int(os.environ["RANK"]), dist.init_process_group, GPT.forward, []
+    """Be asked to stop; go on with all the runs that were; and what else two ranks are needed for. Writes errors."""
+    rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
 
     def case(name, config, stop=None):
         """Ranks meet in a file of their own for each."""
-        meetings.append((file.parent / f"{name}.{len(meetings)}.store").as_uri())
-        meeting = {"init_method": meetings[-1], "rank": rank, "world_size": 2}
-        dist.init_process_group = lambda backend, **options: init(backend, **meeting, **options)
+        meet_in(file.parent / f"{next(meetings)}.store")
         try:
             train.train(config, stop)
         except Exception as error:
@@ -270,6 +271,9 @@ def be_a_rank(file):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    meet_in(file.parent / "asked.store")
+    with pytest.raises(SystemExit):
+        be_signalled(file, "SIGTERM to a rank")
     case("undisturbed", config_of(file, "undisturbed"))
     for name in WAYS:
         case(name, config_of(file, name))
@@ -309,42 +313,49 @@ def be_a_rank(file):
     case("nan", config_of(file, "nan"))
 
 
-def start(*command, **variables):
-    environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 @pytest.fixture(scope="module")
 def jobs(module_file):
     """{way: (exit code of the launcher, its output)}. All start together, since they wait for most of their time."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     torchrun.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    processes = {name: start(*torchrun, __file__, "be_signalled", module_file, name) for name in WAYS}
+    processes = {
+        name: subprocess.Popen(
+            [*torchrun, __file__, module_file, name],
+            env=os.environ | {"PYTHONPATH": str(HOUSE)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for name in LAUNCHED
+    }
     outputs = {name: process.communicate(timeout=200)[0] for name, process in processes.items()}  # of all its ranks
     return {name: (process.returncode, outputs[name]) for name, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def resumed(jobs, module_file):
-    """What two ranks print that go on with the runs of `jobs`."""
-    ranks = [
-        start(sys.executable, __file__, "be_a_rank", module_file, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=str(rank))
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    return outputs[0]
+    """What the first of two ranks prints that go on with the runs of `jobs`, among other things."""
+    (code, output), (other_code, _) = (rank.wait(200) for rank in start_ranks(2, be_a_rank, module_file))
+    assert (code, other_code) == (0, 0), output
+    return output
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_all_ranks_stop_at_the_same_step(jobs, module_file, name):
-    code, output = jobs[name]
-    reports = [json.loads((module_file.parent / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+def assert_both_ranks_stopped_at_step_5(file, name, output):
+    reports = [json.loads((file.parent / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     assert [report["code"] for report in reports] == [EXIT_CODE, EXIT_CODE], output
     assert 0 < max(report["seconds"] for report in reports) < 30
     assert "saved at step 5" in output
-    print(name, "launcher's exit code", code, "seconds", max(report["seconds"] for report in reports))
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_all_ranks_stop_at_the_same_step(jobs, module_file, name):
+    code, output = jobs[name]
+    assert_both_ranks_stopped_at_step_5(module_file, name, output)
     assert code == -signal.SIGKILL if WAYS[name].number == signal.SIGKILL else code not in (0, 2)
+
+
+def test_all_ranks_stop_when_one_of_them_is_asked(resumed, module_file):
+    assert_both_ranks_stopped_at_step_5(module_file, "SIGTERM to a rank", resumed)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -485,26 +496,23 @@ def test_run_whose_last_save_fails_is_a_failure(main, tiny, full_disk, saves_end
 
 def hold(path):
     """Lock the run in `path`, say so, and live on."""
-    folder.lock(Path(path))
+    folder.lock(path)
     print("locked", flush=True)
-    sys.stdin.read()
+    time.sleep(100)
 
 
 def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
     run(tiny("train.max_steps=2"))
     before = content(folder.path_of(tiny()))
-    environment = os.environ | {"PYTHONPATH": str(HOUSE)}
-    command = [sys.executable, __file__, "hold", folder.path_of(tiny())]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        assert main() == 2
-        error = capsys.readouterr().err
-        assert f"process {holder.pid} on {os.uname().nodename}" in error and "--fresh" in error
-        after = content(folder.path_of(tiny()))
-        assert after.keys() == before.keys() and {p.name for p in before if before[p] != after[p]} == {"lock"}
-        holder.kill()
-        holder.wait()
+    holder = Forked(hold, folder.path_of(tiny()))
+    while holder.process.is_alive() and "locked" not in Path(holder.printed).read_text():
+        time.sleep(0.01)
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert f"process {holder.process.pid} on {os.uname().nodename}" in error and "--fresh" in error
+    after = content(folder.path_of(tiny()))
+    assert after.keys() == before.keys() and {p.name for p in before if before[p] != after[p]} == {"lock"}
+    assert holder.wait(0)[0] == -signal.SIGKILL
     assert main() == 0  # the file is there still, the lock is not
     assert steps(tiny())[-1] == 4
 
@@ -693,6 +701,4 @@ def test_deterministic_asks_torch_for_it(tiny, determinism, backend, router):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    command, *words = sys.argv[1:]
-    {"be_signalled": be_signalled, "be_a_rank": be_a_rank, "hold": hold}[command](Path(words[0]), *words[1:])
+    be_signalled(Path(sys.argv[1]), sys.argv[2])
