@@ -11,7 +11,6 @@ checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an e
 
 import math
 import os
-import secrets
 import sys
 import time
 import traceback
@@ -31,9 +30,10 @@ from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
 from runtime import RankError, RunError, Stopped, checkpoint, crash, distributed, memory
 from runtime import folder as run_folder
-from runtime.metrics import Metrics, load_metrics, start_wandb
+from runtime.metrics import Metrics, load_metrics
 from runtime.parallel import average_in, distribute, settle_buckets, whole
 from runtime.signals import EXIT_CODE, Stop
+from runtime.tracker import start_wandb
 from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Updates
 
 
@@ -180,7 +180,7 @@ def train(config, stop=None):
     start, kept = checkpoint.latest(folder / "checkpoints", ranks)
     if start:
         check_identity(folder, start, kept, identity)
-    facts = identity if config.log.wandb == "disabled" else {"wandb": secrets.token_hex(4), **(kept or {}), **identity}
+    facts = {**(kept or {}), **identity}
 
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
@@ -238,8 +238,8 @@ def train(config, stop=None):
         if changes:
             print(f"{folder}: changed: {'; '.join(changes)}")
         tags = (config.model.router, config.data.name, f"{total / 1e6:.0f}M", f"{active / 1e6:.0f}M active")
-        names = config.log.project, config.run.name, folder, config.model_dump()
-        tracker = start_wandb(config.log.wandb, *names, facts.get("wandb"), tags)
+        tracker = start_wandb(config, folder, facts.get("wandb"), tags)
+        facts |= {"wandb": tracker.id} if tracker else {}
         metrics = Metrics(folder, start if start else -1, tracker, config.train.on_save_error)
     bar = tqdm(
         total=max_steps,

@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Config:
-    """The checked settings of one run on `world_size` ranks; `run.name` is filled in.
+    """The checked settings of one run on `world_size` ranks; `run.name` and `log.group` are filled in.
 
     `overrides` are `"--section.key=value"` strings, the dashes optional; of two for one key the later holds.
     Raises ConfigError, naming all faults at once, for a file or override that is wrong or leaves a sweep axis open.
@@ -61,6 +61,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     if not values["run.name"]:
         given = {key: schema["default"] for key, schema in KEYS.items()} | in_file
         settings["run.name"] = _name(Path(path).stem, values, given, axes)
+    settings["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", Path(path).stem)  # text that TOML can hold
     config = Config.model_validate(_nest(settings))
     _raise_if(check(config, world_size), path, overrides)
     return config

@@ -109,6 +109,7 @@ class Log(Section):
     interval: int = Field(10, ge=1, description="steps between lines of metrics")
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="Weights & Biases mode")
     project: str = Field("nanokern", min_length=1, description="Weights & Biases project")
+    group: str = Field("", description="Weights & Biases group; empty: the config file's name")
 
 
 class Config(Section):

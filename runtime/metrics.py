@@ -1,28 +1,24 @@
-"""Where a run's numbers go: runs/<name>/metrics.jsonl always, Weights & Biases when asked, and routing numbers in
-words."""
+"""Where a run's numbers go: runs/<name>/metrics.jsonl always, a tracker (runtime/tracker.py) when asked; and loads in
+numbers."""
 
 import json
-import netrc
 import os
-from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlparse
 
 import torch
 from tqdm import tqdm
 
 from runtime import RunError, writing
 
-WANDB_SECONDS = 30  # to begin a run and again to end one; a client left alone waits for a network without end
-
 
 class Metrics:
     """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one. Values are
-    numbers, or lists of them by layer, expert or window, which a tracker does not get.
+    numbers, or lists of them by layer, expert or window.
 
-    Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker that fails
-    is dropped with one printed line. Where the file cannot be written methods raise RunError, or, if `on_error` is
-    "warn", print it once and try again with the next line; `close` raises it in any case.
+    Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker gets the lines
+    that are there and each new one; one that fails is dropped with one printed line. Where the file cannot be written
+    methods raise RunError, or, if `on_error` is "warn", print it once and try again with the next line; `close` raises
+    it in any case.
     """
 
     def __init__(self, folder, resume_step, tracker=None, on_error="stop"):
@@ -42,11 +38,12 @@ class Metrics:
                 os.replace(self.path, old)
             os.replace(temporary, self.path)
             self.file = self.path.open("ab", buffering=0)
+        self._tell("recall", list(kept.values()))
 
     def log(self, step, tokens, **values):
         line = {"step": step, "tokens": tokens} | {name: _number(value) for name, value in values.items()}
         self._write(json.dumps(line).encode() + b"\n")
-        self._tell("log", {name: value for name, value in line.items() if not isinstance(value, list)}, step=step)
+        self._tell("log", line)
 
     def sync(self):
         """Every line so far outlives a power failure. Comes before a checkpoint, whose steps are not trained again."""
@@ -77,15 +74,15 @@ class Metrics:
                 tqdm.write(f"warning: {error}")
             self.waiting = lines
 
-    def _tell(self, method, *arguments, **named):
+    def _tell(self, method, *arguments):
         if not self.tracker:
             return
         try:
-            getattr(self.tracker, method)(*arguments, **named)
+            getattr(self.tracker, method)(*arguments)
         except Exception as error:  # whatever it is: the numbers are in the file
             self.tracker = None
             tqdm.write(
-                f"wandb: {method} failed ({_reason(error)}): on without it. {self.path} has every number; what wandb "
+                f"wandb: {method} failed ({reason(error)}): on without it. {self.path} has every number; what wandb "
                 f"has got of them, `wandb sync {self.path.parent}/wandb/*run-*` sends"
             )
 
@@ -112,43 +109,6 @@ def read(path):
     return records
 
 
-def start_wandb(mode, project, name, folder, config, id=None, tags=()):
-    """A wandb run, or None if `mode` is "disabled" or wandb fails. "online" without a key or a network becomes
-    "offline". Whatever fails costs a printed line, never the run: its numbers are in metrics.jsonl. With the `id` of a
-    run that there is, that one goes on."""
-    if mode == "disabled":
-        return None
-    try:
-        import wandb
-
-        if mode == "online" and not _has_wandb_key(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url):
-            print("wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb sync` sends it later")
-            mode = "offline"
-        bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
-        settings = wandb.Settings(**bounds, silent=True)
-        names = {"project": project, "name": name, "dir": str(folder), "tags": tags, "job_type": "train"}
-        run = wandb.init(mode=mode, config=config, id=id, resume="allow", settings=settings, **names)
-        run.define_metric("*", step_metric="tokens")
-        return run
-    except Exception as error:
-        if mode == "online" and not isinstance(error, ImportError):
-            print(f"wandb: no run online ({_reason(error)}): logging offline, `wandb sync` sends it later")
-            with suppress(Exception):
-                wandb.teardown()  # it would say that the id is in use
-            return start_wandb("offline", project, name, folder, config, id, tags)
-        print(f"wandb: no run ({_reason(error)}): on without it, metrics.jsonl has every number")
-        return None
-
-
-def _has_wandb_key(base_url):
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlparse(base_url).hostname) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
 def load_metrics(loads):
     """Expert loads (L, E), counts, in two numbers; empty for a dense model (L = 0).
 
@@ -157,10 +117,17 @@ def load_metrics(loads):
     """
     if not len(loads):
         return {}
-    return {"load_imbalance": (loads.amax(1) / loads.double().mean(1)).mean(), "dead_experts": (loads == 0).sum()}
+    imbalance, dead = imbalance_and_dead(loads)
+    return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
-def _reason(error):
+def imbalance_and_dead(loads):
+    """Both numbers of `load_metrics` for each layer of (L, E): (L,) each."""
+    return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)
+
+
+def reason(error):
+    """What an exception of someone else's code says, in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -171,10 +171,11 @@ def points_of(file, overrides, scale=None):
 
 
 def smaller(config, scale):
-    """Overrides that make a run's steps and all that goes by them smaller, none below 1, in a folder of its own."""
+    """Overrides that make a run's steps and all that goes by them smaller, none below 1, in a folder and group apart."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in SCALED}
     overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value]
-    return [*overrides, f"--run.dir={config.run.dir}/rehearsal-{scale:g}"]
+    apart = f"rehearsal-{scale:g}"
+    return [*overrides, f"--run.dir={config.run.dir}/{apart}", f"--log.group={config.log.group}-{apart}"]
 
 
 def gpus_at_hand(points):

@@ -436,6 +436,23 @@ def test_run_name_given_stays(write):
     assert load(file, ["--run.seed=1"]).run.name == "mine"
 
 
+# ---- group
+
+
+def test_group_is_the_files_name_for_every_point_and_stays_in_the_runs_own_file(write):
+    file = write(SWEEP, "s.toml")
+    configs = [load(file, point) for point in sweep_points(file)]
+    assert {config.log.group for config in configs} == {"s"}
+    assert load(write(dumps(configs[0]), "config.toml")) == configs[0]
+    assert load(file, ["--model.router=kern", "--optim.lr=1", "--log.group=mine"]).log.group == "mine"
+
+
+@pytest.mark.parametrize("stem", ["my config!", "настройки", "a\nb", "caf\udce9", "..x"])
+def test_group_of_any_file_name_can_be_written_and_read(write, stem):
+    config = load(write(name=f"{stem}.toml"))
+    assert config.log.group and load(write(dumps(config), "config.toml")) == config
+
+
 # ---- back to text
 
 

@@ -171,7 +171,7 @@ def test_a_rehearsal_is_smaller_in_all_that_goes_by_steps_and_lies_apart(sweep_f
         config = configure.load(file, overrides)
         assert (config.train.max_steps, config.optim.warmup_steps, config.train.checkpoint_interval) == (500, 5, 50)
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
-        assert config.run.dir == "there/rehearsal-0.01"
+        assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith("-rehearsal-0.01")
         assert config.run.name == f"books3_512-{config.model.router}"
     assert sweep.main([str(sweep_file), "--scale", "0.001", "--dry-run", "--train.checkpoint_interval=0"]) == 0
     for _, (_, _, file, *overrides) in commands(capsys.readouterr().out):
