@@ -171,7 +171,7 @@ def points_of(file, overrides, scale=None):
 
 
 def smaller(config, scale):
-    """Overrides that make a run's steps and all that goes by them smaller, none below 1, in a folder and group apart."""
+    """Overrides that make a run's steps and all that goes by them smaller, none below 1, in folder and group apart."""
     values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in SCALED}
     overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value]
     apart = f"rehearsal-{scale:g}"

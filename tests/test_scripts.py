@@ -1,11 +1,10 @@
-"""scripts/: report, sample, plan."""
+"""scripts/: sample, plan."""
 
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib.image
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,74 +14,7 @@ import configure
 import train
 from model import GPT, parameter_shapes
 from runtime import memory
-from runtime.metrics import Metrics
-from scripts import plan, report, sample
-
-# ---- report
-
-
-@pytest.fixture
-def make_run(tiny, tmp_path):
-    """`make_run("kern", lines)`: the folder of a run of that router that wrote those (step, values)."""
-
-    def make_run(router, lines):
-        config = tiny(f"run.name=run-{router}", f"model.router={router}", "train.max_steps=1200")
-        folder = tmp_path / "runs" / config.run.name
-        folder.mkdir(parents=True)
-        (folder / "config.toml").write_text(configure.dumps(config))
-        metrics = Metrics(folder, -1)
-        for step, values in lines:
-            metrics.log(step, 256 * step, **values)
-        metrics.close()
-        return folder
-
-    return make_run
-
-
-DENSE = [
-    (0, {"val/loss": 5.5}),
-    (1, {"train/loss": 5.4, "perf/tokens_per_sec": 1000.0}),
-    (2, {"train/loss": 5.3, "perf/tokens_per_sec": 12345.6}),
-    (1200, {"train/loss": 2.0, "perf/tokens_per_sec": 99999.0}),
-    (1200, {"val/loss": 2.34567}),
-]
-KERN = [(0, {"val/loss": 5.5, "val/load_imbalance": 1.5}), (1000, {"val/loss": 2.25, "val/load_imbalance": 3.456})]
-
-
-def test_report_table_and_picture(make_run, tmp_path, capsys):
-    picture = tmp_path / "new" / "curves.png"
-    runs = [make_run("dense", DENSE), make_run("kern", KERN)]
-    assert report.main([*map(str, runs), "--out", str(picture)]) == 0
-    head, rule, dense, kern, where = capsys.readouterr().out.splitlines()
-    assert re.split("  +", head.strip()) == list(report.COLUMNS)
-    assert set(rule) == {"-"} and len(rule) == len(head) == len(dense) == len(kern)
-    # 257·32 + 32·32 tables, 2 layers of 4·32² + 2·32 and 2·32·16 a dense MLP, 32 of the last norm: 19,744 parameters.
-    assert dense.split() == ["run-dense", "dense", "0.02M", "0.02M", "1,200", "2.3457", "12,346", "-"]
-    # Each layer 2·32·8·8 + 8·32 + 8 + 1 instead of 2·32·16: 26,402; of 8 experts 2 are active: 20,258.
-    assert kern.split() == ["run-kern", "kern", "0.03M", "0.02M", "1,000", "of", "1,200", "2.2500", "-", "3.46"]
-    assert where == f"loss curves: {picture}"
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    pixels = matplotlib.image.imread(picture)[..., :3]
-    assert pixels.shape == (675, 1200, 3)
-    colours = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
-    assert len(colours) > 50  # two curves on a grid with words, not an empty frame
-
-
-def test_report_of_a_run_evaluated_once(make_run, tmp_path, capsys):
-    assert report.main([str(make_run("kern", KERN[:1])), "--out", str(tmp_path / "x.png")]) == 0
-    assert "0 of 1,200" in capsys.readouterr().out
-    assert (tmp_path / "x.png").is_file()
-
-
-def test_report_refuses_what_is_no_run(make_run, tmp_path, capsys):
-    picture = tmp_path / "x.png"
-    assert report.main([str(tmp_path / "nothing"), "--out", str(picture)]) == 2
-    assert "not a run" in capsys.readouterr().err
-    started = make_run("kern", [(1, {"train/loss": 5.0})])
-    assert report.main([str(started), "--out", str(picture)]) == 2
-    assert f"{started}: not evaluated yet" in capsys.readouterr().err
-    assert not picture.exists()
-
+from scripts import plan, sample
 
 # ---- sample: the choice of a token
 
@@ -239,7 +171,7 @@ def test_plan_for_nodes_and_for_too_little_memory(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=fsdp"
 
 
-def test_plan_takes_the_mfu_of_a_run(make_run, tmp_path, capsys):
+def test_plan_takes_the_mfu_of_a_run(tmp_path, capsys):
     file, folder = str(HOUSE / "config/125m.toml"), tmp_path / "measured"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(

@@ -1,0 +1,318 @@
+"""What a report compares: runs sorted into settings, and a setting's runs into arms.
+
+Runs of one setting have all in common that moves a loss but the router and what balances or scales its gates: corpus,
+shape, schedule, validation windows. An arm is one such router, with a run for each seed.
+"""
+
+import math
+import re
+import tomllib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import configure
+from configure.schema import KEYS
+from runtime import RunError, checkpoint
+from runtime.metrics import read
+from scripts.style import STYLES
+
+NUMBERS = Path(__file__).with_name("paper_numbers.toml")
+PAPER_STEPS = 50_000
+OF_ARM = (
+    "model.router",
+    "model.gate_scale",
+    "train.balance_loss_coef",
+    "train.z_loss_coef",
+    "train.bias_update_rate",
+)
+NO_MATTER = (  # to a loss, but for rounding
+    "run.",
+    "log.",
+    "data.dir",
+    "model.backend",
+    "train.device",
+    "train.compile",
+    "train.parallel",
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.timeout_minutes",
+    "train.checkpoint_",
+    "train.keep_checkpoints",
+    "train.on_save_error",
+    "train.max_skipped_steps",
+    "train.deterministic",
+    "eval.interval",
+)
+
+
+@dataclass
+class Run:
+    """A run's files, read: `config`, `evaluations` {step: line of metrics.jsonl} with a finite loss, `logs` [lines of
+    training, numbers alone], `diverged`: the step at which the loss was infinite or NaN, or None."""
+
+    folder: Path
+    config: configure.Config
+    evaluations: dict[int, dict]
+    logs: list[dict]
+    diverged: int | None = None
+
+    def value(self, key):
+        section, name = key.split(".")
+        return getattr(getattr(self.config, section), name)
+
+    @property
+    def setting(self):
+        return tuple((key, self.value(key)) for key in KEYS if key not in OF_ARM and not key.startswith(NO_MATTER))
+
+    @property
+    def arm(self):
+        return tuple((key, self.value(key)) for key in OF_ARM)
+
+    def loss(self, step):
+        return self.evaluations[step]["val/loss"]
+
+    def seconds(self):
+        """{step: seconds of training up to it}, without evaluations and saves, by the lines of the log."""
+        total, before, seconds = 0.0, 0, {0: 0.0}
+        for line in self.logs:
+            if "perf/step_ms" in line:
+                total += line["perf/step_ms"] / 1000 * (line["step"] - before)
+                before = line["step"]
+                seconds[before] = total
+        return seconds
+
+
+@dataclass
+class Arm:
+    """One router with its constants, `label` by what tells it from others; `runs` {seed: Run}."""
+
+    label: str
+    router: str
+    constants: tuple
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    @property
+    def seeds(self):
+        return sorted(self.runs)
+
+    def shared(self, other):
+        """Seeds that both arms have."""
+        return [seed for seed in self.seeds if seed in other.runs]
+
+    def losses(self, step):
+        """[loss of each seed] at `step`."""
+        return [self.runs[seed].loss(step) for seed in self.seeds]
+
+
+@dataclass
+class Setting:
+    """`arms` that are to be compared, `label` by what tells this setting from others ("" if there is but one).
+
+    `steps` are those at which every run was evaluated, `end` the last of them; `tokens` are those of one step.
+    """
+
+    label: str
+    values: dict
+    arms: list[Arm]
+
+    @property
+    def runs(self):
+        return [arm.runs[seed] for arm in self.arms for seed in arm.seeds]
+
+    @property
+    def max_steps(self):
+        return self.values["train.max_steps"]
+
+    @property
+    def tokens(self):
+        return self.values["train.batch_size"] * self.values["model.block_size"]
+
+    @cached_property
+    def steps(self):
+        return sorted(set.intersection(*(set(run.evaluations) for run in self.runs)))
+
+    @property
+    def end(self):
+        return self.steps[-1]
+
+    def tenths(self):
+        """{i: step} of those i tenths of max_steps, 1 to 10, at which every run was evaluated: the paper's 5K … 50K."""
+        return {i: self.max_steps * i // 10 for i in range(1, 11) if self.max_steps * i / 10 in self.steps}
+
+    def tenth(self, step):
+        """i if `step` is i tenths of training, else None."""
+        return next((i for i, at in self.tenths().items() if at == step), None)
+
+    def counterpart(self, arm, router):
+        """The arm of another router to compare `arm` with, None if none has a seed in common with it: of several the
+        one with most constants like `arm`'s."""
+        others = [other for other in self.arms if other.router == router != arm.router and arm.shared(other)]
+        alike = [sum(a == b for a, b in zip(arm.constants, other.constants, strict=True)) for other in others]
+        return others[alike.index(max(alike))] if others else None
+
+
+def load(folder):
+    """The Run in `folder`. Raises ValueError if it holds no evaluated run, RunError or ConfigError of a broken file."""
+    if not (folder / "config.toml").is_file():
+        raise ValueError(f"{folder}: no config.toml, so not a run; give folders such as runs/quickstart-kern")
+    evaluations, logs, diverged = {}, [], None
+    for line in read(folder / "metrics.jsonl"):
+        if "train/loss" in line:
+            logs.append({key: value for key, value in line.items() if not isinstance(value, list)})
+        if "val/loss" in line:
+            if math.isfinite(line["val/loss"]):
+                evaluations[line["step"]] = line
+            elif diverged is None:
+                diverged = line["step"]
+    if not evaluations:
+        reason = (
+            "not evaluated yet; go on with train.py" if diverged is None else "diverged; start again with another lr"
+        )
+        raise ValueError(f"{folder}: {reason}, or leave it out")
+    return Run(folder, configure.load(folder / "config.toml"), evaluations, logs, diverged)
+
+
+def settings_of(runs):
+    """([Setting], [what is odd about the runs]). A run that is there twice under two names counts once.
+
+    Raises ValueError if there is none, or if runs to be compared differ in their data or in their validation windows.
+    """
+    if not runs:
+        raise ValueError("no run among the folders; give some such as runs/quickstart-kern")
+    oddities, groups = [], defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        seeds = groups[run.setting][run.arm]
+        first = seeds.setdefault(run.config.run.seed, run)
+        if first is not run:
+            oddities.append(f"{run.folder} has the settings and the seed of {first.folder}: it is left out")
+    varying = _varying([dict(setting) for setting in groups])
+    varying_arm = _varying([dict(arm) for arms in groups.values() for arm in arms])
+    settings = []
+    for setting, arms in sorted(groups.items(), key=lambda item: [dict(item[0])[key] for key in varying]):
+        found = [
+            Arm(_label(dict(arm), varying_arm), dict(arm)["model.router"], arm[1:], seeds)
+            for arm, seeds in arms.items()
+        ]
+        found.sort(key=lambda arm: (_rank(arm.router), arm.constants))
+        settings.append(Setting(_label(dict(setting), varying), dict(setting), found))
+        oddities += _check(settings[-1])
+    return settings, oddities
+
+
+def _check(setting):
+    """Raises ValueError if the runs are not to be paired; returns lines on what they lack."""
+    runs = setting.runs
+    for what in ("data", "tokenizer"):
+        seen = {identity[what]: run for run in runs if (identity := _identity(run)) and what in identity}
+        if len(seen) > 1:
+            one, other, *_ = seen.values()
+            raise ValueError(
+                f"{one.folder} and {other.folder}: trained on different {what} (sha256 in their checkpoints) under the "
+                f"name {setting.values['data.name']}; report them apart"
+            )
+    if not setting.steps:
+        evaluated = "; ".join(f"{run.folder} at {', '.join(map(str, list(run.evaluations)[:4]))} …" for run in runs[:2])
+        raise ValueError(f"no step at which all runs were evaluated ({evaluated}); leave out those that lack steps")
+    counts = {len(line["val/window_losses"]) for run in runs for line in run.evaluations.values() if _windows(line)}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{setting.label or 'runs'}: {sorted(counts)} validation windows: not paired; report them apart"
+        )
+    where = f"{setting.label}: " * bool(setting.label)
+    short = [
+        f"{run.folder} (step {max(run.evaluations):,}"
+        + (")" if run.diverged is None else f", loss not finite at {run.diverged:,})")
+        for run in runs
+        if setting.max_steps not in run.evaluations
+    ]
+    if not short:
+        return []
+    words = "unfinished or diverged" if any(run.diverged is not None for run in runs) else "unfinished"
+    return [
+        f"{where}{words}: {', '.join(short)}. All are compared at step {setting.end:,} of {setting.max_steps:,}, "
+        f"and no claim about the end is judged"
+    ]
+
+
+def _windows(line):
+    return "val/window_losses" in line
+
+
+def _identity(run):
+    """sha256 of data and tokenizer as its last checkpoint has them, or None."""
+    checkpoints = run.folder / "checkpoints"
+    steps = checkpoint.steps(checkpoints)
+    try:
+        return checkpoint.read_manifest(checkpoint.folder_of(checkpoints, max(steps)))["facts"] if steps else None
+    except RunError:  # damaged: the numbers are in metrics.jsonl all the same
+        return None
+
+
+def _rank(router):
+    return (list(STYLES).index(router), "") if router in STYLES else (len(STYLES), router)
+
+
+def _varying(rows):
+    return [key for key in rows[0] if any(row[key] != rows[0][key] for row in rows)]
+
+
+def _label(values, varying):
+    """Text stands alone, a number behind its key's last word; the router always."""
+    parts = [values["model.router"]] if "model.router" in values else []
+    for key in varying:
+        value = values[key]
+        if key != "model.router":
+            parts.append(value if isinstance(value, str) else f"{key.split('.')[1]} {value:.12g}")
+    return ", ".join(parts)
+
+
+def slug(text):
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-")
+
+
+class Paper:
+    """What the paper prints of one experiment, for the settings of it that runs have."""
+
+    def __init__(self, experiment):
+        """Raises ValueError of an experiment that the paper has not, or of which it prints no loss."""
+        tables = tomllib.loads(NUMBERS.read_text())
+        printed = [stem for stem, rows in tables.items() if "loss" in rows[0]]
+        if experiment not in printed:
+            raise ValueError(f"--experiment {experiment}: the paper prints losses of {', '.join(printed)}")
+        self.experiment, self.tables = experiment, tables[experiment]
+
+    def table(self, setting):
+        """The table whose conditions `setting` meets, {} if there is none."""
+        for table in self.tables:
+            if all(setting.values[key] == value for key, value in table.get("where", {}).items()):
+                return table
+        return {}
+
+    def losses(self, setting, router, what="loss"):
+        """{1 for 5K, …, 10 for 50K: the paper's number}, of `what` "loss" or "std"."""
+        return {int(at[:-1]) // 5: value for at, value in self.table(setting).get(what, {}).get(router, {}).items()}
+
+    def difference(self, setting, left, right, tenth=10):
+        """The paper's loss of the router `left` minus that of `right`, or None."""
+        ours, theirs = (self.losses(setting, router).get(tenth) for router in (left, right))
+        return None if ours is None or theirs is None else ours - theirs
+
+    def doubts(self, setting):
+        """{(router, tenth): why its number is doubtful}"""
+        doubts = self.table(setting).get("doubtful", {}).items()
+        return {(key.split()[0], int(key.split()[1][:-1]) // 5): why for key, why in doubts}
+
+    def differences(self, setting):
+        """Lines `key = value here (value there)` of what `setting` and its arms have and the experiment has not."""
+        file = Path(configure.__file__).parents[1] / "config/paper" / f"{self.experiment}.toml"
+        points = [configure.load(file, point) for point in configure.sweep_points(file)]
+        points = [Run(file, point, {}, []) for point in points]
+        found = []
+        for key in (*setting.values, *OF_ARM[1:]):
+            ours = {run.value(key) for run in setting.runs}
+            theirs = [point.value(key) for point in points]
+            if odd := sorted(ours.difference(theirs)):
+                found.append(f"{key} = {', '.join(map(str, odd))} ({theirs[0]})")
+        return found
