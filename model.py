@@ -34,6 +34,48 @@ class Output(NamedTuple):
     losses: torch.Tensor | None  # (B,), that of each sequence, without gradient
 
 
+class Cache:
+    """Keys and values of the tokens so far, so that a token more costs one token's work. For evaluation alone.
+
+    Rows of unequal length are filled up on the left, row b begins at column `start[b]`, or on the right, where nothing
+    real comes after. `capacity` columns in all.
+    """
+
+    def __init__(self, config, start, capacity, dtype=torch.float32):
+        """`start` (B,) int64, on the device of the model."""
+        head = config.n_embd // config.n_head
+        self.start, self.length, self.layer, self.block_size = start, 0, 0, config.block_size
+        shape = (config.n_layer, 2, len(start), config.n_head, capacity, head)
+        self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nh, S, hs)
+
+    def extend(self, T):
+        """Make room for T columns: their positions (B, T), and which columns each may see, (B, 1, T, S)."""
+        device = self.start.device
+        new, old = self.length + torch.arange(T, device=device), torch.arange(self.length + T, device=device)
+        self.positions = (new - self.start[:, None]).clamp(0, self.block_size - 1)  # beyond lie filled-up columns alone
+        real = old >= self.start[:, None, None]  # (B, 1, S)
+        own = old == new[:, None]  # (T, S); a filled-up column sees itself: attention to nothing is nan
+        self.mask = (real & (old <= new[:, None]) | own)[:, None]
+        self.length, self.layer = self.length + T, 0
+
+    def append(self, k, v):
+        """The next layer's keys and values of all columns so far, those of the new ones given: (B, nh, T, hs) each."""
+        first = self.length - k.shape[2]
+        layer = self.columns[self.layer]
+        layer[0, :, :, first : self.length], layer[1, :, :, first : self.length] = k, v
+        self.layer += 1
+        return layer[..., : self.length, :].unbind(0)
+
+    def rows(self, index, capacity):
+        """A copy that holds the rows `index`, some of them several times maybe, with room for `capacity` columns."""
+        copy = Cache.__new__(Cache)
+        copy.start, copy.length, copy.layer, copy.block_size = self.start[index], self.length, 0, self.block_size
+        L, _, _, nh, _, hs = self.columns.shape
+        copy.columns = self.columns.new_empty(L, 2, len(index), nh, capacity, hs)
+        copy.columns[..., : self.length, :] = self.columns[:, :, index, :, : self.length]
+        return copy
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -43,23 +85,30 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x):
+    def forward(self, x, past=None):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         if self.rope:
-            q, k = rotate(q), rotate(k)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            positions = None if past is None else past.positions
+            q, k = rotate(q, positions), rotate(k, positions)
+        if past is None:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            y = F.scaled_dot_product_attention(q, *past.append(k, v), attn_mask=past.mask)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
 
-def rotate(x):
+def rotate(x, positions=None):
     """Rotary position embedding (arXiv 2104.09864), base 10000, the halves of a head as pairs: (B, nh, T, hs) ->
-    same."""
+    same. `positions` (B, T), or 0, 1, … of every row."""
     T, half = x.shape[-2], x.shape[-1] // 2
     frequency = 10000 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(T, device=x.device, dtype=torch.float32)[:, None] * frequency  # (T, hs/2)
+    if positions is None:
+        angle = torch.arange(T, device=x.device, dtype=torch.float32)[:, None] * frequency  # (T, hs/2)
+    else:
+        angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, hs/2)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -123,13 +172,13 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.checkpointing = False  # keep x alone for the backward pass, and compute the block once more there
 
-    def forward(self, x):
+    def forward(self, x, past=None):
         if self.checkpointing and torch.is_grad_enabled():
             return checkpoint(self.compute, x, use_reentrant=False)
-        return self.compute(x)
+        return self.compute(x, past)
 
-    def compute(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def compute(self, x, past=None):
+        x = x + self.attn(self.ln_1(x), past)
         y, stats = self.mlp(self.ln_2(x))
         return x + F.dropout(y, self.dropout, self.training), stats
 
@@ -156,28 +205,44 @@ class GPT(nn.Module):
                 onto_residual = name.endswith(("attn.proj.weight", "w_out", "w_out.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * self.config.n_layer) if onto_residual else std)
 
-    def forward(self, idx, targets=None):
-        """idx, targets (B, T) int64 -> Output. Raises ValueError if T is more than block_size."""
-        B, T = idx.shape
+    def forward(self, idx, targets=None, past=None):
+        """idx, targets (B, T) int64 -> Output. With `past`, a Cache, idx are the tokens after those in it, where it has
+        room, and join it. Raises ValueError if T is more than block_size."""
+        x, layers = self.hidden(idx, past)
+        logits = loss = losses = None
+        if targets is None:
+            logits = self.logits(x[:, [-1]])
+        else:
+            x = self.ln_f(x).flatten(0, 1)
+            loss, losses = linear_cross_entropy(x, self.head, targets.flatten(), self.config.backend)
+            losses = losses.view(idx.shape).mean(1)
+        return Output(logits, loss, stack(layers, idx.device), losses)
+
+    def hidden(self, idx, past=None):
+        """(The residual stream (B, T, C) after the last block, Stats of each)."""
+        T = idx.shape[1]
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens are more than the model's block_size of {self.config.block_size}")
+        if past is not None:
+            past.extend(T)
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe(torch.arange(T, device=idx.device))
+            x = x + self.wpe(torch.arange(T, device=idx.device) if past is None else past.positions)
         x = F.dropout(x, self.config.dropout, self.training)
         layers = []
         for block in self.blocks:
-            x, stats = block(x)
+            x, stats = block(x, past)
             layers.append(stats)
-        x = self.ln_f(x if targets is not None else x[:, [-1]])
-        head = self.wte.weight if self.lm_head is None else self.lm_head.weight
-        logits = loss = losses = None
-        if targets is None:
-            logits = F.linear(x, head)
-        else:
-            loss, losses = linear_cross_entropy(x.flatten(0, 1), head, targets.flatten(), self.config.backend)
-            losses = losses.view(B, T).mean(1)
-        return Output(logits, loss, stack(layers, idx.device), losses)
+        return x, layers
+
+    @property
+    def head(self):
+        """(V, C)"""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, x):
+        """(..., C) of the residual stream after the last block -> (..., V)."""
+        return F.linear(self.ln_f(x), self.head)
 
 
 def stack(layers, device):

@@ -3,32 +3,22 @@
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
 import train
-from model import GPT, parameter_shapes
+from model import GPT, Cache, parameter_shapes
 from runtime import memory
 from scripts import plan, sample
 
+HOUSE = Path(__file__).parents[1]
+
 # ---- sample: the choice of a token
-
-
-class FakeModel:
-    """Logits that do not depend on what came before; `seen` are the inputs."""
-
-    def __init__(self, logits, block_size=4):
-        self.logits, self.seen = torch.tensor([[logits]]), []  # (1, 1, V)
-        self.config = SimpleNamespace(block_size=block_size)
-
-    def __call__(self, idx):
-        self.seen.append(idx[0].tolist())
-        return SimpleNamespace(logits=self.logits.clone())
 
 
 def kept(logits, temperature, top_k, top_p):
@@ -52,8 +42,8 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
 )
 def test_tokens_come_as_often_as_they_should(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000
-    model = FakeModel(LOGITS, block_size=1)
-    drawn = sample.generate(model, torch.tensor([[0]]), draws, temperature, top_k, top_p, generator)[0, 1:]
+    choice = sample.Choice(temperature, top_k, top_p)
+    drawn = sample.draw(torch.tensor([LOGITS] * draws), choice, generator)
     counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
     expected = kept(LOGITS, temperature, top_k, top_p)
     for token, count in enumerate(counts):
@@ -73,27 +63,95 @@ def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed
     logits = [logit / 7 for logit in logits]
     allowed = kept(logits, temperature, top_k, min(1.0, top_p + 1e-5))
     generator = torch.Generator().manual_seed(seed)
-    drawn = sample.generate(FakeModel(logits), torch.tensor([[0]]), 20, temperature, top_k, top_p, generator)
-    assert set(drawn[0, 1:].tolist()) <= allowed.keys()
+    drawn = sample.draw(torch.tensor([logits] * 20), sample.Choice(temperature, top_k, top_p), generator)
+    assert set(drawn.tolist()) <= allowed.keys()
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_greedy_in_three_ways(choice):
-    assert sample.generate(FakeModel(LOGITS), torch.tensor([[5, 4]]), 6, **choice).tolist() == [[5, 4, *[1] * 6]]
+    assert sample.draw(torch.tensor([LOGITS, LOGITS[::-1]]), sample.Choice(**choice)).tolist() == [1, 4]
 
 
-@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1.0}, {"top_k": 5}])
+def test_repetition_penalty_is_that_of_transformers():
+    penalty, ids = 3.0, torch.tensor([[0, 3, 3], [0, 8, 2], [8, 8, 5]])
+    logits = torch.stack([torch.linspace(*ends, 9) for ends in ((-1, 0.9), (-0.1, -0.9), (0.2, 1))])
+    seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
+    assert sample.draw(logits, sample.Choice(0, repetition_penalty=penalty), seen=seen).equal(wanted.argmax(1))
+
+
+# ---- sample: a model's continuations
+
+
+def small_model(**settings):
+    values = {"model.n_embd": 32, "model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.vocab_size": 64}
+    values |= {"model.expert_hidden": 8, "model.n_expert": 8, "model.top_k": 2, "model.init_std": 0.3, **settings}
+    config = configure.load(HOUSE / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]).model
+    torch.manual_seed(0)
+    return GPT(config).eval()
+
+
+def without_cache(model, prompt, count):
+    """The likeliest continuation, a pass over the last block for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].argmax().item())
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_cached_logits_are_those_of_whole_passes(pos, router):
+    """Rows of unequal length, some columns at once and one by one, and rows picked from a cache."""
+    model = small_model(**{"model.pos": pos, "model.router": router})
+    rows = [torch.randint(64, (length,)).tolist() for length in (9, 11, 5)]
+    start = torch.tensor([11 - 5 - len(row) + 5 for row in rows])
+    idx = torch.tensor([[0] * (11 - len(row)) + row for row in rows])
+    with torch.no_grad():
+        cache = Cache(model.config, start, 4)
+        model(idx[:, :4], past=cache)
+        cache = cache.rows(torch.tensor([2, 0, 1, 0]), 11)
+        for first, last in ((4, 9), (9, 10), (10, 11)):
+            logits = model(idx[[2, 0, 1, 0], first:last], past=cache).logits[:, 0]
+            wanted = [model(torch.tensor([rows[i][: last - start[i]]])).logits[0, 0] for i in (2, 0, 1, 0)]
+            torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
+    """Past the block too, where the window slides."""
+    model = small_model(**{"model.pos": pos})
+    prompts = [[1, 2, 3], list(range(16)), [7]]
+    got = list(sample.generate(model, prompts, 20, sample.Choice(0)))
+    wanted = [without_cache(model, prompt, 20) for prompt in prompts]
+    assert [list(row) for row in zip(*got, strict=True)] == wanted
+    assert len(set(map(tuple, wanted))) == 3 and len(set(wanted[0])) > 2
+
+
+def test_generation_costs_a_column_a_token(monkeypatch):
+    model, columns = small_model(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, past: (columns.append(idx.shape[1]), hidden(idx, past))[1])
+    assert len(list(sample.generate(model, [[1, 2, 3]], 16, sample.Choice()))) == 16
+    assert columns == [3] + [1] * 13 + [16, 16]
+
+
+def test_rows_end_one_by_one():
+    model = small_model()
+    plain = [list(row) for row in zip(*sample.generate(model, [[1], [2]], 14, sample.Choice(0)), strict=True)]
+    end = next(token for token in plain[0] if plain[0].index(token) > 2)
+    at = plain[0].index(end) + 1
+    rows = [list(row) for row in zip(*sample.generate(model, [[1], [2]], 14, sample.Choice(0), end=end), strict=True)]
+    assert rows[0][:at] == plain[0][:at] and set(rows[0][at:]) <= {None}
+    alone = list(sample.generate(model, [[1]], 14, sample.Choice(0), end=end))
+    assert [token for (token,) in alone] == plain[0][:at]  # and the model is not asked for more
+
+
+@pytest.mark.parametrize("choice", [sample.Choice(0), sample.Choice(), sample.Choice(top_k=5)])
 def test_padding_of_the_vocabulary_is_never_drawn(choice):
-    model = FakeModel([0.0, 1.0, 2.0, 50.0, 50.0])  # two ids that the tokenizer does not know
-    drawn = sample.generate(model, torch.tensor([[0]]), 50, vocab_size=3, **choice)
-    assert drawn.max() == 2
-
-
-def test_model_sees_the_last_block(monkeypatch):
-    model = FakeModel([0.0, 9.0], block_size=4)
-    idx = sample.generate(model, torch.tensor([[0, 0, 0, 1, 0, 0]]), 3, temperature=0)
-    assert model.seen == [[0, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
-    assert idx.tolist() == [[0, 0, 0, 1, 0, 0, 1, 1, 1]]
+    tokens = list(sample.generate(small_model(), [[0]], 14, choice, vocab_size=3))
+    assert {token for (token,) in tokens} <= {0, 1, 2}
 
 
 # ---- sample: from a run
@@ -118,6 +176,40 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, capsys):
     assert text("--temperature", "0", "--seed", "1") == text("--top-k", "1", "--seed", "2")
 
 
+def test_sample_prints_as_it_goes_and_the_speed(trained, capsys, monkeypatch):
+    """Pieces put together are the text; a character of several bytes waits for its last one."""
+    text = "é€x"
+    ids = iter([*text.encode(), 256, 0])
+    monkeypatch.setattr(sample, "generate", lambda *args: ([next(ids)] for _ in range(7)))
+    written = []
+    monkeypatch.setattr("builtins.print", lambda *words, **_: written.append("".join(map(str, words))))
+    assert sample.main([str(trained), "--prompt", "à"]) == 0
+    assert written[:-1] == ["à", "é", "€", "x", ""]
+    assert re.fullmatch(r"7 tokens, [\d,.]+ tokens/s", written[-1])
+
+
+def test_sample_of_several_prompts(trained, capsys):
+    alone = []
+    for prompt in ("a bee ", "june"):
+        assert sample.main([str(trained), "--prompt", prompt, "--tokens", "9", "--temperature", "0"]) == 0
+        alone.append(capsys.readouterr().out)
+    assert sample.main([str(trained), "--prompt", "a bee ", "june", "--tokens", "9", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"--- 1 ---\n{alone[0]}--- 2 ---\n{alone[1]}"
+
+
+def test_sample_asks_for_prompts(trained, capsys, monkeypatch):
+    prompts = iter(["june", "x" * 40, "kestrels"])
+    monkeypatch.setattr("builtins.input", lambda _: next(prompts, None) or raise_(EOFError))
+    assert sample.main([str(trained), "--tokens", "5"]) == 0
+    said = capsys.readouterr()
+    assert [line[:4] for line in said.out.splitlines() if line[:4] in ("june", "kest")] == ["june", "kest"]
+    assert "a prompt of 40 tokens" in said.err and "at most 32 (model.block_size)" in said.err
+
+
+def raise_(error):
+    raise error
+
+
 def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
     def error(*arguments):
         assert sample.main([*map(str, arguments)]) == 2
@@ -127,6 +219,7 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
 
     assert "not a run" in error(tmp_path / "nothing")
     assert "no checkpoint of step 3, it has [2, 4]" in error(trained, "--step", 3)
+    assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
         assert wrong[0] in error(trained, *wrong)
     for step in ("step_00000002", "step_00000004"):
@@ -135,8 +228,6 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
 
 
 # ---- plan
-
-HOUSE = Path(__file__).parents[1]
 
 
 def test_plan_of_the_largest_model(capsys):
