@@ -237,7 +237,8 @@ def train(config, stop=None):
         print(f"{folder}: memory: {memory.describe(parallel, needed, distributed.memory_bytes(device))}")
         if changes:
             print(f"{folder}: changed: {'; '.join(changes)}")
-        tags = (config.model.router, config.data.name, f"{total / 1e6:.0f}M", f"{active / 1e6:.0f}M active")
+        sizes_in_words = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in (total, active)]
+        tags = (config.model.router, config.data.name, sizes_in_words[0], f"{sizes_in_words[1]} active")
         tracker = start_wandb(config, folder, facts.get("wandb"), tags)
         facts |= {"wandb": tracker.id} if tracker else {}
         metrics = Metrics(folder, start if start else -1, tracker, config.train.on_save_error)

@@ -21,7 +21,7 @@ from runtime import RunError
 from scripts import report_pictures as pictures
 from scripts.report_claims import HOW, differences, interval, judge_all
 from scripts.report_page import write
-from scripts.report_runs import OF_ARM, PAPER_STEPS, Paper, load, settings_of, slug
+from scripts.report_runs import OF_ARM, PAPER_STEPS, Paper, load_all, settings_of, slug
 
 COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "load imbalance")
 COST = """That a router costs nothing is no claim to judge by runs that are timed one after another:
@@ -119,7 +119,7 @@ def speed_table(setting, baseline):
     for arm in setting.arms:
         total, active = count_parameters(arm.runs[arm.seeds[0]].config.model)
         speeds, base = pictures.speeds_of(arm), setting.counterpart(arm, baseline)
-        ratio = "1.000" if speeds and arm.router == baseline else ""
+        ratio = "1.000" if speeds and baseline in (arm.router, arm.label) else ""
         if base and speeds and (others := pictures.speeds_of(base)):
             ratio = f"{statistics.median(others) / statistics.median(speeds):.3f}"
         last = arm.runs[arm.seeds[0]]
@@ -217,6 +217,10 @@ def beside(setting, paper):
     if differ := paper.differences(setting):
         words += " **Not the paper's setting**, so compare differences between routers, not losses (the paper's in "
         words += f"brackets): {', '.join(differ)}."
+        if not paper.same_tokens(setting):
+            words += " **Other tokens** than GPT-2's: of the paper's differences only the sign compares."
+    if any(paper.losses(setting, arm.router, "std") for arm in setting.arms):
+        words += " Behind ± is the standard deviation over seeds, ours of a sample, the paper's of a population."
     shown = {(arm.router, i) for arm in setting.arms for i in setting.tenths()}
     doubts = [f"{at[0]} at {5 * at[1]}K: {why}" for at, why in paper.doubts(setting).items() if at in shown]
     if doubts:
@@ -267,12 +271,24 @@ def is_report(folder):
     return (folder / "report.html").is_file() and not (folder / "config.toml").is_file()
 
 
+def ambiguous(settings, baseline):
+    """A line if the baseline is there with several constants, of which nothing tells the one to subtract."""
+    for setting in settings:
+        for arm in setting.arms:
+            if len(found := setting.counterparts(arm, baseline)) > 1:
+                labels = " or ".join(f"'{other.label}'" for other in found[1:])
+                return [
+                    f"{baseline} is there more than once: pictures subtract '{found[0].label}'; --baseline {labels}"
+                ]
+    return []
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m scripts.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/quickstart-*")
-    parser.add_argument("--baseline", help="router to subtract (default: kern where there is one)")
+    parser.add_argument("--baseline", help="router, or label of an arm, to subtract (default: kern if there is one)")
     parser.add_argument(
         "--experiment", help="name of a file in config/paper: its printed losses stand beside the runs'"
     )
@@ -280,13 +296,16 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         paper = Paper(args.experiment) if args.experiment else None
-        runs = [load(folder) for folder in args.runs if not is_report(folder)]
+        runs, left_out = load_all([folder for folder in args.runs if not is_report(folder)])
         settings, oddities = settings_of(runs)
-        routers = {arm.router for setting in settings for arm in setting.arms}
-        if args.baseline and args.baseline not in routers:
-            raise ValueError(f"--baseline {args.baseline}: the runs have {', '.join(sorted(routers))}")
+        oddities = left_out + oddities + ambiguous(settings, args.baseline or "kern")
+        arms = [arm for setting in settings for arm in setting.arms]
+        if args.baseline and args.baseline not in (names := {name for arm in arms for name in (arm.router, arm.label)}):
+            raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out}: there is a file of that name, and a report is a folder")
+        if (args.out / "config.toml").is_file():
+            raise ValueError(f"--out {args.out}: a run's folder; name another")
         args.out.mkdir(parents=True, exist_ok=True)
         findings = judge_all(settings)
         write(page(settings, oddities, findings, args.baseline or "kern", paper, args.out), args.out)
@@ -295,8 +314,10 @@ def main(argv=None):
         return 2
     print(table(row(run) for run in runs))
     for finding in findings:
-        for where, (found, verdict) in {"": finding.overall}.items() if finding.overall else finding.cells.items():
-            print(f"{finding.words}{' in ' * bool(where)}{where}: {verdict}, {found}")
+        if finding.overall:
+            print(f"{finding.words}: {finding.overall[1]}, {finding.overall[0]}")
+        for where, (found, verdict) in finding.cells.items():
+            print(f"{'  ' * bool(finding.overall)}{finding.words}{' in ' * bool(where)}{where}: {verdict}, {found}")
     for line in oddities:
         print(f"note: {line}")
     print(f"report: {args.out}/report.html")

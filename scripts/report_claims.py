@@ -9,7 +9,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 MARGIN = 0.005  # nats a token; the paper's own standard deviation over seeds at 50K is 0.004 to 0.005
-SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
+SUPPORTED, CONTRADICTED, UNDECIDED, MIXED = "supported", "contradicted", "undecided", "mixed"
 
 HOW = f"""\
 A difference is paired: both runs have the same seed, hence the same training windows in the same order and, if both
@@ -24,9 +24,10 @@ settings each seed's differences are averaged first, as settings share their see
 one corpus and length, which share their windows.
 **Supported** means that the whole interval lies on the claim's side of zero, **contradicted** that it lies on the
 other side, and **undecided** everything else, always so with one seed, of which the interval says nothing but what
-its windows do. "No difference" is supported by an interval within ±{MARGIN} nats, about the paper's own standard
-deviation over seeds. Verdicts are of single claims: of many undecidable ones, one in twenty would be called decided
-by chance."""
+its windows do; over several settings **mixed** says that one contradicts what another, or all together, support. All
+of it is said of runs of this size. "No difference" is supported by an interval within ±{MARGIN} nats, about the
+paper's own standard deviation over seeds. Verdicts are of single claims: of many undecidable ones, one in twenty
+would be called decided by chance."""
 
 
 class Interval(NamedTuple):
@@ -106,7 +107,7 @@ class Claim(NamedTuple):
     def judge(self, found):
         """Of an Interval of left minus right."""
         if found.seeds < 2 or math.isnan(found.low):
-            return f"{UNDECIDED} (one seed)" if found.seeds < 2 else UNDECIDED
+            return f"{UNDECIDED} (one {'seed' if found.seeds < 2 else 'window'})"
         if self.equal:
             within, outside = max(-found.low, found.high) <= MARGIN, found.low > MARGIN or found.high < -MARGIN
             return SUPPORTED if within else CONTRADICTED if outside else UNDECIDED
@@ -137,6 +138,10 @@ CLAIMS = (
     Claim("kern ends below sqrtgate (gates of softmax of norm 1)", SEEDS, "kern", "sqrtgate"),
     Claim("kern ends below softmax-l2 (exp for ReLU)", SEEDS, "kern", "softmax-l2"),
     Claim("kern ends below sigmoid-renorm", SEEDS, "kern", "sigmoid-renorm"),
+    Claim("kern-nobias ends below softmax-l2 (ReLU for exp, one norm)", SEEDS, "kern-nobias", "softmax-l2"),
+    Claim("kern ends like kern-nogamma (the learnable scale)", SEEDS, "kern", "kern-nogamma", equal=True),
+    Claim("softmax-renorm ends below softmax (scale)", SEEDS, "softmax-renorm", "softmax"),
+    Claim("sqrtgate ends below softmax-renorm (scale)", SEEDS, "sqrtgate", "softmax-renorm"),
 )
 
 
@@ -157,12 +162,13 @@ def judge_all(settings):
         for setting in (setting for setting in settings if claim.applies(setting.values)):
             step = setting.tenths().get(claim.tenth)
             for arm in (arm for arm in setting.arms if arm.router == claim.left):
-                other = setting.counterpart(arm, claim.right)
-                if step is not None and other:
+                for other in setting.counterparts(arm, claim.right) if step is not None else ():
                     found[claim.words + _constants(arm, other)].append((setting, (arm, other), step))
         for words, pairs in found.items():
             cells = {setting.label: _judged(claim, [(setting, *rest)]) for setting, *rest in pairs}
             overall = _judged(claim, pairs) if len(pairs) > 1 else None
+            if overall and {SUPPORTED, CONTRADICTED} <= {overall[1], *(verdict for _, verdict in cells.values())}:
+                overall = overall[0], MIXED
             findings.append(Finding(claim, words, cells, overall))
     return findings
 

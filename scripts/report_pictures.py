@@ -71,7 +71,7 @@ def leads(setting, baseline, path):
             capsize=2,
         )
         by_step.plot(places, means, label=arm.label, **look, markevery=(begin, every))
-        shown += means[len(means) // 4 :]
+        shown += [end for one in found[len(found) // 4 :] for end in one[:3] if not math.isnan(end)]
         if by_time and (mine := at_equal_times(setting, arm, base, steps)):
             by_time.plot(*zip(*mine, strict=True), **look, markevery=marked(setting, arm, mine))
             shown += [value for _, value in mine[len(mine) // 4 :]]
@@ -115,7 +115,8 @@ def ends(settings, baseline, paper, path):
         found, look = interval([differences(arm, base, setting.end)]), looks(setting, arm)
         axes.plot([found.low, found.high], [place, place], color=look["color"], linewidth=2)
         axes.plot([found.mean], [place], color=look["color"], marker=look["marker"], linestyle="none")
-        theirs = paper.difference(setting, arm.router, base.router, setting.tenth(setting.end)) if paper else None
+        comparable = paper and paper.same_tokens(setting)
+        theirs = paper.difference(setting, arm.router, base.router, setting.tenth(setting.end)) if comparable else None
         if theirs is not None:
             axes.plot([theirs], [place], **PAPERS)
             printed = True

@@ -19,6 +19,7 @@ from runtime.metrics import read
 from scripts.style import STYLES
 
 NUMBERS = Path(__file__).with_name("paper_numbers.toml")
+EXPERIMENTS = NUMBERS.parents[1] / "config/paper"
 PAPER_STEPS = 50_000
 OF_ARM = (
     "model.router",
@@ -69,6 +70,15 @@ class Run:
     @property
     def arm(self):
         return tuple((key, self.value(key)) for key in OF_ARM)
+
+    @property
+    def ended(self):
+        return self.config.train.max_steps in self.evaluations
+
+    def short(self):
+        """How far it came."""
+        words = f"evaluated up to step {max(self.evaluations):,}"
+        return words if self.diverged is None else f"{words}, loss not finite at {self.diverged:,}"
 
     def loss(self, step):
         return self.evaluations[step]["val/loss"]
@@ -145,12 +155,31 @@ class Setting:
         """i if `step` is i tenths of training, else None."""
         return next((i for i, at in self.tenths().items() if at == step), None)
 
-    def counterpart(self, arm, router):
-        """The arm of another router to compare `arm` with, None if none has a seed in common with it: of several the
-        one with most constants like `arm`'s."""
-        others = [other for other in self.arms if other.router == router != arm.router and arm.shared(other)]
+    def counterparts(self, arm, name):
+        """The arms to compare `arm` with, by their label, or by another router's name: of several of one router those
+        with most constants like `arm`'s. Only such as have a seed in common with it."""
+        others = [other for other in self.arms if other is not arm and other.label == name]
+        others = others or [other for other in self.arms if other.router == name != arm.router]
+        others = [other for other in others if arm.shared(other)]
         alike = [sum(a == b for a, b in zip(arm.constants, other.constants, strict=True)) for other in others]
-        return others[alike.index(max(alike))] if others else None
+        return [other for other, number in zip(others, alike, strict=True) if number == max(alike)]
+
+    def counterpart(self, arm, name):
+        """The first of them, or None."""
+        return next(iter(self.counterparts(arm, name)), None)
+
+
+def load_all(folders):
+    """([Run], [why a folder is left out]). Raises ValueError, RunError or ConfigError of the first if none is a run."""
+    runs, errors = [], []
+    for folder in folders:
+        try:
+            runs.append(load(folder))
+        except (ValueError, RunError) as error:  # ConfigError is one
+            errors.append(error)
+    if errors and not runs:
+        raise errors[0]
+    return runs, [f"left out: {' '.join(str(error).split())}" for error in errors]
 
 
 def load(folder):
@@ -175,16 +204,20 @@ def load(folder):
 
 
 def settings_of(runs):
-    """([Setting], [what is odd about the runs]). A run that is there twice under two names counts once.
+    """([Setting], [what is odd about the runs]). A run that is there twice under two names counts once, and one that
+    is not at its end does not count where others are.
 
     Raises ValueError if there is none, or if runs to be compared differ in their data or in their validation windows.
     """
     if not runs:
         raise ValueError("no run among the folders; give some such as runs/quickstart-kern")
     oddities, groups = [], defaultdict(lambda: defaultdict(dict))
-    for run in runs:
-        seeds = groups[run.setting][run.arm]
-        first = seeds.setdefault(run.config.run.seed, run)
+    ended = {run.setting for run in runs if run.ended}
+    for run in sorted(runs, key=lambda run: -max(run.evaluations)):  # of two the one that came further
+        if run.setting in ended and not run.ended:
+            oddities.append(f"{run.folder} is left out: {run.short()} of {run.config.train.max_steps:,}")
+            continue
+        first = groups[run.setting][run.arm].setdefault(run.config.run.seed, run)
         if first is not run:
             oddities.append(f"{run.folder} has the settings and the seed of {first.folder}: it is left out")
     varying = _varying([dict(setting) for setting in groups])
@@ -221,12 +254,7 @@ def _check(setting):
             f"{setting.label or 'runs'}: {sorted(counts)} validation windows: not paired; report them apart"
         )
     where = f"{setting.label}: " * bool(setting.label)
-    short = [
-        f"{run.folder} (step {max(run.evaluations):,}"
-        + (")" if run.diverged is None else f", loss not finite at {run.diverged:,})")
-        for run in runs
-        if setting.max_steps not in run.evaluations
-    ]
+    short = [f"{run.folder} ({run.short()})" for run in runs if not run.ended]
     if not short:
         return []
     words = "unfinished or diverged" if any(run.diverged is not None for run in runs) else "unfinished"
@@ -276,17 +304,19 @@ class Paper:
     """What the paper prints of one experiment, for the settings of it that runs have."""
 
     def __init__(self, experiment):
-        """Raises ValueError of an experiment that the paper has not, or of which it prints no loss."""
+        """Raises ValueError of an experiment that the paper has not."""
         tables = tomllib.loads(NUMBERS.read_text())
-        printed = [stem for stem, rows in tables.items() if "loss" in rows[0]]
-        if experiment not in printed:
-            raise ValueError(f"--experiment {experiment}: the paper prints losses of {', '.join(printed)}")
-        self.experiment, self.tables = experiment, tables[experiment]
+        if not (EXPERIMENTS / f"{experiment}.toml").is_file():
+            printed = ", ".join(stem for stem, rows in tables.items() if "loss" in rows[0])
+            raise ValueError(
+                f"--experiment {experiment}: no file of config/paper; the paper prints losses of {printed}"
+            )
+        self.experiment, self.tables = experiment, tables.get(experiment, [])
 
     def table(self, setting):
         """The table whose conditions `setting` meets, {} if there is none."""
         for table in self.tables:
-            if all(setting.values[key] == value for key, value in table.get("where", {}).items()):
+            if "loss" in table and all(setting.values[key] == value for key, value in table.get("where", {}).items()):
                 return table
         return {}
 
@@ -295,9 +325,14 @@ class Paper:
         return {int(at[:-1]) // 5: value for at, value in self.table(setting).get(what, {}).get(router, {}).items()}
 
     def difference(self, setting, left, right, tenth=10):
-        """The paper's loss of the router `left` minus that of `right`, or None."""
+        """The paper's loss of the router `left` minus that of `right`, None if it has not both or one is doubtful."""
         ours, theirs = (self.losses(setting, router).get(tenth) for router in (left, right))
-        return None if ours is None or theirs is None else ours - theirs
+        doubtful = {(left, tenth), (right, tenth)} & set(self.doubts(setting))
+        return None if ours is None or theirs is None or doubtful else ours - theirs
+
+    def same_tokens(self, setting):
+        """Whether a nat a token means the same there: GPT-2's vocabulary."""
+        return setting.values["model.vocab_size"] == KEYS["model.vocab_size"]["default"]
 
     def doubts(self, setting):
         """{(router, tenth): why its number is doubtful}"""
@@ -306,7 +341,7 @@ class Paper:
 
     def differences(self, setting):
         """Lines `key = value here (value there)` of what `setting` and its arms have and the experiment has not."""
-        file = Path(configure.__file__).parents[1] / "config/paper" / f"{self.experiment}.toml"
+        file = EXPERIMENTS / f"{self.experiment}.toml"
         points = [configure.load(file, point) for point in configure.sweep_points(file)]
         points = [Run(file, point, {}, []) for point in points]
         found = []

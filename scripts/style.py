@@ -7,6 +7,8 @@ sigmoid's green.
 
 import zlib
 
+from router import ROUTERS
+
 DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
 
 STYLES = {  # router: colour, line style, marker
@@ -26,11 +28,22 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
-OTHERS = "1234+|_H"  # markers for routers that someone adds
+OTHERS = [  # for routers that someone adds, in the order of router.py's table
+    ("#000000", LONG_DASHES, "o"),
+    ("#666666", "-", "s"),
+    ("#000000", ":", "^"),
+    ("#666666", "-.", "D"),
+    ("#000000", "-", "v"),
+    ("#666666", LONG_DASHES, "P"),
+    ("#000000", "-.", "*"),
+    ("#666666", ":", "X"),
+]
 
 
 def style(router):
-    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line in STYLES is
-    black, with a marker that its name picks."""
-    others = ("#000000", LONG_DASHES, OTHERS[zlib.crc32(router.encode()) % len(OTHERS)])
-    return dict(zip(("color", "linestyle", "marker"), STYLES.get(router, others), strict=True))
+    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line in STYLES is black
+    or grey, by its place among those; one that router.py does not know any more, by its name."""
+    others = [name for name in ROUTERS if name not in STYLES]
+    place = others.index(router) if router in others else zlib.crc32(router.encode())
+    look = STYLES.get(router, OTHERS[place % len(OTHERS)])
+    return dict(zip(("color", "linestyle", "marker"), look, strict=True))

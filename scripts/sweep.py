@@ -286,8 +286,12 @@ def write_array(path, file, left, parallel):
         *cases,
         "esac",
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n" + body)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n" + body)
+    except OSError as error:
+        print(f"--slurm {path}: {error.strerror}; name a file", file=sys.stderr)
+        return 2
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
     return 0
 

@@ -294,7 +294,7 @@ def test_peak_memory():
     spare = 2**24  # the log-probabilities of plain torch operators
     inputs = 4 * 16 * (16384 + 8192) * 2  # and their gradients
     assert planned < 2**25 and new < 1.25 * (planned + spare + inputs)
-    assert old > 2 * 4 * 16384 * 8192
+    assert old > 1.5 * 4 * 16384 * 8192
 
 
 @pytest.mark.gpu

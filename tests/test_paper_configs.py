@@ -174,3 +174,14 @@ def test_files_hold_differences_and_say_where_from(stem):
     for section, settings in tomllib.loads(text).items():
         if section != "sweep":
             assert [key for key, value in settings.items() if value == KEYS[f"{section}.{key}"]["default"]] == []
+
+
+def test_every_file_is_a_row_of_the_document():
+    """With as many runs, and the sums below."""
+    lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
+    rows = {
+        cells[1].strip("` "): int(cells[3]) for line in lines if len(cells := line.split("|")) == 10 and "`" in cells[1]
+    }
+    assert rows == {stem: len(configure.sweep_points(file)) for stem, file in FILES.items()}
+    (total,) = (line.split("|")[3] for line in lines if line.startswith("| all |"))
+    assert int(total) == sum(rows.values())

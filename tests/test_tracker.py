@@ -382,7 +382,7 @@ def test_a_run_and_what_goes_on_with_it_are_one_in_wandb(tiny, monkeypatch):
         records = ended(file)
         (run,) = [record.run for record in records if record.HasField("run")]
         assert (run.run_id, run.project, run.run_group, run.job_type) == (id, "mine", "tiny", "train")
-        assert run.display_name == "tiny" and {*run.tags} == {"kern", config.data.name, "0M", "0M active"}
+        assert run.display_name == "tiny" and {*run.tags} == {"kern", config.data.name, "0.03M", "0.02M active"}
         sections = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert {name: sections[name] for name in config.model_dump()} == config.model_dump()
         (metric,) = [record.metric for record in records if record.HasField("metric")]
