@@ -261,12 +261,13 @@ def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
 
 
 MEASURE = """
-import resource, sys, torch
+import re, torch
+from pathlib import Path
 from kernels import cross_entropy
 torch.set_num_threads(1)
 
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # getrusage's begins at that of the process which started this one
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def step(N, V, backend):
     x, weight = torch.randn(N, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
@@ -294,7 +295,7 @@ def test_peak_memory():
     spare = 2**24  # the log-probabilities of plain torch operators
     inputs = 4 * 16 * (16384 + 8192) * 2  # and their gradients
     assert planned < 2**25 and new < 1.25 * (planned + spare + inputs)
-    assert old > 1.5 * 4 * 16384 * 8192
+    assert old > 2 * 4 * 16384 * 8192
 
 
 @pytest.mark.gpu
