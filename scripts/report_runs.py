@@ -28,6 +28,8 @@ OF_ARM = (
     "train.z_loss_coef",
     "train.bias_update_rate",
 )
+LISTS = ("val/window_losses", "val/loads", "router/loads")
+NUMBERED = ("train/", "val/", "optim/", "router/", "perf/")
 NO_MATTER = (  # to a loss, but for rounding
     "run.",
     "log.",
@@ -188,6 +190,8 @@ def load(folder):
         raise ValueError(f"{folder}: no config.toml, so not a run; give folders such as runs/quickstart-kern")
     evaluations, logs, diverged = {}, [], None
     for line in read(folder / "metrics.jsonl"):
+        if wrong := wrong_kind(line):
+            raise RunError(f"{folder}/metrics.jsonl, step {line['step']}: {wrong}")
         if "train/loss" in line:
             logs.append({key: value for key, value in line.items() if not isinstance(value, list)})
         if "val/loss" in line:
@@ -201,6 +205,24 @@ def load(folder):
         )
         raise ValueError(f"{folder}: {reason}, or leave it out")
     return Run(folder, configure.load(folder / "config.toml"), evaluations, logs, diverged)
+
+
+def wrong_kind(line):
+    """What in a line is not of the kind that train.py writes, in words; empty if all is well."""
+    lists = {key: value for key, value in line.items() if isinstance(value, list)}
+    for key in line:
+        if key in LISTS and key not in lists:
+            return f"{key} is no list"
+        if key.startswith(NUMBERED) and key not in LISTS and not key.endswith("_of_layers") and key in lists:
+            return f"{key} is a list, not a number"
+    if "val/window_losses" in lists and not all(isinstance(loss, int | float) for loss in lists["val/window_losses"]):
+        return "val/window_losses is not a list of numbers"
+    loads = lists.get("val/loads", [])
+    if any(not isinstance(layer, list) or len(layer) != len(loads[0]) or not layer for layer in loads):
+        return "val/loads is not layers by experts"
+    if line.get("perf/tokens_per_sec", 1) <= 0:
+        return "perf/tokens_per_sec is not above 0"
+    return ""
 
 
 def settings_of(runs):

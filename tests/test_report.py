@@ -1011,6 +1011,25 @@ def test_bad_input_is_refused(tmp_path, capsys):
     assert f"--out {tmp_path / 'curves.png'}: there is a file of that name" in error(run, out=tmp_path / "curves.png")
 
 
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ({"val/loss": [1.0]}, "val/loss is a list, not a number"),
+        ({"val/loss": 1.0, "val/window_losses": 1.0}, "val/window_losses is no list"),
+        ({"val/loss": 1.0, "val/window_losses": [[1.0]]}, "val/window_losses is not a list of numbers"),
+        ({"val/loss": 1.0, "val/loads": [1, 2]}, "val/loads is not layers by experts"),
+        ({"val/loss": 1.0, "val/loads": [[1, 2], [3]]}, "val/loads is not layers by experts"),
+        ({"train/loss": 1.0, "perf/tokens_per_sec": 0.0}, "perf/tokens_per_sec is not above 0"),
+    ],
+)
+def test_numbers_of_the_wrong_kind_are_named(tmp_path, capsys, line, words):
+    run = invent(tmp_path / "kern", "model.router=kern")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1000, "tokens": 1} | line) + "\n")
+    assert report.main([str(run), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {run}/metrics.jsonl, step 1000: {words}\n"
+
+
 # ---- the terminal
 
 DENSE = [
