@@ -283,6 +283,7 @@ for backend in ("torch", "reference"):
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_peak_memory():
     """The whole process's: 16 MiB chunks against three times all logits, 512 MiB each."""
     process = subprocess.run(
