@@ -228,7 +228,12 @@ def fingerprint(meta: Meta) -> dict[str, str]:
     `data` of the shards in their order, `tokenizer` of what decodes them."""
     shards = [(split, shard.tokens, shard.sha256) for split in ("train", "val") for shard in meta.splits[split].files]
     parts = {"data": shards, "tokenizer": meta.tokenizer}
-    return {key: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for key, part in parts.items()}
+    return {key: sha256_of(part) for key, part in parts.items()}
+
+
+def sha256_of(value) -> str:
+    """Of its JSON, keys sorted."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_sample(path: Path, vocab_size: int, remedy: str) -> None:

@@ -107,6 +107,14 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     raise TokenizerError(f"no tokenizer {name!r}: choose one of {', '.join(TOKENIZERS)}")
 
 
+def identity(tokenizer: Tokenizer | str) -> dict:
+    """What meta.json says of a tokenizer, which may be known by its name alone."""
+    if tokenizer == GPT2Tokenizer.name:
+        return {"hash": RANKS_SHA256} | {key: getattr(GPT2Tokenizer, key) for key in ("name", "vocab_size", "eot")}
+    tokenizer = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
+    return {key: getattr(tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
+
+
 def read_ranks(ranks: str | Path | None = None) -> bytes:
     """GPT-2's ranks file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from data import DataError
 from data.bins import CLOSED, DTYPE, SHARD_TOKENS, Count, Meta, Shard, Split, partial_folder
-from data.tokenizer import RANKS_FILE, Tokenizer
+from data.tokenizer import RANKS_FILE, Tokenizer, identity
 
 REPLACED = "replaced"  # the set that was there before, within the one that takes its place
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|(meta|progress)\.json(\.tmp)?|lock|{REPLACED}|{RANKS_FILE}(\.tmp)?")
@@ -117,7 +117,7 @@ class Writer:
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
         """Closes the shards, writes meta.json, and gives the set its name; a set that has it already is replaced."""
         splits = {split: writer.finish() for split, writer in self._splits.items()}
-        meta = Meta(name, describe(self._tokenizer), DTYPE, splits, source, prepare)
+        meta = Meta(name, identity(self._tokenizer), DTYPE, splits, source, prepare)
         publish(self._folder, meta, self._tokenizer)
         return meta
 
@@ -251,11 +251,6 @@ def differences(was: dict, now: dict) -> str:
     """The keys whose values differ, in words; empty if none."""
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
     return "; ".join(f"{key} {was.get(key)!r}, now {now.get(key)!r}" for key in changed)
-
-
-def describe(tokenizer: Tokenizer) -> dict:
-    """What meta.json says of a tokenizer."""
-    return {key: getattr(tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
 def publish(folder: Path, meta: Meta, tokenizer: Tokenizer) -> None:

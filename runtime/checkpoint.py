@@ -240,11 +240,11 @@ def load(folder, step, model, optimizer, tensors):
 
 
 def load_model(folder, step, model):
-    """Weights and buffers alone, for evaluation and sampling, in one process. `model` is changed in place. Raises
-    RunError if the checkpoint is damaged."""
+    """Weights and buffers alone, for evaluation and sampling, by one process. `model` is changed in place. Returns the
+    checkpoint's facts. Raises RunError if it is damaged."""
     path = folder_of(folder, step)
     try:
-        verify(path)
+        facts = verify(path)["facts"]
     except DamagedError as error:
         older = max((other for other in steps(folder) if other < step), default=None)
         other = "" if older is None else f"take that of step {older}, or "
@@ -252,6 +252,7 @@ def load_model(folder, step, model):
     state = {"model": get_model_state_dict(model)}
     _read(path, state)
     model.load_state_dict(state["model"])
+    return facts
 
 
 def _state(model, optimizer, tensors):

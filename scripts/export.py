@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from scripts.sample import load_model
+from scripts.trained import load_model
 
 
 def export(run, out, step=None):
@@ -21,7 +21,7 @@ def export(run, out, step=None):
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: is there already; name a new folder")
-    model, config, step = load_model(run, step)
+    model, config, step = load_model(run, step)[:3]
     out.mkdir(parents=True, exist_ok=True)
     metadata = {"run": config.run.name, "step": str(step), "router": config.model.router}
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out / "model.tmp", metadata)

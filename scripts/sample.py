@@ -10,15 +10,13 @@ to stderr. Several prompts go through the model at once, and their texts come at
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-import configure
-from data.bins import open_tokenizer
-from model import GPT, Cache
-from runtime import checkpoint, distributed
+from model import Cache
+from runtime import distributed
+from scripts.trained import add_arguments, load_run
 
 
 class Choice(NamedTuple):
@@ -89,39 +87,16 @@ def generate(model, prompts, count, choice, generator=None, vocab_size=None, end
         idx = torch.cat([idx, new], dim=1)
 
 
-def load_model(folder, step=None):
-    """(model in evaluation mode, Config, step) of a run on the CPU. Raises ValueError if it has no checkpoint, or a
-    damaged one."""
-    folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        raise ValueError(f"{folder}: no config.toml, so not a run; give a folder such as runs/quickstart-kern")
-    config = configure.load(folder / "config.toml")
-    steps = checkpoint.steps(folder / "checkpoints")
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else f" of step {step}"
-        raise ValueError(f"{folder}: no checkpoint{wanted}, it has {steps or 'none'}; train it first")
-    step = step or steps[-1]
-    model = GPT(config.model).eval()
-    checkpoint.load_model(folder / "checkpoints", step, model)
-    return model, config, step
-
-
-def load_run(folder, step=None):
-    """The same with the tokenizer, second, which the data set holds."""
-    model, config, step = load_model(folder, step)
-    return model, open_tokenizer(Path(config.data.dir, config.data.name)), config, step
-
-
 def settle(args):
     """(model on its device, Tokenizer, Choice). Raises ValueError, also of a prompt that is too long."""
     choice = Choice(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     choice.check()
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
-    model, tokenizer, _, _ = load_run(args.run, args.step)
+    trained, tokenizer = load_run(args.run, args.step, args.average)
     for prompt in args.prompt:
-        check_length(tokenizer.encode(prompt), model.config)
-    return model.to(distributed.pick_device(args.device)), tokenizer, choice
+        check_length(tokenizer.encode(prompt), trained.config.model)
+    return trained.model.to(distributed.pick_device(args.device)), tokenizer, choice
 
 
 def check_length(ids, config):
@@ -170,7 +145,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m scripts.sample", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
+    add_arguments(parser)
     parser.add_argument("--prompt", nargs="+", default=[], help='texts to continue, "" for the start of a document')
     parser.add_argument("--tokens", type=int, default=400, help="tokens to add at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
@@ -181,7 +156,6 @@ def main(argv=None):
     )
     parser.add_argument("--ignore-end", action="store_true", help="go on after the end of the document")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--step", type=int, help="of the checkpoint (default: the last)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
     args = parser.parse_args(argv)
     try:

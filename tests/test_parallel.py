@@ -32,7 +32,7 @@ from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory
 from runtime.metrics import read
 from runtime.parallel import whole
-from scripts.sample import load_run
+from scripts.trained import load_model
 
 HOUSE = Path(__file__).parents[1]
 
@@ -482,7 +482,7 @@ def test_checkpoint_from_before_the_first_update_goes_on_bit_for_bit(outcome, wa
 
 def test_sharded_checkpoint_is_read_by_one_process(outcome):
     ran = outcome("saved fsdp-2")
-    model, _, _, step = load_run(ran.folder)
+    model, _, step, *_ = load_model(ran.folder)
     assert step == 8
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, ran.reports[0]["parameters"][key])

@@ -218,7 +218,7 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
         return said.err
 
     assert "not a run" in error(tmp_path / "nothing")
-    assert "no checkpoint of step 3, it has [2, 4]" in error(trained, "--step", 3)
+    assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
         assert wrong[0] in error(trained, *wrong)

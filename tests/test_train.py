@@ -25,7 +25,7 @@ from router import ROUTERS
 from runtime import RunError, checkpoint
 from runtime.distributed import Ranks
 from runtime.metrics import read
-from scripts.sample import load_run
+from scripts.trained import load_model
 
 HOUSE = Path(__file__).parents[1]
 
@@ -128,7 +128,7 @@ def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
     lines = run(config)
     tokens = open_tokens(Path(config.data.dir, config.data.name), "val")
     x, y = map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 6), 32))
-    model = load_run(folder_of(config))[0]
+    model = load_model(folder_of(config)).model
     logits = torch.cat([model(x[:, : t + 1]).logits for t in range(x.shape[1])], 1)
     each = [F.cross_entropy(row, targets).item() for row, targets in zip(logits, y, strict=True)]
     assert lines[-1]["val/window_losses"] == pytest.approx(each, rel=1e-5)
@@ -157,13 +157,13 @@ def test_selection_bias_follows_the_loads_of_the_whole_batch(tiny):
     config = tiny(*once, "train.micro_batch_size=2", "train.bias_update_rate=0.01")
     run(config)
     loads = first_forward(config).stats.loads.float()  # (L, E)
-    for block, load in zip(load_run(folder_of(config))[0].blocks, loads, strict=True):
+    for block, load in zip(load_model(folder_of(config)).model.blocks, loads, strict=True):
         assert torch.equal(block.mlp.router.selection_bias, 0.01 * torch.sign(load.mean() - load))
 
 
 def test_selection_bias_stays_zero_unless_asked(tiny):
     run(tiny())
-    assert not any(block.mlp.router.selection_bias.any() for block in load_run(folder_of(tiny()))[0].blocks)
+    assert not any(block.mlp.router.selection_bias.any() for block in load_model(folder_of(tiny())).model.blocks)
 
 
 # ---- optimizer

@@ -1,0 +1,57 @@
+"""scripts/trained.py: which weights a run's model has, and which tokenizer."""
+
+import json
+
+import pytest
+import torch
+
+import train
+from data.tokenizer import ByteTokenizer
+from data.writer import Writer
+from runtime import folder
+from scripts.trained import load_model, load_run
+
+
+@pytest.fixture
+def run(tiny):
+    """A run folder with checkpoints of steps 2, 4, 6 and 8, under a data folder of its own name."""
+    config = tiny("train.max_steps=8", "train.checkpoint_interval=2", "train.keep_checkpoints=9")
+    train.train(config)
+    return folder.path_of(config)
+
+
+def test_average_is_the_mean_of_the_last_checkpoints(run):
+    states = [load_model(run, step).model.state_dict() for step in (4, 6)]
+    mean = load_model(run, 6, average=2)
+    assert (mean.step, mean.label) == (6, "step_00000006_mean2") and not mean.model.training
+    for name, tensor in mean.model.state_dict().items():
+        wanted = (states[0][name].double() + states[1][name].double()) / 2
+        torch.testing.assert_close(tensor, wanted.float(), rtol=0, atol=0)
+    assert not torch.equal(mean.model.wte.weight, states[1]["wte.weight"])
+    last = load_model(run)
+    assert (last.step, last.label) == (8, "step_00000008")
+    for wrong, word in ((0, "name 1 to 4"), (5, "name 1 to 4")):
+        with pytest.raises(ValueError, match=f"--average {wrong}: .* has 4 checkpoint.* {word}"):
+            load_model(run, average=wrong)
+    with pytest.raises(ValueError, match="name 1 to 1"):
+        load_model(run, 2, average=2)
+
+
+def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
+    """That of its data set; without the set, the one of the same name and hash; never another."""
+    assert load_run(run)[1].eot == 256
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix()))
+    assert load_run(run)[1].eot == 256
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setattr(ByteTokenizer, "hash", "0" * 64)
+    with pytest.raises(ValueError, match="no tokenizer known here is the one tiny was trained with"):
+        load_run(run)
+    tokenizer = ByteTokenizer()
+    with Writer(tmp_path / "gone/tiny", tokenizer) as writer:
+        for split in ("train", "val"):
+            writer.write(split, tokenizer.encode_batch(["x" * 99])[0])
+        writer.finish("tiny", {}, "python -m data.prepare text")
+    assert json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
+    with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not the one tiny was trained with"):
+        load_run(run)
