@@ -21,9 +21,9 @@ class Tracker:
     """Sends the lines of a metrics.jsonl to a run of wandb, whose `id` it has. Raises whatever wandb raises; pictures
     that cannot be drawn cost one printed line, and the numbers go on."""
 
-    def __init__(self, run, to_image):
-        """`run` as wandb.init gives it; `to_image` is wandb.Image."""
-        self.run, self.id, self.to_image = run, run.id, to_image
+    def __init__(self, run, to_image, to_table=None):
+        """`run` as wandb.init gives it; `to_image` is wandb.Image, `to_table` wandb.Table."""
+        self.run, self.id, self.to_image, self.to_table = run, run.id, to_image, to_table
         self.best, self.draws = math.inf, True
 
     def recall(self, lines):
@@ -45,6 +45,11 @@ class Tracker:
                 )
         self.run.log(values, step=line["step"])
         self.recall([line])
+
+    def summarize(self, values, name, head, rows):
+        """What was found after training: `values` into the summary, and a table."""
+        self.run.summary.update(values)
+        self.run.log({name: self.to_table(columns=head, data=rows)})
 
     def finish(self):
         self.run.finish()
@@ -73,7 +78,7 @@ def start_wandb(config, folder, id=None, tags=()):
             with suppress(Exception):
                 wandb.teardown()  # it would say that the id is in use
             run = _begin(wandb, "offline", config, folder, id, tags)
-        return Tracker(run, wandb.Image)
+        return Tracker(run, wandb.Image, wandb.Table)
     except Exception as error:
         print(f"wandb: no run ({reason(error)}): on without it, metrics.jsonl has every number")
         return None

@@ -1,0 +1,359 @@
+"""eval/downstream.py and eval/harness.py: against the harness' own client of Hugging Face models, and as a command."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import WORDS as BASIC
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from runs import Forked, meet_in, start_ranks
+from test_scripts import small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import train
+from data.tokenizer import ByteTokenizer
+from eval import downstream
+from eval.harness import Adapter
+from eval.scoring import Scorer
+from runtime import folder
+
+# ---- against HFLM
+
+
+def hf_tokenizer():
+    """data.tokenizer.ByteTokenizer in the words of Hugging Face."""
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {"<|endoftext|>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def gpt2_and_ours(block=32):
+    """A random GPT2LMHeadModel, sharp enough that greedy and other answers both come, and our dense model of its
+    weights: transposed where GPT-2 has Conv1D, without biases, which are 0 at GPT-2's initialisation."""
+    torch.manual_seed(3)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 24, "vocab_size": 257, "n_positions": block}
+    theirs = GPT2LMHeadModel(
+        GPT2Config(**shape, activation_function="gelu", initializer_range=0.5, eos_token_id=256, bos_token_id=256)
+    ).eval()
+    ours = small_model(
+        **{"model.router": "dense", "model.pos": "learned", "model.block_size": block, "model.vocab_size": 257},
+        **{"model.top_k": 2, "model.expert_hidden": 12},
+    )
+    names = {"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"}
+    parts = {"ln_1": "ln_1", "ln_2": "ln_2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj"}
+    parts |= {"mlp.c_fc": "mlp.w_in", "mlp.c_proj": "mlp.w_out"}
+    names |= {f"h.{i}.{their}": f"blocks.{i}.{our}" for i in range(2) for their, our in parts.items()}
+    given = theirs.transformer.state_dict()
+    state = {f"{our}.weight": given[f"{their}.weight"] for their, our in names.items()}
+    state = {name: value.t() if name.split(".")[-2] in ("qkv", "proj", "w_in", "w_out") else value
+             for name, value in state.items()}  # fmt: skip
+    ours.load_state_dict(state)
+    return theirs, ours
+
+
+@pytest.fixture(scope="module")
+def clients():
+    theirs, ours = gpt2_and_ours()
+    tokenizer = hf_tokenizer()
+    return HFLM(theirs, tokenizer=tokenizer, batch_size=3, max_length=32), Adapter(Scorer(ours), ByteTokenizer())
+
+
+def ask(client, kind, arguments):
+    requests = [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments)]
+    return getattr(client, kind)(requests, disable_tqdm=True)
+
+
+WORDS = [*BASIC, "\u00e9t\u00e9", "\U0001f41d"]
+
+
+def words(rng, count):
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
+    """Contexts shared and not, none at all, ones that are only spaces, ones too long for the model."""
+    theirs, ours = clients
+    rng = random.Random(0)
+    pairs = [(words(rng, rng.randint(1, 9)), " " + words(rng, rng.randint(1, 2))) for _ in range(60)]
+    pairs += [(context, f" {letter}") for context, _ in pairs[:9] for letter in "abcd"]
+    pairs += [("", "maps"), ("", " a"), ("in june ", "bees"), ("x" * 40, "y" * 32), ("so", "y" * 31), pairs[0]]
+    wanted, got = ask(theirs, "loglikelihood", pairs), ask(ours, "loglikelihood", pairs)
+    for (context, continuation), (logp, greedy), mine in zip(pairs, wanted, got, strict=True):
+        assert mine == (pytest.approx(logp, abs=1e-4), greedy), (context, continuation)
+    texts = [greedy for _, greedy in wanted]
+    assert len(set(round(logp, 3) for logp, _ in wanted)) > 80 and not all(texts)
+
+
+def test_greedy_answers_are_those_of_the_harness_own_client(clients):
+    """What the model itself would say is greedy, and anything else is not."""
+    theirs, ours = clients
+    pairs = []
+    for context in (words(random.Random(i), 2) for i in range(40)):
+        with torch.no_grad():
+            said = theirs.model(torch.tensor([[*context.encode()]])).logits[0, -1].argmax().item()
+        if 33 <= said < 127:
+            pairs += [(context, chr(said)), (context, chr(159 - said))]
+    wanted, got = ask(theirs, "loglikelihood", pairs), ask(ours, "loglikelihood", pairs)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in wanted]
+    assert [greedy for _, greedy in wanted] == [True, False] * (len(pairs) // 2) and len(pairs) > 6
+
+
+def test_rolling_loglikelihoods_are_those_of_the_harness_own_client(clients):
+    theirs, ours = clients
+    texts = [(words(random.Random(i), i),) for i in (1, 3, 9, 30)]
+    wanted, got = (ask(client, "loglikelihood_rolling", texts) for client in clients)
+    assert got == pytest.approx(wanted, abs=1e-3) and len(texts[-1][0].encode()) > 4 * 32
+
+
+def test_continuations_are_those_of_the_harness_own_client(clients):
+    """Up to the first stop sequence, or the end, from contexts that are too long, too."""
+    theirs, ours = clients
+    rng = random.Random(1)
+    free = [(words(rng, rng.randint(1, 9)), {"until": [], "max_gen_toks": 12}) for _ in range(12)]
+    wanted = ask(theirs, "generate_until", free)
+    assert ask(ours, "generate_until", free) == wanted and any(wanted)
+    ends = [{"until": [text[3:4] or "q", "\x00"], "max_gen_toks": 9} for text in wanted]
+    stops = [(context, end) for (context, _), end in zip(free, ends, strict=True)]
+    cut = ask(theirs, "generate_until", stops)
+    assert ask(ours, "generate_until", stops) == cut != [text[:9] for text in wanted]
+
+
+def test_drawn_continuations_depend_on_the_seed_alone(clients):
+    ours = clients[1]
+    wish = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0, "top_k": 5}
+    asked = [(words(random.Random(i), 3), wish) for i in range(5)]
+    first = ask(ours, "generate_until", asked)
+    assert first == ask(ours, "generate_until", asked)
+    assert first != ask(Adapter(ours.scorer, ByteTokenizer(), seed=1), "generate_until", asked)
+
+
+# ---- the command
+
+DOCUMENTS = {
+    "arc_easy": {
+        "question": "Q{i}?",
+        "choices": {"text": ["a", "bb", "c{i}", "d"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "B",
+    },
+    "arc_challenge": {
+        "question": "R{i}?",
+        "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]},
+        "answerKey": "3",
+    },
+    "hellaswag": {
+        "activity_label": "Hop",
+        "ctx_a": "He{i}",
+        "ctx_b": "he",
+        "ctx": "He he",
+        "endings": ["hops.", "is.", "a", "b{i}"],
+        "label": "1",
+        "source_id": "",
+    },
+    "piqa": {"goal": "Go {i}", "sol1": "walk", "sol2": "fly {i}", "label": 0},
+    "sciq": {
+        "support": "S",
+        "question": "T{i}?",
+        "distractor1": "o",
+        "distractor2": "u{i}",
+        "distractor3": "e",
+        "correct_answer": "i",
+    },
+    "winogrande": {"sentence": "A{i} _ b", "option1": "c", "option2": "d", "answer": "2"},
+}
+
+
+def write_tasks(path, count=6):
+    path.mkdir(exist_ok=True)
+    for name, document in DOCUMENTS.items():
+        lines = [json.dumps(document).replace("{i}", str(i)) for i in range(count)]
+        (path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def run(tiny):
+    """A finished run of 4 steps, whose block holds the documents above."""
+    config = tiny("model.block_size=64", "train.checkpoint_interval=2", "train.keep_checkpoints=3")
+    train.train(config)
+    return folder.path_of(config)
+
+
+def call(*arguments):
+    return downstream.main([*map(str, arguments)])
+
+
+def results(run, label="step_00000004"):
+    return json.loads((run / "eval" / label / "results.json").read_text())
+
+
+def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
+    """Accuracies by hand; then nothing is done twice, and a file that has changed is."""
+    tasks, asked = write_tasks(tmp_path / "tasks"), []
+    score = Adapter._loglikelihood_tokens
+    monkeypatch.setattr(
+        Adapter,
+        "_loglikelihood_tokens",
+        lambda self, requests, **options: asked.append(requests) or score(self, requests, **options),
+    )
+    assert call(run, "--tasks-dir", tasks) == 0
+    found, out = results(run), capsys.readouterr().out
+    assert [*found["results"]] == [*downstream.TASKS] and found["step"] == 4
+    assert found["average"] == pytest.approx(sum(one["acc"] for one in found["results"].values()) / 6)
+    assert f"| average |  | {found['average']:.4f} |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    assert all(one["documents"] == 6 and "acc_stderr" in one for one in found["results"].values())
+
+    (requests,) = [batch for batch in asked if batch[0][0][0].startswith("Question: Q0")]
+    trained, tokenizer = downstream.load_run(run)
+    right = 0
+    for i in range(6):
+        values = []
+        for answer in ("a", "bb", f"c{i}", "d"):
+            context, continuation = tokenizer.encode(f"Question: Q{i}?\nAnswer:"), tokenizer.encode(f" {answer}")
+            assert ((f"Question: Q{i}?\nAnswer:", f" {answer}"), context, continuation) in requests
+            logits = trained.model.logits(trained.model.hidden(torch.tensor([context + continuation[:-1]]))[0])[0]
+            logp = logits[len(context) - 1 :].log_softmax(-1)
+            values.append(sum(row[token].item() for row, token in zip(logp, continuation, strict=True)))
+        right += values[1] == max(values)
+    assert found["results"]["arc_easy"]["acc"] == right / 6
+
+    asked.clear()
+    assert call(run, "--tasks-dir", tasks) == 0 and not asked and "done already: arc_easy" in capsys.readouterr().out
+    (tasks / "piqa.jsonl").write_text((tasks / "piqa.jsonl").read_text() * 2)
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and len(asked) == 1
+    assert results(run)["results"]["piqa"]["documents"] == 12 and results(run)["average"] is not None
+    asked.clear()
+    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "--limit", 2) == 0 and len(asked) == 1
+    assert results(run)["limit"] is None and results(run, "step_00000004_limit2")["results"]["sciq"]["documents"] == 2
+    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "--checkpoint", 2) == 0
+    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "--average", 2) == 0
+    assert (results(run, "step_00000002")["step"], results(run, "step_00000004_mean2")["averaged_checkpoints"]) == (
+        2,
+        2,
+    )
+
+
+def test_a_killed_evaluation_goes_on(run, tmp_path, monkeypatch):
+    tasks, evaluate, done = write_tasks(tmp_path / "tasks", 2), downstream.evaluate, []
+
+    def interrupted(lm_eval, manager, adapter, spec, args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(Path(spec).stem)
+        return evaluate(lm_eval, manager, adapter, spec, args)
+
+    monkeypatch.setattr(downstream, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--tasks-dir", tasks)
+    monkeypatch.setattr(downstream, "evaluate", lambda *given: done.append(Path(given[3]).stem) or evaluate(*given))
+    assert call(run, "--tasks-dir", tasks) == 0
+    assert done == [*downstream.TASKS] and results(run)["average"] is not None
+
+
+def evaluate_as_a_rank(meeting, arguments):
+    meet_in(Path(meeting))
+    raise SystemExit(downstream.main(arguments))
+
+
+def test_ranks_share_the_work_and_find_the_same(run, tmp_path):
+    tasks = write_tasks(tmp_path / "tasks", 9)
+    assert call(run, "--tasks-dir", tasks) == 0
+    alone = results(run)
+    (run / "eval").rename(run / "alone")
+    arguments = [str(run), "--tasks-dir", str(tasks)]
+    ends = [rank.wait(120) for rank in start_ranks(2, evaluate_as_a_rank, str(tmp_path / "meeting"), arguments)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
+
+
+def test_results_go_to_the_runs_place_in_wandb(run, tmp_path, monkeypatch):
+    """Where the run is in wandb and this is its end; what fails there costs a line."""
+    kept = []
+
+    class Fake:
+        def summarize(self, *given):
+            kept.append(given)
+
+        def finish(self):
+            raise OSError("no network")
+
+    started = []
+    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: started.append(id) or Fake())
+    tasks = write_tasks(tmp_path / "tasks", 2)
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and not kept
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", "--checkpoint", 2) == 0  # not the run's end
+    ((values, name, head, rows),) = kept
+    assert values["downstream/piqa/acc"] == results(run)["results"]["piqa"]["acc"] and started == [None]
+    assert name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
+
+
+def test_bad_input_is_named(run, tmp_path, capsys, monkeypatch):
+    def error(*arguments):
+        assert call(*arguments) == 2
+        said = capsys.readouterr().err.strip()
+        assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+        return said.splitlines()[-1]
+
+    tasks = write_tasks(tmp_path / "tasks", 2)
+    assert "--limit at least 1" in error(run, "--limit", 0)
+    assert "not a run" in error(tmp_path, "--tasks-dir", tasks)
+    assert "no checkpoint of step 3" in error(run, "--tasks-dir", tasks, "--checkpoint", 3)
+    (tasks / "sciq.jsonl").write_text('{"support": "", "question": ""}\n')
+    assert "sciq.jsonl: no correct_answer, distractor1, distractor2" in error(run, "--tasks-dir", tasks)
+    (tasks / "sciq.jsonl").write_text("nonsense\n")
+    assert "sciq.jsonl: not JSON lines" in error(run, "--tasks-dir", tasks)
+    (tasks / "sciq.jsonl").unlink()
+    assert "sciq.jsonl: not there; --tasks-dir" in error(run, "--tasks-dir", tasks)
+    good = (tasks / "piqa.jsonl").read_text()
+    (tasks / "piqa.jsonl").write_text(good + good[:30] + "\n")
+    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", tasks, "--tasks", "piqa")
+
+    import datasets
+
+    def offline(*args, **options):
+        raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    said = error(run, "--tasks", "sciq")
+    assert "hub (ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "--tasks-dir FOLDER" in said
+
+
+def test_a_task_that_does_not_exist(tmp_path):
+    manager = downstream.index_of(["arc_easy", "ai2_arc"], *downstream.harness())
+    with pytest.raises(ValueError, match="--tasks hellswag: no such task; nearest: hellaswag"):
+        downstream.check_tasks(manager, ["hellswag"], None)
+    with pytest.raises(ValueError, match="--tasks ai2_arc: several tasks under one name"):
+        downstream.check_tasks(manager, ["ai2_arc"], tmp_path)
+    downstream.check_tasks(manager, ["ai2_arc", "mmlu", "gsm8k", "lambada_openai"], None)
+    assert {*downstream.TASKS} <= {*manager.all_subtasks}
+
+
+def test_without_the_harness_the_error_says_what_to_install(run):
+    code, printed = Forked(partial(without_the_harness, str(run))).wait(60)
+    assert code == 2 and "error: lm_eval is not installed: pip install -r requirements-eval.txt" in printed
+
+
+def without_the_harness(run):
+    import sys
+
+    sys.modules["lm_eval"] = None
+    raise SystemExit(downstream.main([run]))
+
+
+def test_the_papers_row():
+    import configure
+
+    house = Path(__file__).parents[1]
+    config = configure.load(house / "config/125m.toml", ["model.router=kern"])
+    assert downstream.paper_row(config)["arc_easy"] == 0.5332 and downstream.paper_row(config)["average"] == 0.5214
+    assert downstream.paper_row(configure.load(house / "config/350m.toml", ["model.router=kern-mc"])) == {}

@@ -1,0 +1,74 @@
+"""eval/scoring.py against one pass a pair."""
+
+import random
+
+import pytest
+import torch
+from test_scripts import small_model
+
+from eval.scoring import Scorer, batches
+
+
+def by_hand(model, context, continuation):
+    """A pass over the pair alone; the first tokens of one too long are lost."""
+    ids = [*context, *continuation][-(model.config.block_size + 1) :]
+    n = len(continuation)
+    x, _ = model.hidden(torch.tensor([ids[:-1]]))
+    logp = model.logits(x)[0, -n:].double().log_softmax(-1)
+    picked = logp[torch.arange(n), continuation]
+    return picked.sum().item(), bool((logp.argmax(-1) == torch.tensor(continuation)).all())
+
+
+def some_pairs(count, block, seed=0):
+    """Contexts of all lengths, some of them shared by several continuations, some too long."""
+    rng = random.Random(seed)
+    pairs = []
+    while len(pairs) < count:
+        context = [rng.randrange(64) for _ in range(rng.randint(1, block + 4))]
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            pairs.append((context, [rng.randrange(64) for _ in range(rng.randint(1, block // 2))]))
+    rng.shuffle(pairs)
+    return pairs
+
+
+@pytest.mark.parametrize("router", ["dense", "softmax", "kern"])
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+@pytest.mark.parametrize("tokens", [1, 64, 100_000])
+def test_scores_are_those_of_one_pass_a_pair(router, pos, tokens):
+    model = small_model(**{"model.router": router, "model.pos": pos})
+    pairs = some_pairs(60, 16)
+    with torch.no_grad():
+        wanted = [by_hand(model, *pair) for pair in pairs]
+        wanted_best = [model.logits(model.hidden(torch.tensor([c[-16:]]))[0])[0, -1].argmax().item() for c, _ in pairs]
+    pairs += [(context, [best]) for (context, _), best in zip(pairs, wanted_best, strict=True)]
+    with torch.no_grad():
+        wanted += [by_hand(model, *pair) for pair in pairs[60:]]
+    got = Scorer(model, tokens=tokens).score(pairs)
+    assert [score.loglikelihood for score in got] == pytest.approx([value for value, _ in wanted], abs=2e-4)
+    assert [score.greedy for score in got] == [greedy for _, greedy in wanted]
+    assert any(score.greedy for score in got) and not all(score.greedy for score in got)
+
+
+def test_a_continuation_that_fits_no_block():
+    with pytest.raises(ValueError, match="a continuation of 17 tokens: expected 1 to 16"):
+        Scorer(small_model()).score([([1], [2] * 17)])
+    with pytest.raises(ValueError, match="of 0 tokens"):
+        Scorer(small_model()).score([([1], [])])
+
+
+def test_a_shared_context_is_read_once(monkeypatch):
+    model, seen = small_model(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, past=None: (seen.append(idx.numel()), hidden(idx, past))[1])
+    Scorer(model).score([([1] * 10, [token, 2]) for token in range(4)])
+    assert seen == [10, 4]
+
+
+def test_batches_hold_little_padding():
+    pairs = [([0] * length, [1] * 3) for length in random.Random(0).choices(range(1, 200), k=500)]
+    groups = [(tuple(context), [i]) for i, (context, _) in enumerate(pairs)]
+    made = list(batches(groups, pairs, 4096))
+    assert sorted(i for batch in made for _, (i,) in batch) == list(range(500))
+    held = sum(len(batch) * max(len(context) + 3 for context, _ in batch) for batch in made)
+    assert held < 1.1 * sum(len(context) + 3 for context, _ in pairs)
+    assert all(len(batch) * max(len(context) + 3 for context, _ in batch) <= 4096 for batch in made)
