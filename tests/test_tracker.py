@@ -78,6 +78,15 @@ def test_summary_is_the_best_and_the_last_of_the_whole_run():
     assert run.summary["val/loss_best"] == 1.5 and math.isnan(run.summary["val/loss_final"])
 
 
+def test_results_after_training_are_in_the_summary_and_a_table():
+    lines = []
+    run = SimpleNamespace(id="1", summary={"val/loss_final": 3.0}, log=lines.append)
+    tracker = Tracker(run, None, lambda columns, data: (columns, data))
+    tracker.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]])
+    assert run.summary == {"val/loss_final": 3.0, "downstream/piqa/acc": 0.5}
+    assert lines == [{"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])}]
+
+
 # ---- pictures of loads
 
 BLUE = (0x00, 0x72, 0xB2)  # bars of the histograms
@@ -137,7 +146,7 @@ def fake_wandb(monkeypatch, tmp_path):
     """Stands in for the module. `calls` are the modes that were asked for and the methods called; those in `failures`
     raise what is there. There is no key."""
     fake = SimpleNamespace(
-        calls=[], failures={}, Settings=wandb.Settings, teardown=lambda: None, Image=lambda pixels: 0
+        calls=[], failures={}, Settings=wandb.Settings, teardown=lambda: None, Image=lambda pixels: 0, Table=dict
     )
 
     def method(name, *arguments, **named):
