@@ -31,9 +31,12 @@ class Adapter(TemplateLM):
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return self.tokens.encode(string)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return super().loglikelihood(requests, disable_tqdm=True)  # one bar, that of the scores, is enough
+
+    def _loglikelihood_tokens(self, requests, **kwargs):
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
-        scores = self.scorer.score(pairs, None if disable_tqdm or not self.first else "scored")
+        scores = self.scorer.score(pairs, "scored" if self.first else None)
         for (key, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, tuple(score))
         return [tuple(score) for score in scores]
@@ -59,7 +62,9 @@ class Adapter(TemplateLM):
         ranks = self.scorer.ranks
         found = {}
         mine = parts if ranks is None else parts[ranks.rank :: ranks.world_size]
-        with tqdm(total=sum(map(len, mine)), desc="generated", disable=disable_tqdm or not self.first) as bar:
+        with tqdm(
+            total=sum(map(len, mine)), desc="generated", disable=None if self.first and not disable_tqdm else True
+        ) as bar:
             for part in mine:
                 found |= dict(zip(part, self.continue_all([wishes[i] for i in part]), strict=True))
                 bar.update(len(part))

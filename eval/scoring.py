@@ -38,14 +38,20 @@ class Scorer:
     def score(self, pairs, progress=None):
         """[Score] of (context, continuation) pairs, lists of ids, neither empty; in their order.
 
-        A pair longer than block_size + 1 loses its first tokens, as in lm-evaluation-harness. Raises ValueError of a
-        continuation longer than block_size. `progress`: words before a bar, none without.
+        A pair longer than block_size + 1 loses its first tokens, as in lm-evaluation-harness. A continuation longer
+        than block_size, which the harness refuses, is scored in pieces of half that, each after what comes before it.
+        `progress`: words before a bar, none without.
         """
-        block, alone, groups = self.config.block_size, [], defaultdict(list)
+        pieces = [in_pieces(*pair, self.config.block_size) for pair in pairs]
+        scores = iter(self.score_pieces([piece for parts in pieces for piece in parts], progress))
+        whole = ([next(scores) for _ in parts] for parts in pieces)
+        return [Score(sum(part.loglikelihood for part in parts), all(part.greedy for part in parts)) for parts in whole]
+
+    def score_pieces(self, pairs, progress):
+        """The same of pairs whose continuations fit."""
+        alone, groups = [], defaultdict(list)
         for i, (context, continuation) in enumerate(pairs):
-            if not 0 < len(continuation) <= block:
-                raise ValueError(f"a continuation of {len(continuation)} tokens: expected 1 to {block} (block_size)")
-            keep = block + 1 - len(continuation)
+            keep = self.config.block_size + 1 - len(continuation)
             groups[tuple(context[-keep:])].append(i)
         for context in [context for context, members in groups.items() if len(members) == 1]:
             alone.append((context, groups.pop(context)))
@@ -53,9 +59,8 @@ class Scorer:
         work += [(self.shared, batch) for batch in batches(groups.items(), pairs, self.tokens)]
         mine = work if self.ranks is None else work[self.ranks.rank :: self.ranks.world_size]
         found = {}
-        bar = tqdm(
-            total=sum(len(members) for _, batch in mine for _, members in batch), desc=progress, disable=not progress
-        )
+        total = sum(len(members) for _, batch in mine for _, members in batch)
+        bar = tqdm(total=total, desc=progress, disable=None if progress else True)
         with bar, torch.inference_mode(), self.autocast():
             for function, batch in mine:
                 scores = function(batch, pairs)
@@ -111,6 +116,14 @@ class Scorer:
         width = max(map(len, rows))
         filled = [[0] * (width - len(row)) + list(row) if left else [*row] + [0] * (width - len(row)) for row in rows]
         return torch.tensor(filled, device=self.device)
+
+
+def in_pieces(context, continuation, block):
+    """[(context, continuation)] with continuations of at most `block` tokens."""
+    if len(continuation) <= block:
+        return [(context, continuation)]
+    ids, half = [*context, *continuation], max(1, block // 2)
+    return [(ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)]
 
 
 def batches(groups, pairs, tokens):

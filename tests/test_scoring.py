@@ -49,11 +49,16 @@ def test_scores_are_those_of_one_pass_a_pair(router, pos, tokens):
     assert any(score.greedy for score in got) and not all(score.greedy for score in got)
 
 
-def test_a_continuation_that_fits_no_block():
-    with pytest.raises(ValueError, match="a continuation of 17 tokens: expected 1 to 16"):
-        Scorer(small_model()).score([([1], [2] * 17)])
-    with pytest.raises(ValueError, match="of 0 tokens"):
-        Scorer(small_model()).score([([1], [])])
+def test_a_continuation_longer_than_the_block():
+    """Every token sees at least half a block of what comes before it, or all there is."""
+    model, rng = small_model(), random.Random(0)
+    context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
+    with torch.no_grad():
+        wanted = [by_hand(model, (context + continuation)[: 5 + first], continuation[first : first + 8])[0]
+                  for first in range(0, 37, 8)]  # fmt: skip
+    scores = Scorer(model).score([(context, continuation), (context, continuation[:3])])
+    assert scores[0].loglikelihood == pytest.approx(sum(wanted), abs=2e-4) and not scores[0].greedy
+    assert scores[1].loglikelihood == pytest.approx(by_hand(model, context, continuation[:3])[0], abs=2e-4)
 
 
 def test_a_shared_context_is_read_once(monkeypatch):
