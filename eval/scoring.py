@@ -4,7 +4,6 @@ Work is sorted by length, so that little of a batch is padding; a context that s
 the model once; the LM head sees no position but those that are scored.
 """
 
-import math
 from collections import defaultdict
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -143,7 +142,3 @@ def batches(groups, pairs, tokens):
         batch.append(group)
     if batch:
         yield batch
-
-
-def perplexity(loss):
-    return math.exp(loss) if loss < 700 else math.inf

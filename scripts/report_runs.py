@@ -260,7 +260,7 @@ def _check(setting):
     """Raises ValueError if the runs are not to be paired; returns lines on what they lack."""
     runs = setting.runs
     for what in ("data", "tokenizer"):
-        seen = {identity[what]: run for run in runs if (identity := _identity(run)) and what in identity}
+        seen = {identity[what]: run for run in runs if (identity := identity_of(run)) and what in identity}
         if len(seen) > 1:
             one, other, *_ = seen.values()
             raise ValueError(
@@ -290,7 +290,7 @@ def _windows(line):
     return "val/window_losses" in line
 
 
-def _identity(run):
+def identity_of(run):
     """sha256 of data and tokenizer as its last checkpoint has them, or None."""
     checkpoints = run.folder / "checkpoints"
     steps = checkpoint.steps(checkpoints)

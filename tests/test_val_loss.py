@@ -1,0 +1,257 @@
+"""eval/val_loss.py: which tokens are scored after which, by hand; the run's own logged loss; bytes; bad input."""
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+from runs import run as train_run
+from test_scripts import small_model
+
+import configure
+from data.bins import Tokens
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from data.writer import Writer
+from eval import val_loss
+from eval.val_loss import Corpus, bytes_of, main, measure, overlapping
+from runtime import folder
+from runtime.metrics import read
+from scripts.trained import load_model
+
+EOT = 256
+TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    """A run folder with checkpoints of steps 2 and 4; its data.dir holds `tiny` alone."""
+    home = tmp_path_factory.mktemp("trained")
+    (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
+    config = configure.load(home / "tiny.toml", ["train.checkpoint_interval=2"])
+    train_run(config)
+    return folder.path_of(config)
+
+
+@pytest.fixture
+def score(trained, capsys):
+    """score("--stride", 8): the lines of JSON that the command adds or replaces, in their order, and what it prints."""
+
+    def call(*arguments):
+        file = trained / "eval/step_00000004/val_loss.json"
+        file.unlink(missing_ok=True)
+        assert main([str(trained), *map(str, arguments)]) == 0
+        return [json.loads(line) for line in file.read_text().splitlines()], capsys.readouterr().out
+
+    return call
+
+
+def nats_after(model, context, token):
+    """-log p(token | context), a pass of its own."""
+    with torch.no_grad():
+        return -model(torch.tensor([context])).logits[0, -1].double().log_softmax(-1)[token].item()
+
+
+def by_hand(model, documents, block, stride):
+    """Nats of each token of `documents` but the first of each, from the definition: windows begin at multiples of
+    `stride`, and the first that holds a token among its targets scores it."""
+    found = []
+    for ids in documents:
+        for at in range(1, len(ids)):
+            start = next(start for start in range(0, len(ids), stride) if start < at <= start + block)
+            found.append(nats_after(model, ids[start:at], ids[at]))
+    return found
+
+
+def test_the_logged_loss_comes_out_again(trained, score):
+    steps = {line["step"]: line for line in read(trained / "metrics.jsonl") if "val/loss" in line}
+    (line,), out = score()
+    losses = np.array(steps[4]["val/window_losses"])
+    assert line["loss"] == pytest.approx(losses.mean(), abs=1e-5) and line["logged"] == steps[4]["val/loss"]
+    assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
+    assert line["stderr"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6), rel=1e-4)
+    assert line["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    assert f"logged in training at step 4: {losses.mean():.4f} (6 windows" in out
+    assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so step and checkpoint matter
+    assert main([str(trained), "--checkpoint", "2"]) == 0
+    line = json.loads((trained / "eval/step_00000002/val_loss.json").read_text())
+    assert line["loss"] == pytest.approx(steps[2]["val/loss"], abs=1e-5) and line["logged"] == steps[2]["val/loss"]
+
+
+def test_an_average_has_a_file_of_its_own(trained):
+    assert main([str(trained), "--average", "2"]) == 0
+    line = json.loads((trained / "eval/step_00000004_mean2/val_loss.json").read_text())
+    assert line["average"] == 2 and 1e-6 < abs(line["loss"] - line["logged"])
+
+
+@pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
+def test_text_is_scored_as_by_hand(trained, score, tmp_path, monkeypatch, stride, at_once):
+    """Documents of several windows, of one token and of none, in batches with and without filling."""
+    monkeypatch.setattr(val_loss, "TOKENS", at_once)
+    texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file = tmp_path / "one.txt.gz"
+    file.write_bytes(gzip.compress(b"a bee"))
+    found, _ = score("--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride]))
+    model = load_model(trained).model
+    for line, documents in zip(found, ([TEXT, "x", *texts[3:]], ["a bee"]), strict=True):
+        nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
+        size = len("".join(documents).encode())
+        assert line["tokens"] == line["bytes"] == len(nats) == size
+        assert line["loss"] == pytest.approx(np.mean(nats), abs=1e-5)
+        assert line["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / size, abs=1e-5)
+        assert line["split"] is None and line["logged"] is None
+    few, _ = score("--data", tmp_path / "many.jsonl", "--stride", 8, "--windows", 3)
+    assert few[0]["tokens"] == 32 + 8 + 8  # the first three
+    assert [line["windows"] for line in found] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
+
+
+def test_sets_overlap_from_their_beginning(trained, score, corpus):
+    tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2").tolist()
+    (line,), out = score("--stride", 20, "--windows", 3)
+    ids = tokens[: 32 + 2 * 20 + 1]
+    assert (line["windows"], line["tokens"], line["stride"]) == (3, len(ids) - 1, 20)
+    assert line["loss"] == pytest.approx(np.mean(by_hand(load_model(trained).model, [ids], 32, 20)), abs=1e-5)
+    assert "stride 20" in out
+    (line,), _ = score("--stride", 32)
+    assert line["tokens"] == len(tokens) - 1  # the whole split, its last tokens too
+    assert line["bytes"] == len(ByteTokenizer().decode(token for token in tokens[1:] if token != EOT).encode())
+    assert line["bytes"] == line["tokens"] - tokens.count(EOT)
+
+
+def test_windows_splits_and_names(trained, score, corpus):
+    """All windows of a split, by the name of the set and by its folder."""
+    tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
+    found, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
+    assert [line["data"] for line in found] == [str(corpus / "tiny")]  # one and the same
+    assert found[0]["windows"] == (len(tokens) - 1) // 32 and found[0]["logged"] is None
+    assert out.count("tiny (train)") == 2 and "logged" not in out
+    (few,), _ = score("--windows", 3)
+    losses = [line["val/window_losses"] for line in read(trained / "metrics.jsonl") if "val/loss" in line][-1]
+    assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
+
+
+@pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])
+def test_each_token_is_scored_once_after_enough_others(block, stride):
+    for count in range(2, 40):
+        windows = overlapping(count, block, stride)
+        scored = [at + 1 for _, stop, first in windows for at in range(first, stop)]
+        assert scored == list(range(1, count))
+        for start, stop, first in windows:
+            assert 0 <= start <= first < stop <= start + block and stop < count
+            assert first == 0 or first + 1 - start >= block - stride  # tokens before the first one scored
+
+
+def test_batches_are_small_however_windows_vary():
+    stop = np.random.default_rng(0).integers(1, 2000, 300)
+    windows = np.stack([np.zeros_like(stop), stop, np.zeros_like(stop)], 1)
+    made = list(val_loss.batches(windows))
+    assert sorted(i for batch in made for i in batch) == list(range(300))
+    assert all(len(batch) * stop[batch].max() <= val_loss.TOKENS for batch in made)
+    assert sum(len(batch) * stop[batch].max() for batch in made) < 1.05 * stop.sum()
+
+
+def test_another_call_adds_lines_and_replaces_its_own(trained, score):
+    (first,), _ = score()
+    file = trained / "eval/step_00000004/val_loss.json"
+    for arguments, lines in ((["--stride", "16", "--windows", "6"], 2), ([], 2), (["--windows", "2"], 3)):
+        assert main([str(trained), *arguments]) == 0
+        kept = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(kept) == lines and first in kept
+
+
+def test_bytes_of_gpt2s_tokens(fake_ranks, monkeypatch):
+    tokenizer = GPT2Tokenizer(fake_ranks)
+    lengths = bytes_of(tokenizer)
+    assert lengths.shape == (50257,) and lengths[tokenizer.eot] == 0
+    for text in (TEXT, "naïve 猫 🐝", "<|endoftext|>"):
+        ids = tokenizer.encode(text)
+        assert len(ids) < len(text.encode()) == lengths[ids].sum()
+
+
+def test_the_error_of_windows_of_unequal_lengths():
+    """By the definition of a ratio's; equal to that of a mean only where lengths are."""
+    nats, counts = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3])
+    result = val_loss.summary(nats, counts, 18)
+    assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
+    apart = [10 - 4 * 23 / 9, 4 - 2 * 23 / 9, 9 - 3 * 23 / 9]
+    assert result.stderr == pytest.approx(math.sqrt(3 / 2 * sum(d * d for d in apart)) / 9)
+    assert math.isnan(val_loss.summary(nats[:1], counts[:1], 0).stderr)
+    assert math.isnan(val_loss.summary(nats[:1], counts[:1], 0).bits_per_byte)
+
+
+def test_the_head_sees_scored_positions_alone(monkeypatch):
+    model, rows = small_model(), []
+    loss = val_loss.linear_cross_entropy
+    monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
+    tokens = Tokens([np.arange(41, dtype=np.uint16)])
+    result = measure(model, Corpus("", tokens, overlapping(41, 16, 4)), np.ones(64, np.int64))
+    assert sum(rows) == 40 == result.tokens
+
+
+def test_a_changed_set_is_no_longer_the_runs_own(trained, score, tmp_path):
+    """Another set under the run's data.name: it is scored, and the table says what it is."""
+    config = (trained / "config.toml").read_text()
+    write_set(tmp_path / "tiny", ByteTokenizer())
+    try:
+        lines = [f'dir = "{tmp_path.as_posix()}"' if line.startswith("dir = ") else line for line in config.split("\n")]
+        (trained / "config.toml").write_text("\n".join(lines))
+        (line,), out = score()
+    finally:
+        (trained / "config.toml").write_text(config)
+    assert line["logged"] is None and "logged" not in out
+    assert f"note: {tmp_path}/tiny is no longer the data that tiny was trained on" in out
+
+
+def write_set(path, tokenizer, length=99):
+    with Writer(path, tokenizer) as writer:
+        for split in ("train", "val"):
+            writer.write(split, tokenizer.encode_batch(["x" * length])[0])
+        writer.finish(path.name, {}, "python -m data.prepare text")
+
+
+def test_bad_input(trained, tmp_path, capsys, fake_ranks):
+    def error(*arguments, run=trained):
+        assert main([str(run), *map(str, arguments)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 1 and said.err.startswith("error: ")
+        return said.err
+
+    assert "not a run" in error(run=tmp_path)
+    assert "--data tiny2: no such file" in (said := error("--data", "tiny2")) and "which holds tiny;" in said
+    for stride in (0, 33):
+        assert f"--stride {stride}: expected 1 to 32" in error("--stride", stride)
+    for text, count in (("", 0), (" \n\n ", 0), ("x", 1)):
+        (tmp_path / "short.txt").write_text(text)
+        assert f"short.txt: {count} token(s), expected at least 2" in error("--data", tmp_path / "short.txt")
+    (tmp_path / "latin.txt").write_bytes("Ünder".encode("latin-1"))
+    assert "latin.txt is not UTF-8 at byte 0" in error("--data", tmp_path / "latin.txt")
+    (tmp_path / "rows.jsonl").write_text('{"body": "some text"}\n')
+    assert "line 1 has no field 'text'; it has 'body'" in error("--data", tmp_path / "rows.jsonl")
+    assert main([str(trained), "--data", str(tmp_path / "rows.jsonl"), "--text-field", "body"]) == 0
+    capsys.readouterr()
+    (tmp_path / "picture.png").write_bytes(b"x")
+    assert "picture.png: not a file of a known kind" in error("--data", tmp_path / "picture.png")
+    write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))
+    said = error("--data", tmp_path / "other")
+    assert "other: its tokenizer is 'gpt2'" in said and "that of tiny is 'bytes'" in said
+    write_set(tmp_path / "small", ByteTokenizer(), 20)
+    assert "20 tokens, but one window of block_size 32 needs 33" in error("--data", tmp_path / "small")
+    write_set(tmp_path / "damaged", ByteTokenizer())
+    (tmp_path / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
+    assert "damaged/val-00000.bin: expected sha256" in error("--data", tmp_path / "damaged")
+    (tmp_path / "half.partial").mkdir()
+    assert "half-prepared" in error("--data", tmp_path / "half")
+    file = trained / "eval/step_00000004/val_loss.json"
+    file.write_text("not JSON\n")
+    assert "val_loss.json: not what eval.val_loss writes" in error()
+    file.unlink()
+    for wrong in ("0", "some"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(trained), "--windows", wrong])
+        assert f"--windows: '{wrong}': expected 1 or more, or all" in capsys.readouterr().err
+    (trained / "checkpoints").rename(trained / "away")
+    assert "no checkpoint, it has none; train it first" in error()
+    (trained / "away").rename(trained / "checkpoints")
