@@ -1,0 +1,341 @@
+"""eval/routing.py: what it counts against loops over tokens, its measures by hand, agreement, and the command."""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+import configure
+import train
+from data.bins import open_tokens
+from data.loader import fixed_windows, windows
+from data.tokenizer import ByteTokenizer
+from data.writer import Writer
+from eval import routing, routing_counts
+from eval.routing_counts import (
+    Agreement,
+    best_matching,
+    coactivation,
+    commonest_pairs,
+    compare,
+    count,
+    describe,
+    elsewhere,
+    entropy_of,
+    information,
+    strongest,
+    tokens_of,
+    vocabulary_specialization,
+    watched,
+)
+from eval.routing_pictures import side_by_side, visible
+from model import GPT
+from router import ROUTERS
+from runtime.metrics import read
+from scripts import report_pictures
+
+MIXTURES = [name for name, spec in ROUTERS.items() if spec]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, corpus):
+    """A folder of runs: kern with checkpoints of steps 2 and 4, dense, and softmax of another top_k."""
+    folder = tmp_path_factory.mktemp("routing")
+    file = folder / "tiny.toml"
+    file.write_text(TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix()))
+    for name, *more in (
+        ("kern", "train.checkpoint_interval=2"),
+        ("dense", "train.max_steps=1", "optim.warmup_steps=0"),
+        ("softmax", "train.max_steps=1", "optim.warmup_steps=0", "model.top_k=3"),
+    ):
+        train.train(configure.load(file, [f"run.name={name}", f"model.router={name}", *more]))
+    return folder / "runs"
+
+
+def tiny_model(tiny, seed=0, *overrides):
+    """In fp64, so that a batch of another size chooses no other experts."""
+    torch.manual_seed(seed)
+    config = tiny("model.init_std=0.2", *overrides)
+    return GPT(config.model).double().eval(), open_tokens(f"{config.data.dir}/{config.data.name}", "val")
+
+
+def random_choices(N, E, K, seed):
+    return torch.rand(N, E, generator=torch.Generator().manual_seed(seed)).topk(K).indices
+
+
+# --- counts against a loop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", MIXTURES)
+def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
+    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)  # two windows a batch
+    model, tokens = tiny_model(tiny, 0, f"model.router={router}")
+    idx, seen_by_layer = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0], {}
+    often = Counter(idx.ravel().tolist())
+    least = sorted(often.values())[len(often) // 2]
+    monkeypatch.setattr(routing_counts, "MIN_COUNT", least)
+    tally, agreement, ids, seen = count(model, tokens, fixed_windows(tokens, 32, 12))
+    layers = describe(tally, ids, seen, ByteTokenizer())
+    with torch.no_grad(), watched(model, seen_by_layer.__setitem__):
+        model.hidden(torch.from_numpy(idx))
+    text = idx.ravel().tolist()
+    others = torch.cat([elsewhere(batch) for batch in torch.from_numpy(idx).split(2)]).flatten().tolist()
+    assert agreement is None and tally.tokens == len(text) == 384
+    assert dict(zip(ids.tolist(), seen.tolist(), strict=True)) == {x: n for x, n in often.items() if n >= least}
+    assert seen.tolist() == sorted(seen.tolist(), reverse=True) and len(often) > len(ids) > 5
+    for number, layer in enumerate(layers):
+        decided = seen_by_layer[number]
+        loads, both = Counter(), Counter()
+        first, any_of, first_by_chance, any_by_chance = Counter(), Counter(), Counter(), Counter()
+        entropies, sums, norms, zeros = [], [], [], 0
+        for x, other, chosen, gates, scores in zip(
+            text, others, decided.experts.tolist(), decided.weights.tolist(), decided.scores.tolist(), strict=True
+        ):
+            loads.update(chosen)
+            both.update(itertools.product(chosen, chosen))
+            first[x, chosen[0]] += 1
+            first_by_chance[other, chosen[0]] += 1
+            any_of.update((x, e) for e in chosen)
+            any_by_chance.update((other, e) for e in chosen)
+            positive = [s for s in scores if s > 0]
+            entropies.append(-sum(s / sum(positive) * math.log(s / sum(positive)) for s in positive))
+            sums.append(sum(gates))
+            norms.append(math.hypot(*gates))
+            zeros += gates.count(0)
+        E = range(8)
+        assert layer["loads"] == [loads[e] for e in E]
+        assert layer["coactivation"] == [[both[i, j] for j in E] for i in E]
+        assert layer["load_imbalance"] == pytest.approx(max(loads.values()) / (2 * 384 / 8))
+        assert layer["dead_experts"] == sum(loads[e] == 0 for e in E)
+        assert layer["load_entropy"] == pytest.approx(-sum(n / 768 * math.log(n / 768) for n in loads.values()))
+        assert layer["entropy"] == pytest.approx(np.mean(entropies), abs=1e-6)
+        assert layer["zero_gates"] == zeros / 768
+        for key, values in (("gate_sum", sums), ("gate_norm", norms)):
+            wanted = np.quantile(values, (0.05, 0.5))
+            found = [layer[key]["quantiles"][q] for q in ("0.05", "0.5")]
+            assert found == pytest.approx(wanted, abs=1e-6) and sum(layer[key]["histogram"]) == 384
+        partner = np.mean([max(both[i, j] for j in E if j != i) / loads[i] for i in E if loads[i]])
+        assert layer["strongest_partner"] == pytest.approx(partner)
+        for key, counts in (
+            ("vocabulary_first", first),
+            ("vocabulary_any", any_of),
+            ("vocabulary_first_by_chance", first_by_chance),
+            ("vocabulary_any_by_chance", any_by_chance),
+        ):
+            shares = [max(counts[x, e] for e in E) / often[x] for x in ids.tolist()]
+            assert layer[key] == pytest.approx(np.mean(shares))
+        assert layer["common"] == [[any_of[x, e] for e in E] for x in ids.tolist()][:40]
+        for e, told in enumerate(layer["experts"]):
+            for token in told["tokens"]:
+                x = token["id"]
+                assert token["share"] == any_of[x, e] / loads[e] and token["text"] == chr(x)
+                assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384)) and token["lift"] > 1
+                assert token["specialization"] == any_of[x, e] / often[x]
+
+
+def test_gates_that_are_kept_are_a_bounded_sample(tiny, monkeypatch):
+    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(routing_counts, "GATE_TOKENS", 50)
+    model, tokens = tiny_model(tiny)
+    tally, *_ = count(model, tokens, fixed_windows(tokens, 32, 12))
+    assert [sum(map(len, parts)) for parts in tally.gates] == [48, 48]  # 8 of 64 in each of 6 batches
+    assert tally.tokens == 384
+
+
+def test_chance_is_another_window_and_position():
+    x = torch.arange(4 * 32).view(4, 32)
+    y = elsewhere(x)
+    assert y.flatten().sort().values.equal(x.flatten()) and not (y // 32 == x // 32).any()
+    assert (y % 32 == x % 32).float().mean() < 0.2
+    assert elsewhere(x[..., None].expand(4, 32, 2))[..., 1].equal(y)
+
+
+# --- measures by hand -----------------------------------------------------------------------------------------------
+
+
+def test_measures_by_hand():
+    assert entropy_of(np.array([2, 0, 2, 4])) == pytest.approx(1.5 * math.log(2))
+    together = np.array([[4, 3, 1, 0], [3, 6, 3, 0], [1, 3, 4, 0], [0, 0, 0, 0]])  # 7 tokens, two experts each
+    shares = coactivation(together)
+    assert np.isnan(shares.diagonal()).all() and np.isnan(shares[3]).all()
+    assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
+    assert strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
+    pairs = commonest_pairs(np.array([[4, 3, 1], [3, 4, 1], [1, 1, 2]]), 8)
+    assert pairs == [{"experts": [0, 1], "tokens": 3, "lift": 1.5}]  # of 4 · 4 / 8; the others are as loads give
+    rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
+    assert vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
+    e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
+    e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
+    assert information(rows) == pytest.approx([e0, e1])
+    assert information(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
+    (told,) = tokens_of(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
+    assert told == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4), "specialization": 1}
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 6])
+def test_best_matching_is_the_best_of_all_permutations(E):
+    draw = np.random.default_rng(E)
+    for top in (2, 9, 10**6):  # with ties, and without
+        for _ in range(15):
+            gain = draw.integers(0, top, (E, E))
+            found = best_matching(gain)
+            assert sorted(found) == list(range(E))
+            best = max(sum(gain[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(E)))
+            assert sum(gain[i, j] for i, j in enumerate(found)) == best
+
+
+def test_best_matching_finds_a_hidden_permutation_of_many():
+    draw = np.random.default_rng(0)
+    hidden, gain = draw.permutation(200), draw.integers(0, 1000, (200, 200))
+    gain[np.arange(200), hidden] += 1000
+    assert best_matching(gain).tolist() == hidden.tolist()
+
+
+def test_partners_stand_side_by_side():
+    """Three groups of experts, and one without a token, which comes last."""
+    group = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 9])
+    lift = np.where(group[:, None] == group, 2.0, -9.0)
+    lift[9], lift[:, 9] = np.nan, np.nan
+    np.fill_diagonal(lift, np.nan)
+    order = side_by_side(lift)
+    assert sorted(order) == list(range(10)) and order[-1] == 9
+    assert (np.diff(group[order[:-1]]) != 0).sum() == 2
+
+
+# --- agreement ------------------------------------------------------------------------------------------------------
+
+
+def agreement_of(model, other, tokens, top_k=2):
+    _, counted, _, _ = count(model, tokens, fixed_windows(tokens, 32, 12), other)
+    return [
+        compare(*layer, top_k) for layer in zip(counted.pairs.numpy(), counted.pairs_by_chance.numpy(), strict=True)
+    ]
+
+
+def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
+    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
+    softmax = "model.router=softmax"  # no ties, which go to the lower number
+    model, tokens = tiny_model(tiny, 0, softmax)
+    for layer in agreement_of(model, model, tokens):
+        assert layer["same_number"] == layer["matched"] == 1 and layer["matching"] == list(range(8))
+        assert layer["matched_by_chance"] < 0.7 and layer["same_number_by_chance"] < 0.6
+    renumbered, _ = tiny_model(tiny, 0, softmax)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for block in renumbered.blocks:
+            for parameter in (block.mlp.router.weight, block.mlp.experts.w_in, block.mlp.experts.w_out):
+                parameter.copy_(parameter[order].clone())
+    for layer in agreement_of(model, renumbered, tokens):
+        assert layer["matched"] == 1 and layer["same_number"] < 0.7
+        assert layer["matching"] == order.argsort().tolist()
+    apart, _ = tiny_model(tiny, 1, softmax)
+    assert all(layer["matched"] < 0.9 for layer in agreement_of(model, apart, tokens))
+
+
+def test_independent_choices_agree_by_chance():
+    E, K, N = 16, 4, 8192
+    counted = Agreement(SimpleNamespace(n_layer=1, n_expert=E), "cpu")
+    mine, theirs = (random_choices(N, E, K, seed) for seed in (0, 1))
+    counted.add(0, mine.view(32, -1, K), theirs.view(32, -1, K))
+    assert counted.pairs[0, 3, 5] == sum(3 in a and 5 in b for a, b in zip(mine.tolist(), theirs.tolist(), strict=True))
+    found = compare(counted.pairs[0].numpy(), counted.pairs_by_chance[0].numpy(), K)
+    assert found["same_number"] == pytest.approx(K / E, abs=0.01)
+    assert found["same_number_by_chance"] == pytest.approx(K / E, abs=0.01)
+    assert K / E < found["matched"] < 1.1 * K / E  # the best numbers of many are a little above
+    assert found["matched"] == pytest.approx(found["matched_by_chance"], abs=0.01)
+    half = theirs.clone()
+    half[: N // 2] = mine[: N // 2]
+    counted.add(0, mine.view(32, -1, K), half.view(32, -1, K))
+    found = compare(counted.pairs[0].numpy(), counted.pairs_by_chance[0].numpy(), K)
+    assert found["same_number"] == found["matched"] == pytest.approx(0.25 + 0.75 * K / E, abs=0.01)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
+    monkeypatch.setattr(report_pictures, "DPI", 30)
+    run = made / "kern"
+    assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
+    said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"
+    assert f"192 tokens; {out}/routing.md" in said
+    assert "| layer | busiest |" in said and "| layer | same number | matched | beyond chance |" in said
+    found = json.loads((out / "routing.json").read_text())
+    logged = [line["val/loads"] for line in read(run / "metrics.jsonl") if "val/loads" in line][-1]
+    assert [layer["loads"] for layer in found["layers"]] == logged  # what training saw in the same six windows
+    assert (found["step"], found["windows"], found["tokens"], found["router"]) == (4, 6, 192, "kern")
+    for layer in found["agreement"]:
+        assert layer["same_number_by_chance"] < layer["same_number"] <= layer["matched"] < 1
+    page, pictures = (out / "routing.md").read_text(), sorted(file.stem for file in out.glob("*.png"))
+    assert pictures == ["agreement", "coactivation", "gates", "layers", "loads", "tokens"]
+    assert all(f"({name}.png)" in page for name in pictures)
+    assert "# Routing of kern at step 4" in page and "## Agreement with kern, step_00000002" in page
+    assert (out / "routing.html").read_text().count("data:image/png") == 6
+
+
+def test_command_takes_another_set_and_a_mean(made, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(routing, "draw", lambda found, out: {})
+    monkeypatch.setattr(routing, "page", lambda found, pictures: [("p", f"{found['average']} {found['checkpoint']}")])
+    words = [str(made / "kern"), "--average", "2", "--windows", "99", "--data", "tiny"]
+    assert routing.main(words) == 0 and (made / "kern/eval/step_00000004_mean2/routing/routing.json").is_file()
+    assert routing.main([*words[:-1], str(corpus / "tiny"), "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "routing.json").read_text())
+    assert found["windows"] == len(fixed_windows(open_tokens(found["data"], "val"), 32, 99)) < 99
+    assert found["tokens"] == 32 * found["windows"] and "agreement" not in found
+    assert (tmp_path / "routing.md").read_text() == "2 step_00000004_mean2\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{runs}/dense", "dense is dense and has no router; name a run of a mixture"),
+        ("{runs}/kern --other {runs}/dense", "dense is dense and has no router"),
+        ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
+        ("{runs}/kern --windows 0", "--windows 0: expected 1 or more"),
+        ("{runs}/kern --windows 1", "no token comes 10 times among 32 tokens; raise --windows"),
+        ("{runs}/kern --out {runs}/kern/config.toml", "kern/config.toml: a file; name a folder"),
+        ("{runs}/kern --out {runs}/kern/config.toml/x", "x: cannot be made .Not a directory.; name another folder"),
+        ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
+        ("{runs}/kern --data nothing", "nothing: no such data set"),
+        ("{runs}/kern --data {runs}/other-set", "tokenizer .'bytes'. is not that of kern; name a set"),
+        ("{runs}/nothing", "no config.toml, so not a run"),
+    ],
+)
+def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
+    if "other-set" in words:
+        with monkeypatch.context() as patch:
+            patch.setattr(ByteTokenizer, "hash", "0" * 64)
+            with Writer(made / "other-set", ByteTokenizer()) as writer:
+                for split in ("train", "val"):
+                    writer.write(split, ByteTokenizer().encode_batch(["x" * 99])[0])
+                writer.finish("other-set", {}, "python -m data.prepare text")
+    if "--windows 1" in words:
+        monkeypatch.setattr(routing_counts, "MIN_COUNT", 33)
+        message = message.replace("10", "33")
+    assert routing.main(words.format(runs=made).split()) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert re.search(message, said.err), said.err
+
+
+def test_tokens_are_shown_so_that_one_sees_them():
+    assert [visible(text, 7) for text in (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30)] == [
+        "␣the",
+        "↵⇥",
+        "#7",
+        "\\x00",
+        "é",
+        "x" * 19 + "…",
+    ]
+    token = {"id": 42, "text": " **", "share": 0.5, "lift": 2.0}
+    expert = {"nats": 1.0, "nats_by_chance": 0.25, "tokens": [token]}
+    idle = {"nats": 9.0, "nats_by_chance": 0.0, "tokens": []}
+    table = routing.experts({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
+    assert table[2] == [["0, 0", "1.98", "0.75", "␣∗∗ 50% 2.0×", *[""] * 5]]  # the rare one tells nothing
