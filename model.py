@@ -82,8 +82,8 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.rope = config.pos == "rope"
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x, past=None):
         B, T, C = x.shape
@@ -120,8 +120,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         hidden = config.top_k * config.expert_hidden
-        self.w_in = nn.Linear(config.n_embd, hidden, bias=False)
-        self.w_out = nn.Linear(hidden, config.n_embd, bias=False)
+        self.w_in = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.w_out = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         return self.w_out(F.gelu(self.w_in(x))), None
@@ -165,9 +165,9 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=False)
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config) if ROUTERS[config.router] is None else MoE(config)
         self.dropout = config.dropout
         self.checkpointing = False  # keep x alone for the backward pass, and compute the block once more there
@@ -192,18 +192,20 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=False)
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """As GPT-2: N(0, init_std²), projections onto the residual stream by 1/√(2L). LayerNorms and γ 1, b 0."""
+        """As GPT-2: N(0, init_std²), projections onto the residual stream by 1/√(2L). LayerNorms and γ 1, biases 0."""
         std = self.config.init_std
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 onto_residual = name.endswith(("attn.proj.weight", "w_out", "w_out.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * self.config.n_layer) if onto_residual else std)
+            elif name.endswith("bias"):
+                p.zero_()
 
     def forward(self, idx, targets=None, past=None):
         """idx, targets (B, T) int64 -> Output. With `past`, a Cache, idx are the tokens after those in it, where it has
@@ -260,14 +262,14 @@ def parameter_shapes(config):
 
 def count_parameters(config):
     """(total, active) parameters. Active: what one token meets, K of E experts. A tied embedding counts once."""
-    C, H, K = config.n_embd, config.expert_hidden, config.top_k
+    C, H, K, bias = config.n_embd, config.expert_hidden, config.top_k, config.bias
     shared = config.vocab_size * C * (1 if config.tie_embeddings else 2)
     shared += config.block_size * C if config.pos == "learned" else 0
-    shared += C  # final LayerNorm
-    layer = 4 * C * C + 2 * C  # attention, two LayerNorms
+    shared += C + C * bias  # final LayerNorm
+    layer = 4 * C * C + 2 * C + 6 * C * bias  # attention, two LayerNorms
     spec = ROUTERS[config.router]
     if spec is None:
-        total = active = shared + config.n_layer * (layer + 2 * C * H * K)
+        total = active = shared + config.n_layer * (layer + 2 * C * H * K + (H * K + C) * bias)
         return total, active
     layer += config.n_expert * C + config.n_expert * spec.bias + spec.gamma  # router
     total = shared + config.n_layer * (layer + 2 * C * H * config.n_expert)

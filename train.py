@@ -28,7 +28,7 @@ from data.bins import check, fingerprint, open_tokens
 from data.loader import Loader, ahead, fixed_windows, windows
 from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
-from runtime import RankError, RunError, Stopped, checkpoint, crash, distributed, memory
+from runtime import RankError, RunError, Stopped, checkpoint, crash, distributed, initial, memory
 from runtime import folder as run_folder
 from runtime.metrics import Metrics, load_metrics
 from runtime.parallel import average_in, distribute, settle_buckets, whole
@@ -170,6 +170,7 @@ def train(config, stop=None):
     parallel, needed = memory.settle(
         config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
     )
+    weights = None if last else initial.read(config)  # to begin with
 
     ranks = distributed.start(device, config.train.timeout_minutes)
     distributed.agree(f"train.parallel = {parallel}, {folder.name} with checkpoints up to step {last}", ranks)
@@ -184,6 +185,8 @@ def train(config, stop=None):
 
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model = GPT(config.model)
+    if weights:
+        initial.fill(model, weights, ranks)
     for block in model.blocks:
         block.checkpointing = config.train.activation_checkpointing
     runner = distribute(model, parallel, ranks, dtype, config.train.compile)

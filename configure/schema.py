@@ -43,6 +43,9 @@ class Model(Section):
     gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, beside the router's own c")
     pos: Literal["learned", "rope"] = Field("learned", description="how positions enter: embedding table or rotary")
     tie_embeddings: bool = Field(True, description="output layer shares the token embedding's weights")
+    bias: bool = Field(
+        False, description="biases in LayerNorms, attention and dense MLP, as in GPT-2; experts have none"
+    )
     init_std: float = Field(
         0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) onto the residual stream"
     )
@@ -60,6 +63,11 @@ class Train(Section):
     batch_size: int = Field(256, ge=1, le=2**24, description="sequences an optimizer step, over all ranks")
     micro_batch_size: int = Field(32, ge=1, le=2**24, description="sequences a rank puts through the model at once")
     max_steps: int = Field(50_000, ge=1, description="optimizer steps in all")
+    init_from: str = Field(
+        "",
+        description="folder of the weights to begin with: a GPT-2 checkpoint of Hugging Face, an exported model or a "
+        "run; empty: random ones",
+    )
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         "float16", description="autocast type; auto: bfloat16 where the hardware multiplies it fast, else float32"
     )

@@ -51,14 +51,15 @@ def tokens(seed=0, shape=(B, T)):
 # the dense model
 
 
-def test_dense_equals_gpt2_of_transformers():
-    model = build(router="dense", n_embd=32, n_head=4)
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_equals_gpt2_of_transformers(bias):
+    model = build(router="dense", n_embd=32, n_head=4, bias=bias)
     config = GPT2Config(
         vocab_size=40, n_positions=12, n_embd=32, n_layer=2, n_head=4, n_inner=24, activation_function="gelu"
     )
     gpt2 = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
-        for p in model.parameters():  # LayerNorms are 1 at first, which would hide where they go
+        for p in model.parameters():  # LayerNorms are 1 and biases 0 at first, which would hide where they go
             p.add_(0.1 * torch.randn_like(p))
         for name, p in gpt2.named_parameters():
             if name.endswith("bias"):
@@ -75,6 +76,9 @@ def test_dense_equals_gpt2_of_transformers():
             a.weight.copy_(b.weight)
         for a, b in transposed:
             a.weight.copy_(b.weight.T)
+        biases = [(a.bias, b.bias) for a, b in pairs[2:] + transposed] if bias else []
+        for a, b in biases:
+            a.copy_(b)
     idx = tokens(shape=(B, T + 1))[:, :T]
     wanted = gpt2(idx, labels=idx)  # it shifts the labels itself
     out = model(idx[:, :-1], idx[:, 1:])
@@ -86,6 +90,9 @@ def test_dense_equals_gpt2_of_transformers():
         assert_close(b.weight.grad, a.weight.grad, rtol=1e-4, atol=1e-6)
     for a, b in transposed:
         assert_close(b.weight.grad, a.weight.grad.T, rtol=1e-4, atol=1e-6)
+    for a, b in biases:
+        assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+    assert len([name for name, _ in model.named_parameters() if name.endswith("bias")]) == len(biases) == 13 * bias
 
 
 def test_rotary_embedding_equals_transformers():
@@ -163,11 +170,12 @@ def test_counts_as_printed():
         assert COUNTS[row][2] == pytest.approx(active, rel=0.02)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_counts_are_those_of_the_built_model(router, pos, tie):
-    config = settings(router=router, pos=pos, tie_embeddings=tie)
+def test_counts_are_those_of_the_built_model(router, pos, tie, bias):
+    config = settings(router=router, pos=pos, tie_embeddings=tie, bias=bias)
     model = GPT(config)
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -188,15 +196,16 @@ def test_flops_equal_the_counters(router):
 # initialisation
 
 
-def test_initial_weights():
-    model = build(n_layer=8, n_embd=64, vocab_size=500, expert_hidden=64)
+@pytest.mark.parametrize("bias", [False, True])
+def test_initial_weights(bias):
+    model = build(n_layer=8, n_embd=64, vocab_size=500, expert_hidden=64, bias=bias)
     stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
     for name, std in stds.items():
         onto_residual = name.endswith(("attn.proj.weight", "experts.w_out"))
         assert std == pytest.approx(0.02 / math.sqrt(16) if onto_residual else 0.02, rel=0.1), name
     for name, p in model.named_parameters():
         if p.dim() == 1:
-            assert (p == (0 if name.endswith("router.bias") else 1)).all(), name
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
     idx = tokens()
     assert model(idx, idx.roll(1)).loss.item() == pytest.approx(math.log(500), abs=0.1)
 

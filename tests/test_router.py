@@ -491,7 +491,7 @@ def learn_pairs(name, disturb, steps=600):
     table of 16 x 16 tokens, for which it needs its experts. `disturb(model)` goes before."""
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 16, "pos": "learned"}
-    experts = {"router": name, "n_expert": 8, "top_k": 2, "expert_hidden": 16, "backend": "auto"}
+    experts = {"router": name, "n_expert": 8, "top_k": 2, "expert_hidden": 16, "backend": "auto", "bias": False}
     model = GPT(SimpleNamespace(**shape, **experts, dropout=0.0, tie_embeddings=True, init_std=0.1, gate_scale=1.0))
     table = torch.randint(16, (16, 16))
     with torch.no_grad():

@@ -1,0 +1,284 @@
+"""The GPT of nanoKERN's model.py for transformers: loading, generation, training. Copied into exports by
+scripts.export, with router.py and torch_grouped.py, the code that trained the model.
+
+Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K of them a token, H their hidden width.
+"""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+
+from .configuration_nanokern import NanoKernConfig
+from .router import ROUTERS, Router
+from .torch_grouped import expert_mlp
+
+MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters  # transformers 4 and 5 differ
+
+
+def causal_mask(config, x, attention_mask, past, position_ids):
+    """The mask that the configured attention takes: None where it needs none."""
+    start = past.get_seq_length() if past is not None else 0
+    values = {
+        "config": config,
+        "inputs_embeds": x,
+        "input_embeds": x,
+        "attention_mask": attention_mask,
+        "cache_position": torch.arange(start, start + x.shape[1], device=x.device),
+        "past_key_values": past,
+        "position_ids": position_ids,
+    }
+    return create_causal_mask(**{name: value for name, value in values.items() if name in MASK_ARGUMENTS})
+
+
+def positions_of(x, attention_mask, past):
+    """(B, T) or (1, T): columns, counted from each row's first that the mask does not hide."""
+    T = x.shape[1]
+    if attention_mask is not None and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+    start = past.get_seq_length() if past is not None else 0
+    return torch.arange(start, start + T, device=x.device)[None]
+
+
+def angles_of(config, position_ids):
+    """(cos, sin), (B, 1, T, hs/2) fp32 each, of rotary positions, base 10000."""
+    half = config.hidden_size // config.num_attention_heads // 2
+    frequency = 10000 ** (-torch.arange(half, device=position_ids.device, dtype=torch.float32) / half)
+    angle = position_ids[:, None, :, None].float() * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, angles):
+    """Rotary position embedding, the halves of a head as pairs: (B, nh, T, hs) -> same."""
+    cos, sin = angles
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """(B, T, nh, hs), and the weights (B, nh, T, S)."""
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, dropout, module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class NanoKernPositions(nn.Embedding):
+    """Adds the embedding of positions. (Where vLLM puts an identity in its place, at later stages of a pipeline, the
+    first argument passes.)"""
+
+    def forward(self, hidden_states, position_ids):
+        return hidden_states + super().forward(position_ids)
+
+
+class NanoKernAttention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, hidden_states, attention_mask=None, angles=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)  # (B, nh, T, hs)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = eager_attention
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.config.dropout if self.training else 0.0
+        y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
+        return F.dropout(y, self.config.dropout, self.training)
+
+
+class NanoKernMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, hidden_states):
+        return self.down_proj(F.gelu(self.up_proj(hidden_states)))
+
+
+class NanoKernExperts(nn.Module):
+    """E MLPs without gate and bias, packed as transformers packs them, each matrix (in, out)."""
+
+    def __init__(self, config):
+        super().__init__()
+        E, C, H = config.n_expert, config.hidden_size, config.moe_intermediate_size
+        self.up_proj = nn.Parameter(torch.empty(E, C, H))
+        self.down_proj = nn.Parameter(torch.empty(E, H, C))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """(N, C), (N, K) int64, (N, K) fp32 -> (N, C)."""
+        x, up, down = hidden_states, self.up_proj, self.down_proj
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, up, down = x.to(dtype), up.to(dtype), down.to(dtype)
+        return expert_mlp(x, up, down, top_k_weights, top_k_index)
+
+
+class NanoKernMoE(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        spec = ROUTERS[config.router]
+        self.router = Router(config.hidden_size, config.n_expert, config.num_experts_per_tok, spec, config.gate_scale)
+        self.experts = NanoKernExperts(config)
+
+    def forward(self, hidden_states):
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
+        routing = self.router(tokens)
+        return self.experts(tokens, routing.experts, routing.weights).view_as(hidden_states)
+
+
+class NanoKernDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.self_attn = NanoKernAttention(config, layer_idx)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.mlp = NanoKernMLP(config) if ROUTERS[config.router] is None else NanoKernMoE(config)
+        self.dropout = config.dropout
+
+    def forward(self, hidden_states, attention_mask=None, angles=None, past_key_values=None, **kwargs):
+        y = self.self_attn(self.input_layernorm(hidden_states), attention_mask, angles, past_key_values, **kwargs)
+        hidden_states = hidden_states + y
+        y = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + F.dropout(y, self.dropout, self.training)
+
+
+class NanoKernPreTrainedModel(PreTrainedModel):
+    config_class = NanoKernConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NanoKernDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["router"]  # as in training, whatever the type of the rest
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flash_attn_2 = True  # its name in transformers before 4.53
+    _supports_attention_backend = True
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, NanoKernExperts):
+            for weight in module.parameters():
+                nn.init.normal_(weight, std=self.config.initializer_range)
+
+
+class NanoKernModel(NanoKernPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        learned = config.pos == "learned"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = (
+            NanoKernPositions(config.max_position_embeddings, config.hidden_size) if learned else None
+        )
+        self.layers = nn.ModuleList(NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        output_hidden_states=False,
+        **kwargs,
+    ):
+        """input_ids (B, T) or inputs_embeds (B, T, C); attention_mask (B, S), 0 where a row is filled up. Without
+        position_ids (B, T) a row's positions begin at 0 after what fills it up on the left."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            position_ids = positions_of(x, attention_mask, past_key_values)
+        mask = causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+        learned = self.config.pos == "learned"
+        x = self.embed_positions(x, position_ids) if learned else x
+        angles = None if learned else angles_of(self.config, position_ids)
+        x = F.dropout(x, self.config.dropout, self.training)
+        states = []
+        for layer in self.layers:
+            if output_hidden_states:
+                states.append(x)
+            x = layer(x, mask, angles, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states, x) if output_hidden_states else None,
+        )
+
+
+class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_rep"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = NanoKernModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """As NanoKernModel's. With labels (B, T), -100 for none, the loss of each next token. `logits_to_keep`: of how
+        many last positions logits are wanted, 0 for all, or of which."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )

@@ -1,0 +1,412 @@
+"""scripts/export.py and scripts/hf/: models in the form of transformers."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import train
+from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer
+from model import GPT
+from router import ROUTERS
+from runtime import folder
+from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
+from scripts import export, sample
+from scripts.hf import check
+from scripts.hf.tokenizer_files import merges_of, tokens_of, write_tokenizer
+from scripts.trained import Trained
+
+TOKENIZER = ByteTokenizer()
+REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory):
+    """transformers copies an export's code into a folder and imports it from there: not into the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", [*sys.path])
+        transformers.utils.logging.disable_progress_bar()
+        yield
+
+
+@pytest.fixture
+def exported(tiny, tmp_path):
+    """`exported("model.router=tanh", form="nanokern", dtype="float32")`: (GPT with random weights, folder)."""
+
+    def make(*overrides, form="nanokern", dtype="float32"):
+        config = tiny("model.init_std=0.3", "model.n_head=4", *overrides)
+        torch.manual_seed(0)
+        model = GPT(config.model).eval().requires_grad_(False)
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1 and not name.endswith("router.c"):
+                tensor += 0.2 * torch.randn_like(tensor)  # norms, biases, γ and β too
+        run, out = tmp_path / "run", tmp_path / f"export_{form}"
+        run.mkdir()
+        (run / "config.toml").touch()
+        out.mkdir()
+        trained = Trained(model, config, 4, 1, {})
+        export.write(trained, TOKENIZER, run, out, form, dtype)
+        return trained, out
+
+    return make
+
+
+def load(out, **settings):
+    return AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, **({"dtype": torch.float32} | settings))
+
+
+def logits_of(model, idx):
+    return model.logits(model.hidden(idx)[0])
+
+
+def same_model(trained, theirs):
+    """Logits at each position, and what follows prompts of unequal length: past a document's end, and past ids that
+    pad the vocabulary."""
+    own, vocab_size = trained.model, TOKENIZER.vocab_size
+    idx = torch.randint(vocab_size, (3, 32), generator=torch.Generator().manual_seed(1))
+    wanted = logits_of(own, idx)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits, wanted, atol=1e-4, rtol=0)
+    assert wanted.std() > 0.5
+    prompts = [row[:length].tolist() for row, length in zip(idx, (9, 4, 1), strict=True)]
+    ids = torch.tensor([[TOKENIZER.eot] * (9 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (9 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    drawn = zip(*sample.generate(own, prompts, 20, sample.Choice(0), vocab_size=vocab_size), strict=True)
+    for use_cache in (True, False):
+        settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "use_cache": use_cache}
+        got = theirs.generate(ids, attention_mask=mask, **settings)[:, 9:]
+        drawn = [list(row) for row in drawn]
+        assert got.tolist() == drawn
+    assert len({tuple(row) for row in drawn}) == 3
+
+
+VARIANTS = [(), ("model.pos=rope",), ("model.tie_embeddings=false", "model.vocab_size=320"), ("model.bias=true",)]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_is_the_same_model(exported, router):
+    """Each router in another of VARIANTS."""
+    trained, out = exported(f"model.router={router}", *VARIANTS[list(ROUTERS).index(router) % 4])
+    theirs, info = load(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    same_model(trained, theirs)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
+        ("model.router=kern-mc", *VARIANTS[2]),
+        ("model.router=dense", "model.pos=rope", *VARIANTS[2]),
+        ("model.router=dense", "model.bias=true"),
+    ],
+)
+def test_variants(exported, overrides):
+    trained, out = exported(*overrides)
+    same_model(trained, load(out))
+
+
+@pytest.mark.parametrize("more", [*VARIANTS[2:], ("model.bias=true", "model.vocab_size=320")])
+def test_dense_is_plain_gpt2(exported, more):
+    trained, out = exported("model.router=dense", *more, form="gpt2")
+    assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
+    theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    same_model(trained, theirs)
+
+
+def test_weights_keep_their_way_back(exported):
+    state = exported("model.bias=true", "model.tie_embeddings=false")[0].model.state_dict()
+    back = from_hf(to_hf(state))
+    assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
+    assert len(to_hf(state)) == len(state) + 2 * 2 * 2  # qkv in three, weight and bias, in two layers
+
+
+def test_gpt2_weights_keep_their_way_back(tiny):
+    state = GPT(tiny("model.router=dense").model).state_dict()
+    theirs = {name.removeprefix("transformer."): tensor for name, tensor in to_gpt2(state).items()}  # as on the hub
+    back = from_gpt2(theirs | {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())})
+    assert all(back[name].equal(state[name]) for name in state)
+    added = back.keys() - state.keys()
+    assert len(added) == 2 * 6 + 1 and all(name.endswith(".bias") and not back[name].any() for name in added)
+    for function in (from_gpt2, from_hf, to_hf, to_gpt2):
+        with pytest.raises(ValueError, match="h.0.crossattention.q.weight: no weight of that name"):
+            function({"h.0.crossattention.q.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_routers_stay_in_fp32(exported, dtype):
+    name = str(dtype).removeprefix("torch.")
+    trained, out = exported("model.router=kern", dtype=name)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        kinds = {key: file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
+    assert {kind for key, kind in kinds.items() if ".router." in key} == {torch.float32}
+    assert {kind for key, kind in kinds.items() if ".router." not in key} == {dtype}
+    theirs = load(out, dtype="auto")
+    assert {key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds} == kinds
+    idx = torch.arange(30)[None]
+    wanted = logits_of(check.rounded(trained.model, dtype), idx)
+    torch.testing.assert_close(load(out)(idx).logits, wanted, atol=1e-4, rtol=0)
+    assert theirs(idx).logits.dtype == dtype
+    assert (theirs(idx).logits - wanted).abs().mean() < 0.1 * wanted.std()  # a token may meet another expert
+    assert theirs.generate(idx, max_new_tokens=2).shape == (1, 32)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_training(exported, checkpointing):
+    trained, out = exported("model.router=kern")
+    own, theirs = trained.model.requires_grad_(True), load(out).train()
+    if checkpointing:
+        theirs.gradient_checkpointing_enable({"use_reentrant": False})
+    idx = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(1))
+    loss = own(idx[:, :-1], idx[:, 1:]).loss
+    got = theirs(idx, labels=idx).loss
+    loss.backward()
+    got.backward()
+    assert got.item() == pytest.approx(loss.item(), abs=1e-5)
+    wanted = to_hf({name: p.grad for name, p in own.named_parameters()})
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], atol=1e-4, rtol=1e-3)
+
+
+def test_layout_that_vllm_takes(exported):
+    """The contract of its Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
+    attention by the name in the config, which gets the layer and all that the caller passed; experts under that name,
+    packed, called with tokens, indices and weights. But no name by which it would put its own gated ones there."""
+    trained, out = exported("model.router=kern")
+    theirs, calls = load(out), []
+
+    def attend(module, query, key, value, mask, scaling, **settings):
+        calls.append((module.layer_idx, tuple(query.shape), scaling, mask, settings["probe"]))
+        weights = (query @ key.mT * scaling).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+        return (weights @ value).transpose(1, 2), None
+
+    idx = torch.arange(9)[None]
+    wanted = theirs.model(idx).last_hidden_state
+    ALL_ATTENTION_FUNCTIONS.register("probe", attend)
+    theirs.config._attn_implementation = "probe"
+    settings = {"use_cache": False, "return_dict": False, "probe": "it"}
+    got = theirs.model(input_ids=None, inputs_embeds=theirs.get_input_embeddings()(idx), position_ids=idx, **settings)
+    torch.testing.assert_close(got[0], wanted, atol=1e-5, rtol=0)
+    assert calls == [(layer, (1, 4, 9, 8), 8**-0.5, None, "it") for layer in range(2)]
+    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= {
+        f"layers.*.self_attn.{part}_proj" for part in "qkvo"
+    }
+    moe = theirs.model.layers[0].mlp
+    assert {tuple(p.shape) for p in moe.experts.parameters()} == {(8, 32, 8), (8, 8, 32)}
+    routing = moe.router(torch.randn(5, 32))
+    named = {"top_k_index": routing.experts, "top_k_weights": routing.weights}
+    assert moe.experts(hidden_states=torch.randn(5, 32), **named).shape == (5, 32)
+    known = {"num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts"}
+    assert not known & json.loads((out / "config.json").read_text()).keys()
+
+
+# ---- tokenizers
+
+
+TEXTS = [
+    *check.ODD,
+    "a" * 900 + " " * 300 + "b",
+    "\x00\xad ¡ÿĀ",
+    *(chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)),
+]
+
+
+def compare_on(tokenizer, folder, texts):
+    write_tokenizer(tokenizer, folder, 32)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert theirs.encode(text) == ids and theirs.decode(ids) == tokenizer.decode(ids) == text
+    assert theirs.encode("a<|endoftext|>") == [*tokenizer.encode("a"), tokenizer.eot]
+    assert (theirs.eos_token_id, len(theirs), theirs.model_max_length) == (tokenizer.eot, tokenizer.vocab_size, 32)
+
+
+def test_bytes_tokenizer(tmp_path):
+    compare_on(TOKENIZER, tmp_path, TEXTS)
+
+
+def test_merges_are_found_again(tmp_path, fake_ranks):
+    compare_on(GPT2Tokenizer(fake_ranks), tmp_path, TEXTS)
+    tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
+    assert list(merges_of(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
+
+
+@pytest.mark.skipif(not REAL_RANKS.is_file(), reason="no GPT-2 ranks: set NANOKERN_RANKS")
+def test_gpt2_tokenizer(tmp_path):
+    ranks = REAL_RANKS.read_bytes()
+    tokenizer = GPT2Tokenizer(ranks)
+    assert tokenizer.hash == RANKS_SHA256
+    house = Path(__file__).parents[1]
+    compare_on(tokenizer, tmp_path, [*TEXTS, *((house / name).read_text() for name in ("README.md", "model.py"))])
+    merges = list(merges_of(tokens_of(ranks)))
+    assert len(merges) == 50_000 and merges[:3] == [[b" ", b"t"], [b" ", b"a"], [b"h", b"e"]]
+
+
+# ---- the command
+
+
+@pytest.fixture
+def run(tiny):
+    config = tiny("train.checkpoint_interval=2")
+    train.train(config)
+    return folder.path_of(config)
+
+
+def command(*words):
+    return export.main([str(word) for word in words])
+
+
+def test_export_and_check(run, tmp_path, capsys):
+    out = tmp_path / "there/out"
+    results = {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.3, "acc_norm_stderr": 0.02, "documents": 20}}
+    (run / "eval/step_00000004").mkdir(parents=True)
+    (run / "eval/step_00000004/results.json").write_text(json.dumps({"average": 0.25, "results": results}))
+    assert command(run, out, "--check") == 0
+    printed = capsys.readouterr().out
+    assert "4 windows of 32 tokens of" in printed and "with and without a cache: at most" in printed
+    names = {path.name for path in out.iterdir()}
+    assert names == {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"} | {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *export.CODE,
+    }
+    assert list(out.parent.iterdir()) == [out]
+    card = (out / "README.md").read_text()
+    losses = [line["val/loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val/loss" in line]
+    for words in (
+        f"| {losses[-1]:.4f} (step 4) |",
+        "`RouterSpec(phi='relu'",
+        "| n_expert | 8 |",
+        "license: other",
+        "tiny",
+    ):
+        assert words in card
+    assert "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 |" in card
+    assert command(run, out) == 2
+    assert "is there already; name a new folder" in capsys.readouterr().err
+    assert command(run, out, "--check") == 0
+    assert command(run, out, "--check", "--checkpoint", 2) == 2
+    assert "exported with --checkpoint 4 --average 1" in capsys.readouterr().err
+    own = json.loads((out / "config.json").read_text())["nanokern"]
+    assert (own["step"], own["tokenizer"]["hash"]) == (4, ByteTokenizer.hash)
+
+
+def test_mean_of_checkpoints_in_half_precision(run, tmp_path, capsys):
+    assert command(run, tmp_path / "out", "--average", 2, "--dtype", "bfloat16", "--check") == 0
+    assert command(run, tmp_path / "out", "--check") == 0  # of the mean, too
+    assert "mean of those of 2 checkpoints up to step 4, in bfloat16" in (tmp_path / "out/README.md").read_text()
+
+
+def break_weight(out):
+    state = load_file(out / "model.safetensors")
+    state["model.layers.1.mlp.experts.down_proj"][:, 3] *= 1.5
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+
+
+def break_names(out):
+    state = load_file(out / "model.safetensors")
+    state["model.layers.0.mlp.router.gama"] = state.pop("model.layers.0.mlp.router.gamma")
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+
+
+def break_tokenizer(out):
+    file = out / "tokenizer.json"
+    body = json.loads(file.read_text())
+    body["model"]["vocab"] |= {"a": ord("b"), "b": ord("a")}
+    file.write_text(json.dumps(body))
+
+
+def break_cache(out):
+    """The rotation, or the position, of a token after others is that of the first."""
+    file = out / "modeling_nanokern.py"
+    code = file.read_text()
+    broken = code.replace("if position_ids is None:", "position_ids = None\n        if True:").replace(
+        "[:, -T:]", "[:, :T]"
+    )
+    assert broken.count("position_ids = None") == 1 and "[:, :T]" in broken
+    file.write_text(broken)
+
+
+def cut(out):
+    (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (break_weight, "logits of 4 windows"),
+        (break_names, "missing keys: model.layers.0.mlp.router.gamma"),
+        (break_tokenizer, "the tokenizer gives other ids"),
+        (break_cache, "with and without a cache"),
+        (cut, "cannot be loaded or run"),
+    ],
+)
+def test_what_differs_is_found(exported, harm, words, capsys):
+    trained, out = exported()
+    assert check.report(trained, TOKENIZER, "runs/x", out) == 0
+    harm(out)
+    out = out.rename(out.with_name(harm.__name__))  # transformers keeps the code it knows by a name
+    capsys.readouterr()
+    assert check.report(trained, TOKENIZER, "runs/x", out) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and words not in printed.out
+    assert "remedy: export again, into a new folder: python -m scripts.export runs/x NEW --check" in printed.err
+
+
+def test_padding_is_found_to_be_drawn(exported, capsys):
+    trained, out = exported("model.vocab_size=1024")
+    (out / "generation_config.json").write_text("{}")
+    assert check.report(trained, TOKENIZER, "runs/x", out) == 1
+    assert "which pads the vocabulary of 257" in capsys.readouterr().err
+
+
+def test_failure_leaves_nothing(run, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/old").touch()  # of an export that was killed
+    with monkeypatch.context() as patch:
+        patch.setattr(export.card, "of", full)
+        assert command(run, tmp_path / "out") == 2
+    assert "error: [Errno 28] No space left" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    (tmp_path / "out").mkdir()
+    assert command(run, tmp_path / "out") == 0 and (tmp_path / "out/README.md").is_file()
+    assert not (tmp_path / "out/old").exists()
+
+
+def test_bad_input(run, tmp_path, monkeypatch, capsys):
+    assert command(run, tmp_path / "out", "--format", "gpt2") == 2
+    assert "the run has model.router = kern, which GPT-2 has not; use --format nanokern" in capsys.readouterr().err
+    assert command(tmp_path, tmp_path / "out") == 2
+    assert "no config.toml, so not a run" in capsys.readouterr().err
+
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert command(run, tmp_path / "out", "--check") == 2
+    assert "--check needs transformers: pip install transformers" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, form",
+    [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")],
+)
+def test_form_is_gpt2_where_it_can_be(tiny, overrides, form):
+    model = tiny(*overrides).model
+    assert export.settle_format("auto", model) == form
+    assert export.settle_format("nanokern", model) == "nanokern"
