@@ -80,6 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--source", nargs="+", default=[], metavar="PATH", help="local files and folders to read instead"
     )
+    parser.add_argument(
+        "--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="of stdlib: Python sources there instead"
+    )
     parser.add_argument("--text-field", metavar="FIELD", help="of a row of JSON or parquet (default: text)")
     parser.add_argument("--name", help="of the data set (default: the corpus')")
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help="default: bytes for stdlib, else gpt2")
@@ -122,6 +125,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.corpus == "text" and not args.source and not args.merge:
         raise DataError("text needs files: add --source PATH ...")
+    if args.roots and args.corpus != "stdlib":
+        raise DataError(f"--roots are of the corpus stdlib: {args.corpus} takes --source")
     if args.source and not source.local:
         raise DataError(f"{args.corpus} takes no --source: leave it out, or prepare the corpus `text`")
     if args.config and args.config not in source.hub:
@@ -288,7 +293,7 @@ def batches(inputs: list[Input], begin: Tally, text_field: str) -> Iterator[tupl
 
 
 def files_here(args: argparse.Namespace) -> list[Input]:
-    return stdlib_inputs() if args.corpus == "stdlib" else local_inputs(map(Path, args.source))
+    return stdlib_inputs(args.roots) if args.corpus == "stdlib" else local_inputs(map(Path, args.source))
 
 
 def fingerprint(inputs: list[Input]) -> str:

@@ -44,7 +44,8 @@ SOURCES = {
         about="the source text of the running Python's standard library",
         tokenizer="bytes",
         val_fraction=0.05,
-        notes="for the quickstart; needs no network; PSF licence",
+        notes="for the quickstart; needs no network; PSF licence; --roots FOLDER: Python sources there instead, under "
+        "licences of their own (a GPU image's site-packages holds over 100 M GPT-2 tokens)",
     ),
     "text": Source(
         about=f"your own files and folders of them: {' '.join(KINDS)}",
@@ -124,12 +125,28 @@ SOURCES = {
 STDLIB_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
-def stdlib_inputs() -> list[Input]:
-    """Every module of the running Python's standard library, in the order of their relative paths."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-    paths = [path for path in paths if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)]
-    return [Input(str(path), path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
+    """Every module of the running Python's standard library, in the order of their relative paths; or every one below
+    the folders `roots`. Raises DataError of a root that is no folder or has none."""
+    if not roots:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in modules_of(root) if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)]
+        return [Input(str(path), path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+    inputs = []
+    for root in roots:
+        paths = [path for path in modules_of(root) if path.is_file()]
+        if not paths:
+            found = "no .py file in it" if root.is_dir() else "no such folder"
+            raise DataError(f"{root}: {found}: name another --roots, such as {sysconfig.get_path('purelib')}")
+        base = root.resolve().name
+        inputs += [
+            Input(str(path), f"{base}/{path.relative_to(root).as_posix()}", path.stat().st_size) for path in paths
+        ]
+    return inputs
+
+
+def modules_of(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
 
 
 def local_inputs(paths: Iterable[Path]) -> list[Input]:

@@ -372,6 +372,21 @@ def test_stdlib_is_prepared_from_the_running_python(run, tmp_path, monkeypatch):
     assert documents_of(tmp_path / "out/stdlib") == split_of(["# a/c.py", "# b.py", "# d.py", "# e.py"], 0.15)
 
 
+def test_python_sources_below_other_roots(run, tmp_path):
+    """All of them, those of tests too; of two roots each under its own name."""
+    files = {"one/a.py": "# a", "one/test/b.py": "# b", "two/a.py": "# c", "two/d.txt": "d", "two/e/f.py": "# f"}
+    write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
+    (tmp_path / "none").mkdir()
+    roots = [tmp_path / "two", tmp_path / "one"]
+    assert run("stdlib", "--roots", *roots, "--name", "code", "--val-fraction", 0.4)[0] == 0
+    assert documents_of(tmp_path / "out/code") == split_of(["# c", "# f", "# a", "# b"], 0.4)
+    assert "already there" in run("stdlib", "--roots", *roots, "--name", "code", "--val-fraction", 0.4)[1]
+    (tmp_path / "one/a.py").write_text("# other")
+    assert "its files have changed" in run("stdlib", "--roots", *roots, "--name", "code", "--val-fraction", 0.4)[1]
+    assert "none: no .py file in it: name another --roots" in run("stdlib", "--roots", tmp_path / "none")[1]
+    assert "absent: no such folder" in run("stdlib", "--roots", tmp_path / "absent")[1]
+
+
 @pytest.fixture
 def books(tmp_path) -> tuple:
     """The arguments that prepare 30 short texts in two files."""
@@ -1510,6 +1525,7 @@ def test_list_names_every_corpus_with_its_licence(run):
         (["books3", "--source", "absent"], "absent: no such file or folder"),
         (["text", "--source", "absent.txt"], "absent.txt: no such file or folder"),
         (["stdlib", "--source", "x"], "takes no --source"),
+        (["text", "--source", "x", "--roots", "x"], "--roots are of the corpus stdlib: text takes --source"),
         (
             ["fineweb-edu", "--config", "sample-1BT"],
             "has no --config sample-1BT: choose one of sample-10BT, sample-100BT",
