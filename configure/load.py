@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tomli_w
 from pydantic import ValidationError
 
 from configure.schema import KEYS, SECTIONS, Config, check
@@ -107,7 +106,15 @@ def _name(stem: str, values: dict[str, Any], in_file: dict[str, Any], axes: Iter
 
 def dumps(config: Config) -> str:
     """TOML text of every key; loading it gives an equal Config."""
-    return tomli_w.dumps(config.model_dump())
+    sections = config.model_dump().items()
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {_toml(v)}\n" for key, v in keys.items()) for name, keys in sections
+    )
+
+
+def _toml(value: str | int | float | bool) -> str:
+    """JSON is TOML, but for one character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> list[str]:

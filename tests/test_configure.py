@@ -497,6 +497,13 @@ def test_dumps_then_load_gives_the_same_config(tmp_path_factory, config):
     assert differences(config, again) == []
 
 
+def test_any_text_survives_a_config_file():
+    odd = 'quote " back \\ line\n tab\t bell\a del\x7f \u00e9 \U0001f41d \u2028 # [x] = 1e-8'
+    config = Config(log={"project": odd})
+    assert tomllib.loads(dumps(config)) == config.model_dump()
+    assert tomllib.loads(dumps(config))["optim"]["eps"] == 1e-8
+
+
 def test_dumps_writes_every_key(write):
     table = tomllib.loads(dumps(load(write())))
     assert [f"{section}.{key}" for section, keys in table.items() for key in keys] == list(KEYS)

@@ -1,0 +1,119 @@
+"""Training on a GPU: on one rank of DDP and FSDP2, resumed, compiled, in float16. What can be is tried on the CPU, too,
+where gloo takes NCCL's place, so that a fault of a test does not wait for a GPU to be found."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import checkpoints, column, end, run, steps
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+from model import GPT
+from runtime import checkpoint
+from runtime.distributed import Ranks
+from runtime.parallel import distribute
+from runtime.updates import Updates
+
+ON_GPU = pytest.param("cuda", "float16", marks=[pytest.mark.gpu])
+ON_GPU_BF16 = pytest.param("cuda", "bfloat16", marks=[pytest.mark.gpu])
+DEVICES = [("cpu", "float32"), ON_GPU, ON_GPU_BF16]
+CLOSE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}  # of losses that are rounded in another order
+
+
+@pytest.fixture
+def on(tiny):
+    """`on(device, dtype, *overrides)`: a Config; skips where there is no such device."""
+
+    def config(device, dtype, *overrides):
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return tiny(f"train.device={device}", f"train.dtype={dtype}", "model.router=kern", *overrides)
+
+    return config
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone: NCCL where there is a GPU, else gloo."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def learn(config, dtype, wrap, steps=6):
+    """Losses of some training steps of the model as `wrap` makes it."""
+    device = torch.device(config.train.device)
+    torch.manual_seed(0)
+    model = GPT(config.model)
+    runner = wrap(model, Ranks(0, 1, device))
+    optimizer = train.build_optimizer(model, config.optim)
+    updates = Updates(optimizer, device, scaled=dtype == torch.float16, grad_clip=1.0)
+    x = torch.arange(4 * 33, device=device).view(4, 33) * 7 % 251
+    losses = []
+    for step in range(steps):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = runner(x[:, :-1], x[:, 1:])[1]
+        (loss * updates.scale).backward()
+        updates.step(step, 1e-2, loss.detach())
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("device, dtype", DEVICES)
+def test_ddp_and_fsdp_on_one_rank_learn_as_the_model_alone_does(on, one_rank, device, dtype):
+    """FSDP2 from weights that lie on the CPU, as train.py has them."""
+    config, dtype = on(device, dtype), getattr(torch, dtype)
+
+    def copied(model, ranks):
+        return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+
+    def sharded(model, ranks):
+        return distribute(model, "fsdp", ranks, dtype)
+
+    wanted = learn(config, dtype, lambda model, ranks: model.to(device))
+    assert wanted[-1] < wanted[0] - 0.5
+    for wrap in (copied, sharded):
+        assert learn(config, dtype, wrap) == pytest.approx(wanted, abs=CLOSE[dtype]), wrap
+
+
+@pytest.mark.parametrize("router", ["kern", "dense"])
+@pytest.mark.parametrize("device, dtype", DEVICES)
+def test_resumed_run_is_bit_equal(on, device, dtype, router):
+    config = on(device, dtype, f"model.router={router}", "train.max_steps=6", "train.checkpoint_interval=3",
+                "train.keep_checkpoints=9", "train.deterministic=true")  # fmt: skip
+    try:
+        run(config)
+        whole = end(config)
+        assert steps(config) == [3, 6]
+        shutil.rmtree(checkpoint.folder_of(checkpoints(config), 6))
+        run(config)
+        assert steps(config) == [3, 6] and end(config) == whole
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
+    losses = []
+    for compile in ("false", "true"):
+        torch._dynamo.reset()
+        config = on("cuda", dtype, f"run.name=compile-{compile}", f"train.compile={compile}", "train.max_steps=6")
+        losses.append(column(run(config), "val/loss"))
+    assert losses[0] == pytest.approx(losses[1], abs=CLOSE[getattr(torch, dtype)]) and len(losses[0]) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "tanh", "kern"])
+def test_float16_on_the_gpu_learns_as_float32_on_the_cpu_does(on, router):
+    """From equal weights and windows: the whole step, loss scaling among it, at another precision, by other kernels."""
+    same = (f"model.router={router}", "train.max_steps=12")
+    losses = [
+        column(run(on(device, dtype, *same, f"run.name={device}")), "train/loss")
+        for device, dtype in (("cuda", "float16"), ("cpu", "float32"))
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0][-1] < losses[0][0] - 0.2
