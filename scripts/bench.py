@@ -8,6 +8,8 @@
     python -m scripts.bench tune
     python -m scripts.bench data [FILES]
     python -m scripts.bench scaling config/quickstart.toml --model.router=kern [--ranks 1 2]
+    python -m scripts.bench eval [runs/NAME] --tasks-dir FOLDER [--limit 200] [--ranks FILE]
+    python -m scripts.bench train config/125m.toml --seconds 560 --folder runs/race --data.name=NAME [--routers ...]
     python -m scripts.bench save config/125m.toml --model.n_layer=2 --train.micro_batch_size=1 --train.dtype=auto
 
 `moe` times `kernels.expert_mlp` against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many
@@ -16,7 +18,8 @@ FLOPs: TFLOP/s, the share of a matmul's rate measured beside it, and the bytes k
 `router` times every router alone, forward and backward, and says what share of a training step that is.
 
 `step` times whole training steps (forward, backward, clipping, AdamW; no auxiliary loss) of one micro-batch of random
-tokens, for dense and each router: tokens/s, model FLOPs utilisation, peak memory.
+tokens, for dense and each router: tokens/s, model FLOPs utilisation, peak memory. So it does, in the same shape, for
+what one would pick instead: a plain dense GPT as nanoGPT has it, and transformers' OLMoE and Mixtral where installed.
 
 `experts` times steps at more and more experts of which equally many are active, `length` at several context lengths
 with equally many tokens a step.
@@ -33,6 +36,13 @@ the loader on the set that comes out.
 `scaling` runs train.py itself on each number of ranks, with one micro-batch of the config's size a rank and step: then
 averaging gradients weighs most. It prints tokens/s, and as efficiency tokens/s a rank over those of the first.
 
+`eval` scores the paper's tasks by eval.downstream and by lm-evaluation-harness' own client: items/s, and whether their
+log-likelihoods and answers agree. The model is a run, exported, or a random GPT-2. It needs requirements-eval.txt and
+accelerate.
+
+`train` is no timing but training: the same run with each router, one after the other, as many steps as fit into
+--seconds, equal windows and seed; final losses, their differences with intervals over windows, tokens/s.
+
 `save` times training steps while a checkpoint is being written against steps while none is, and the pause that training
 makes for the copy.
 """
@@ -45,10 +55,13 @@ from data import DataError
 from router import ROUTERS
 from runtime import RunError
 from scripts.bench_data import bench_data
+from scripts.bench_eval import bench_eval
 from scripts.bench_moe import bench_moe, bench_tune
+from scripts.bench_peers import PEERS
 from scripts.bench_runs import bench_save, bench_scaling
 from scripts.bench_step import bench_experts, bench_length, bench_router, bench_step
 from scripts.bench_tools import DTYPES
+from scripts.bench_train import bench_train
 
 COMMANDS = {  # name: (function, rounds, help)
     "moe": (bench_moe, 7, "the experts' kernels against what one would write without them"),
@@ -59,6 +72,8 @@ COMMANDS = {  # name: (function, rounds, help)
     "tune": (bench_tune, 10, "tiles of the Triton kernels on the GPU at hand"),
     "data": (bench_data, 5, "tokenizer, preparation and loader"),
     "scaling": (bench_scaling, 3, "train.py on several numbers of ranks"),
+    "eval": (bench_eval, 3, "eval.downstream against the harness' own client"),
+    "train": (bench_train, 1, "training runs of several routers, as long as fits into a time"),
     "save": (bench_save, 5, "steps while a checkpoint is being written, and without"),
 }
 
@@ -69,7 +84,7 @@ def build_parser():
     commands = {name: what.add_parser(name, help=words) for name, (_, _, words) in COMMANDS.items()}
     for name, command in commands.items():
         command.add_argument("--rounds", type=int, default=COMMANDS[name][1], help="(default: %(default)s)")
-    for name in ("router", "step", "experts", "length", "scaling", "save"):
+    for name in ("router", "step", "experts", "length", "scaling", "train", "save"):
         commands[name].add_argument("config", help="config file; --section.key=value overrides it")
     for name in ("moe", "router", "step", "experts", "length", "tune"):
         command = commands[name]
@@ -83,10 +98,33 @@ def build_parser():
             command.add_argument(f"--{size}", type=int, metavar="N", help="(default: the device's)")
     for name, routers in {"router": list(ROUTERS), "step": list(ROUTERS), "length": ["dense", "kern"]}.items():
         commands[name].add_argument("--routers", nargs="+", default=routers, choices=ROUTERS, metavar="ROUTER")
+    commands["step"].add_argument(
+        "--peers",
+        nargs="*",
+        default=list(PEERS),
+        choices=PEERS,
+        metavar="PEER",
+        help="models of other makes; none: off",
+    )
     commands["step"].add_argument("--compile", nargs="+", choices=("off", "on"), help="(default: the config's)")
     commands["experts"].add_argument("--experts", nargs="+", type=int, default=[32, 64, 128, 256], metavar="E")
     commands["length"].add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], metavar="T")
-    data, scaling, save = commands["data"], commands["scaling"], commands["save"]
+    train = commands["train"]
+    train.add_argument("--seconds", type=float, required=True, help="for all of it")
+    train.add_argument("--folder", required=True, help="new, for the runs")
+    train.add_argument("--overhead", type=float, default=30, help="seconds a run takes besides (default: %(default)s)")
+    train.add_argument("--json", metavar="FILE", help="for the figures")
+    train.set_defaults(profile=None)
+    routers = ["kern", "dense", "softmax", "sigmoid", "tanh"]
+    train.add_argument("--routers", nargs="+", default=routers, choices=ROUTERS, metavar="ROUTER")
+    data, scaling, save, tasks = (commands[name] for name in ("data", "scaling", "save", "eval"))
+    tasks.add_argument("run", nargs="?", help="run folder (default: a random GPT-2)")
+    tasks.add_argument(
+        "--tasks-dir", required=True, metavar="FOLDER", help="TASK.jsonl of each of the paper's six tasks"
+    )
+    tasks.add_argument("--limit", type=int, default=200, help="documents a task (default: %(default)s)")
+    tasks.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
+    tasks.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
     data.add_argument("files", nargs="*", help="text as data.prepare takes it (default: Python's standard library)")
     data.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
     scaling.add_argument("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="(default: 1 2)")
@@ -108,6 +146,9 @@ def main(argv=None):
     except (configure.ConfigError, DataError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cut short", file=sys.stderr)
+        return 130
     return 0
 
 

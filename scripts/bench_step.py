@@ -11,6 +11,7 @@ from model import GPT, count_parameters, flops_per_token
 from router import ROUTERS, Router
 from runtime import RunError, distributed
 from runtime.updates import Updates
+from scripts.bench_peers import PEERS
 from scripts.bench_tools import DTYPES, Report, in_turns, is_hopper, medians, over, skip, synchronize, usable
 from train import build_optimizer
 
@@ -62,25 +63,48 @@ def bench_step(args, overrides):
     dtypes = step_dtypes(args, first, device, report)
     more_graphs()
     built = {router: build(config, device) for router, config in configs.items()}
+    peers = build_peers(args.peers, first, device, report)
+    built |= peers
+    configs |= dict.fromkeys(peers, first)
     for compile in compiles:  # one after the other: compiling takes minutes, and may be cut short
         steps = {
             (router, name): training_step(*built[router], configs[router], device, dtype, compile=compile)
             for router in configs
             for name, dtype in dtypes.items()
         }
-        median = medians(in_turns(steps, args.rounds, device, skipped=report.skipped))
+        may_fail = [(peer, name) for peer in peers for name in dtypes]
+        median = medians(in_turns(steps, args.rounds, device, may_fail, report.skipped))
         mfu, mode = {}, "on" if compile else "off"
         for (router, name), time in median.items():
             ratio = over(time, median.get((args.routers[0], name)))
-            mfu[router, name] = utilisation(configs[router].model, tokens / time, device, dtypes[name])
+            rate = tokens / time
+            mfu[router, name] = (
+                None if router in peers else utilisation(configs[router].model, rate, device, dtypes[name])
+            )
             peak = peak_of(steps[router, name], device, *built[router])
             report.row([router, name, mode, 1000 * time, tokens / time, ratio, mfu[router, name], over(peak, 2**30)])
         step_goals(report, args, overrides, first.model.block_size, mode, median, mfu)
     print(f"ratio: time over {args.routers[0]}'s in that dtype and mode. peak: with weights and AdamW's state")
+    for peer, (model, _) in peers.items():
+        print(f"{peer}: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f}M parameters, no MFU: others' FLOPs")
     print(MFU)
     if median:
         router, name = list(median)[-1]
         report.profile(steps[router, name], f"step of {router}, {name}, compile {mode}")
+
+
+def build_peers(names, config, device, report):
+    """{name: (model, optimizer)} of what others offer, in the shape of `config`; a line for what is missing here."""
+    built = {}
+    for name in names:
+        try:
+            torch.manual_seed(config.run.seed)
+            model = PEERS[name](config.model).to(device)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            skip(name, str(error), report.skipped)
+            continue
+        built[name] = (model, build_optimizer(model, config.optim))
+    return built
 
 
 def step_goals(report, args, overrides, length, mode, median, mfu):

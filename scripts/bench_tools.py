@@ -5,6 +5,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from datetime import datetime
@@ -235,10 +236,20 @@ def machine(device):
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "driver": driver() if device.type == "cuda" else None,
         "triton": triton and triton.__version__,
         "python": platform.python_version(),
         "platform": sys.platform,
     }
+
+
+def driver():
+    """The version of NVIDIA's driver, None if nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
 
 
 def describe(device):

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from test_kernels import CASES, make
 
 import configure
-from data import tokenizer
+from data import prepare, tokenizer
 from kernels import reference
 from runtime import RunError, distributed
-from scripts import bench, bench_data, bench_moe, bench_step, bench_tools
+from scripts import bench, bench_data, bench_moe, bench_step, bench_tools, bench_train
+from scripts.bench_peers import PEERS
+from scripts.report_runs import load
 
 HOUSE = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -291,11 +294,19 @@ def test_tune_prints_lines_to_paste_and_leaves_the_tiles(out, capsys, monkeypatc
 
 def test_step(tiny_file, out, capsys, timed, monkeypatch):
     monkeypatch.setattr(distributed, "peak_flops", lambda device, dtype: 1e9)
-    timed(lambda name: {"dense": 0.25, "kern": 0.5}[name[0]])
+    timed(lambda name: {"dense": 0.25, "kern": 0.5, "nanogpt": 1.0}[name[0]])
+
+    def not_installed(config):
+        raise ImportError("No module named 'transformers'")
+
+    monkeypatch.setitem(PEERS, "olmoe-eager", not_installed)
     arguments = ["--routers", "dense", "kern", "--dtype", "float32", "bfloat16", f"--json={out}"]
+    arguments += ["--peers", "olmoe-eager", "nanogpt"]
     assert bench.main(["step", str(tiny_file), *arguments]) == 0
     printed = capsys.readouterr().out
-    rows = table(printed, json.loads(out.read_text()))
+    *rows, peer, _ = table(printed, json.loads(out.read_text()))
+    assert (peer["router"], peer["ratio"], peer["MFU"]) == ("nanogpt", 4, None)
+    assert "skipped olmoe-eager: No module named 'transformers'" in printed
     assert [(row["router"], row["dtype"], row["compile"]) for row in rows] == [
         (router, dtype, "off") for router in ("dense", "kern") for dtype in ("float32", "bfloat16")
     ]
@@ -312,7 +323,7 @@ def test_step(tiny_file, out, capsys, timed, monkeypatch):
 def test_step_compiled(tiny_file, out, capsys, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    arguments = ["--routers", "dense", "--compile", "off", "on", "--rounds=1", f"--json={out}"]
+    arguments = ["--routers", "dense", "--peers", "--compile", "off", "on", "--rounds=1", f"--json={out}"]
     assert bench.main(["step", str(tiny_file), *arguments]) == 0
     rows = table(capsys.readouterr().out, json.loads(out.read_text()))
     assert [(row["compile"], row["ratio"]) for row in rows] == [("off", 1), ("on", 1)] and len(compiled) == 1
@@ -502,7 +513,8 @@ def test_save(tiny_file, tmp_path, capsys):
 FAKE = """\
 #!/usr/bin/env bash
 # In place of Python: says what it was asked for; router fails, length takes too long.
-[ "$1" = - ] || [ "$1" = -c ] && exit 0
+[ "$1" = - ] && exit 0
+[ "$1" = -c ] && { echo packages; exit 0; }
 echo "asked: $*"
 case "$*" in
     *"bench router"*) exit 3;;
@@ -510,6 +522,7 @@ case "$*" in
     *"bench length"*) sleep 60;;
 esac
 """
+BENCH = ["moe", "router", "step", "experts", "length", "compiled-dense", "compiled-kern", "tune"]
 
 
 def check(tmp_path, *arguments, limit=590, **environment):
@@ -517,20 +530,26 @@ def check(tmp_path, *arguments, limit=590, **environment):
     fake.write_text(FAKE)
     fake.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "LIMIT": str(limit)} | environment
-    command = ["bash", str(HOUSE / "scripts/gpu_check.sh"), *arguments, str(tmp_path / "out")]
+    environment["FOLDER"] = str(tmp_path / "out")
+    command = ["bash", str(HOUSE / "scripts/gpu_check.sh"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_gpu_check_goes_on_after_pieces_that_fail(tmp_path):
-    done = check(tmp_path, limit=10)
+def pieces(done):
+    """{piece: what became of it}"""
     summary = done.stdout.split("== summary")[1]
-    words = {line.split()[0]: line.partition(" s  ")[2] for line in summary.splitlines()[1:]}
+    return {line.split()[0]: line.partition(" s  ")[2] for line in summary.splitlines()[1:]}
+
+
+def test_gpu_check_goes_on_after_pieces_that_fail(tmp_path):
+    """A part that runs out of time takes none of the next one's."""
+    done = check(tmp_path, "bench", "trace", limit=10)
+    words = pieces(done)
     assert done.returncode == 1
-    names = ["steps", "tests", "moe", "router", "step", "experts", "length", "compiled-dense", "compiled-kern", "tune"]
-    assert list(words) == names
+    assert list(words) == [*BENCH, "trace-step", "trace-moe"]
     assert words["router"] == "FAILED, exit code 3" and words["length"] == "FAILED, cut short"
-    assert all(words[name] == "ok" for name in ("steps", "tests", "moe", "step", "experts"))
-    assert "compiled-kern left out, no time" in summary
+    assert all(words[name] == "ok" for name in ("moe", "step", "experts", "trace-step", "trace-moe"))
+    assert "compiled-kern  left out, no time" in done.stdout
     assert (tmp_path / "out/router.log").read_text().startswith("asked: -m scripts.bench router config/125m.toml")
     assert "== goals\ngoal: step <= 1: 2.000, NOT met\n" in done.stdout
 
@@ -542,30 +561,89 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
     fake = tmp_path / "bin/sleep"
     fake.write_text("#!/bin/sh\n")
     fake.chmod(0o755)
-    check(tmp_path, *rehearse, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
-    asked = [log.read_text().splitlines()[0].split()[1:] for log in sorted((tmp_path / "out").glob("*.log"))]
-    commands = [words[2:] for words in asked if words[:2] == ["-m", "scripts.bench"]]
-    compiled = ["step"] * (1 if rehearse else 2)
-    assert [words[0] for words in commands] == [*compiled, "experts", "length", "moe", "router", "step", "tune"]
-    for words in commands:
-        args, overrides = bench.build_parser().parse_known_args(words)
-        assert args.json.startswith(str(tmp_path / "out"))
+    done = check(tmp_path, *rehearse, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    bench_pieces = [name for name in BENCH if not (rehearse and name == "compiled-kern")]
+    assert list(pieces(done)) == ["steps", "kernels", *bench_pieces, "data", "train", "trace-step", "trace-moe"]
+    asked = {log.stem: log.read_text().splitlines()[0].split()[1:] for log in (tmp_path / "out").glob("*.log")}
+    for name, words in asked.items():
+        if words[:2] != ["-m", "scripts.bench"]:
+            continue
+        args, overrides = bench.build_parser().parse_known_args(words[2:])
+        assert args.json == str(tmp_path / "out" / f"{name}.json")
         if args.what in ("moe", "tune"):
             bench_moe.pick_shape(args, overrides, CPU)
         else:
             configure.load(HOUSE / args.config, [*overrides, "--model.router=kern"])
-    first, tests = [words for words in asked if words[:2] == ["-m", "pytest"]]
-    assert first[-1] == "tests/test_updates.py" and first[-1] not in tests
-    assert {"tests/test_triton.py", "tests/test_kernels.py"} <= set(tests)
+        assert bool(args.profile) == name.startswith("trace")
+    assert prepare.parse(asked["data"][2:]).name == "packages" and "--data.name=packages" in asked["train"]
+    steps, kernels = ({word for word in asked[name] if word.startswith("tests/")} for name in ("steps", "kernels"))
+    marked = {f"tests/{file.name}" for file in (HOUSE / "tests").glob("test_*.py") if "mark.gpu" in file.read_text()}
+    assert steps | kernels == marked and not steps & kernels  # this file names the mark, too, and has none
 
 
-def test_gpu_check_without_a_gpu(tmp_path):
-    fake = FAKE.replace('[ "$1" = - ] || [ "$1" = -c ] && exit 0', '[ "$1" = - ] && exit 0\n[ "$1" = -c ] && exit 1')
+def test_gpu_check_without_a_gpu_or_with_a_part_that_there_is_not(tmp_path):
+    fake = FAKE.replace("echo packages; exit 0;", "exit 1;")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "FAKE", fake)
         done = check(tmp_path)
+        wrong = check(tmp_path, "benhc")
     assert done.returncode == 2 and "no CUDA device here; --rehearse" in done.stderr
+    assert wrong.returncode == 2 and "no part benhc: name tests, bench, train, trace" in wrong.stderr
     assert not list((tmp_path / "out").iterdir())
+
+
+# ---- training runs
+
+
+def test_bench_train_trains_each_router_for_equal_steps(tiny_file, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "race"
+    monkeypatch.setattr(bench_train, "seconds_of_a_step", lambda *given: 0.03)
+    words = [
+        "train",
+        str(tiny_file),
+        "--folder",
+        str(out),
+        "--routers",
+        "kern",
+        "dense",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
+    assert bench.main([*words, "--seconds", "40", "--overhead", "19"]) == 2  # too few steps fit
+    assert "steps are too few" in capsys.readouterr().err
+    assert bench.main([*words, "--seconds", "22", "--overhead", "9.4"]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["router"] for row in rows] == ["kern", "dense"] and rows[0]["minus first"] is None
+    assert rows[0]["steps"] == rows[1]["steps"] >= 10
+    losses = [load(out / router).loss(rows[0]["steps"]) for router in ("kern", "dense")]
+    assert [row["val loss"] for row in rows] == losses
+    assert rows[1]["minus first"] == pytest.approx(losses[1] - losses[0]) and rows[1]["low"] < rows[1]["high"]
+    assert not (out / "kern/checkpoints").exists()
+    assert bench.main([*words, "--seconds", "21"]) == 2 and "is not empty" in capsys.readouterr().err
+
+
+# ---- models of other makes
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_learn(peer):
+    """Each has the shape's depth, width and number of experts, and gradients for all that it has."""
+    config = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
+    torch.manual_seed(0)
+    model = PEERS[peer](config)
+    x = torch.randint(257, (2, 33))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(x[:, :-1], x[:, 1:]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(257), abs=0.4) and losses[-1] < losses[0] - 0.2
+    assert all(p.grad is not None for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert experts == (0 if peer == "nanogpt" else 2 * 8 * 3 * 128 * 8)
 
 
 def test_report_names_the_file_that_cannot_be_written(tmp_path):

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from runs import Forked, meet_in, start_ranks
 from test_scripts import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import train
@@ -22,6 +22,7 @@ from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import folder
+from scripts.export import export
 
 # ---- against HFLM
 
@@ -90,6 +91,24 @@ def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
         assert mine == (pytest.approx(logp, abs=1e-4), greedy), (context, continuation)
     texts = [greedy for _, greedy in wanted]
     assert len(set(round(logp, 3) for logp, _ in wanted)) > 80 and not all(texts)
+
+
+@pytest.mark.parametrize("router", ["kern", "softmax"])
+def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
+    """Through the harness' own client, which knows the model as Hugging Face's transformers load it."""
+    config = tiny(f"model.router={router}", "optim.lr=0.05")
+    train.train(config)
+    trained, tokenizer = export(folder.path_of(config), tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=32)
+    rng = random.Random(2)
+    pairs = [(words(rng, rng.randint(1, 7)), " " + rng.choice(WORDS)) for _ in range(30)]
+    pairs += [(context, f" {letter}") for context, _ in pairs[:5] for letter in "abcd"]
+    wanted = ask(theirs, "loglikelihood", pairs)
+    got = ask(Adapter(Scorer(trained.model), tokenizer), "loglikelihood", pairs)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in wanted]
+    assert [logp for logp, _ in got] == pytest.approx([logp for logp, _ in wanted], abs=1e-4)
+    assert len({round(logp, 3) for logp, _ in wanted}) > 30
 
 
 def test_greedy_answers_are_those_of_the_harness_own_client(clients):
