@@ -12,6 +12,7 @@ results.json and table.md at the end.
 
 import argparse
 import difflib
+import glob
 import hashlib
 import json
 import logging
@@ -19,12 +20,13 @@ import os
 import sys
 import tempfile
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from runtime import RunError, distributed
-from runtime import folder as run_folder
+from data.bins import sha256_of
+from runtime import RunError, checkpoint, distributed, writing
 from runtime.tracker import start_wandb
 from scripts.report_page import markdown
 from scripts.trained import add_arguments, load_run
@@ -77,6 +79,8 @@ def check_tasks(manager, names, folder):
             continue
         if name not in manager.all_subtasks:
             raise RunError(f"--tasks {name}: several tasks under one name; with --tasks-dir name them one by one")
+        if manager.task_index[name].kind.name != "TASK":
+            raise RunError(f"--tasks {name}: a task in Python, which takes no local file; leave --tasks-dir out")
         file = local_file(folder, name)
         if not file.is_file():
             there = sorted(path.stem for path in Path(folder).glob("*.jsonl"))
@@ -101,10 +105,10 @@ def local_file(folder, name):
 
 def spec_of(manager, name, folder, scratch):
     """What the harness knows the task by: its name, or with `folder` a YAML file in `scratch` that takes the
-    documents from there."""
+    documents from there. (`datasets` knows a file again by its path and time: so its cache lies in `scratch`, too.)"""
     if not folder:
         return name
-    files = {"data_files": {"test": str(local_file(folder, name))}}
+    files = {"data_files": {"test": glob.escape(str(local_file(folder, name)))}, "cache_dir": str(scratch)}
     lines = [
         f"include: {manager.task_index[name].yaml_path}",
         f"task: {name}",
@@ -129,6 +133,8 @@ def fetch(manager, specs, folder):
     for name, spec in specs.items():
         try:
             manager.load([spec])
+        except ImportError as error:
+            raise RunError(f"{name} needs a package that is not installed: pip install {error.name}") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             if folder:
@@ -139,18 +145,48 @@ def fetch(manager, specs, folder):
             ) from error
 
 
-def key_of(name, args):
-    """What a result hangs on besides the weights: with another key it is computed again."""
-    file = local_file(args.tasks_dir, name) if args.tasks_dir else None
-    return {"sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None, "dtype": args.dtype}
+def common_key(run, trained, dtype, folder):
+    """What all results of a table have in common: weights, computation, where documents are from."""
+    steps = checkpoint.steps(run / "checkpoints")
+    steps = steps[: steps.index(trained.step) + 1][-trained.average :]
+    files = [checkpoint.read_manifest(checkpoint.folder_of(run / "checkpoints", step))["files"] for step in steps]
+    key = {"weights": sha256_of(files), "dtype": str(dtype).removeprefix("torch."), "lm_eval": version("lm_eval")}
+    return key | {"source": str(folder.absolute()) if folder else "hub"}
+
+
+def key_of(name, common, folder):
+    """What a task's result hangs on: with another key it is computed again."""
+    sha256 = hashlib.sha256(local_file(folder, name).read_bytes()).hexdigest() if folder else None
+    return common | {"sha256": sha256}
+
+
+def kept_results(folder, common):
+    """{task asked for: {"key", "results"}} of the files in `folder`/tasks that share `common`."""
+    kept = {}
+    for path in sorted(folder.glob("tasks/*.json")):
+        try:
+            body = json.loads(path.read_text())
+            if common.items() <= body["key"].items() and isinstance(body["results"], dict):
+                kept[path.stem] = body
+        except (ValueError, KeyError, AttributeError, OSError):
+            print(f"warning: {path} cannot be read; {path.stem} is done again", file=sys.stderr)
+    return kept
 
 
 def evaluate(lm_eval, manager, adapter, spec, args):
     """{task: {metric: value, "documents": count}} of a task, or of those of a group; None on ranks but the first."""
-    results = lm_eval.simple_evaluate(
-        adapter, tasks=[spec], num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
-        log_samples=False, bootstrap_iters=1000,
-    )  # fmt: skip
+    try:
+        results = lm_eval.simple_evaluate(
+            adapter, tasks=[spec], num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
+            log_samples=False, bootstrap_iters=1000,
+        )  # fmt: skip
+    except RunError:
+        raise
+    except ValueError as error:
+        few = ", or lower --num-fewshot" if args.num_fewshot else ""
+        raise RunError(
+            f"{Path(spec).stem}: lm-evaluation-harness cannot do it ({error}); see the task's files{few}"
+        ) from error
     if results is None:
         return None
     found = {}
@@ -187,7 +223,8 @@ def table(results, config):
 def with_error(values, metric):
     if metric not in values:
         return ""
-    error = values.get(f"{metric}_stderr")
+    name, comma, rest = metric.partition(",")  # "exact_match,strict-match": a filter behind the comma
+    error = values.get(f"{name}_stderr{comma}{rest}")
     return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
@@ -197,28 +234,36 @@ def average(results):
 
 
 def write_whole(path, value):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    with writing(path):
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(temporary, path)
 
 
-def report(folder, results, trained, args):
-    """results.json and table.md, the table on the terminal, the numbers in wandb where the run is in it."""
-    order = [*filter(results.__contains__, TASKS), *(task for task in results if task not in TASKS)]
-    results, config = {task: results[task] for task in order}, trained.config
+def report(folder, common, trained, args):
+    """results.json and table.md of all that is in `folder`, the table on the terminal, the numbers in wandb where the
+    run is in it."""
+    found = {task: values for one in kept_results(folder, common).values() for task, values in one["results"].items()}
+    order = [*filter(found.__contains__, TASKS), *(task for task in found if task not in TASKS)]
+    results, config = {task: found[task] for task in order}, trained.config
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
-    about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, "average": average(results)}
+    about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **common, "average": average(results)}
     write_whole(folder / "results.json", about | {"results": results})
     text = markdown("table", *table(results, config))
     if not paper_row(config):
         text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:
         text += f"\n\nOf each task the first {args.limit} documents alone (--limit)."
-    (folder / "table.md").write_text(text + "\n")
+    if args.num_fewshot and args.tasks_dir:
+        text += "\n\nExamples in the prompts are other documents of the same files."
+    with writing(folder / "table.md"):
+        (folder / "table.md").write_text(text + "\n")
     print(f"{text}\n\n{folder}/results.json")
-    last = trained.average == 1 and run_folder.is_finished(config, trained.step)
-    if config.log.wandb != "disabled" and last and not args.limit:
+    if config.log.wandb == "disabled":
+        return
+    if args.limit or trained.average > 1 or trained.step < config.train.max_steps:
+        print("wandb: not sent; whole evaluations of a finished run's last checkpoint are")
+    else:
         send(results, about["average"], trained, args)
 
 
@@ -231,7 +276,7 @@ def send(results, mean, trained, args):
     values = {f"downstream{shots}/{task}/{key}": value for task in results for key, value in results[task].items()}
     values |= {} if mean is None else {f"downstream{shots}/average": mean}
     try:
-        tracker.summarize(values, f"downstream{shots}/table", *table(results, trained.config))
+        tracker.summarize(values, f"downstream{shots}/table", *table(results, trained.config), trained.step + 1)
         tracker.finish()
     except Exception as error:
         print(f"wandb: {type(error).__name__}: {error}: on without it, results.json has every number")
@@ -251,14 +296,12 @@ def main(argv=None):
         "--dtype", choices=("float16", "bfloat16", "float32"), help="of autocast (default: float32, on CUDA the run's)"
     )
     args = parser.parse_args(argv)
+    args.tasks = list(dict.fromkeys(args.tasks))
     try:
         run(args)
-    except RunError as error:
-        if os.environ.get("RANK", "0") == "0":
+    except ValueError as error:  # RunError, DataError, ConfigError
+        if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):  # once a node, which may lack the run
             print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ValueError as error:  # DataError, ConfigError
-        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -276,38 +319,40 @@ def run(args):
     device = distributed.pick_device(args.device)
     dtype = distributed.pick_dtype(trained.config.train.dtype, device) if device.type == "cuda" else torch.float32
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
-    args.dtype = str(dtype).removeprefix("torch.")
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
+    common = common_key(args.run, trained, dtype, args.tasks_dir)
+    with writing(folder):
+        (folder / "tasks").mkdir(parents=True, exist_ok=True)
     ranks = distributed.start(device, trained.config.train.timeout_minutes)
     try:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         with tempfile.TemporaryDirectory() as scratch:
-            results = score(lm_eval, manager, adapter, folder, args, scratch)
+            score(lm_eval, manager, adapter, folder, common, args, scratch)
     finally:
         distributed.stop()
     if not ranks.rank:
-        report(folder, results, trained, args)
+        report(folder, common, trained, args)
 
 
-def score(lm_eval, manager, adapter, folder, args, scratch):
-    """The results of all tasks in `folder`, those asked for among them; what is there already is not done again."""
+def score(lm_eval, manager, adapter, folder, common, args, scratch):
+    """A file in `folder`/tasks for each task asked for; what is there already is not done again."""
     ranks = adapter.scorer.ranks
-    kept = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("tasks/*.json"))}
+    keys = {name: key_of(name, common, args.tasks_dir) for name in args.tasks}
+    kept = {name: one["key"] for name, one in kept_results(folder, common).items()}
     kept = distributed.gather(kept, ranks.control)[0]  # as the first rank saw it
-    keys = {name: key_of(name, args) for name in args.tasks}
-    specs = {name: spec_of(manager, name, args.tasks_dir, scratch) for name in args.tasks}
-    specs = {name: spec for name, spec in specs.items() if kept.get(name, {}).get("key") != keys[name]}
+    specs = {
+        name: spec_of(manager, name, args.tasks_dir, scratch) for name in args.tasks if kept.get(name) != keys[name]
+    }
     if not ranks.rank and len(specs) < len(args.tasks):
         print(f"done already: {', '.join(name for name in args.tasks if name not in specs)} ({folder}/tasks)")
     fetch(manager, specs, args.tasks_dir)
     for name, spec in specs.items():
         if not ranks.rank:
             print(name, flush=True)
-        kept[name] = {"key": keys[name], "results": evaluate(lm_eval, manager, adapter, spec, args)}
+        found = evaluate(lm_eval, manager, adapter, spec, args)
         if not ranks.rank:
-            write_whole(folder / "tasks" / f"{name}.json", kept[name])
-    return {task: values for one in kept.values() for task, values in (one["results"] or {}).items()}
+            write_whole(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from runtime import distributed
+from runtime import RunError, distributed
 from scripts.sample import Choice, generate
 
 MAX_NEW_TOKENS = 256  # where a task does not say
@@ -22,7 +22,7 @@ class Adapter(TemplateLM):
     def __init__(self, scorer, tokenizer, seed=0):
         super().__init__()
         self.scorer, self.tokens, self.seed = scorer, tokenizer, seed
-        self.max_length = scorer.config.block_size
+        self.max_length, self.warned = scorer.config.block_size, False
 
     @property
     def eot_token_id(self):
@@ -32,9 +32,19 @@ class Adapter(TemplateLM):
         return self.tokens.encode(string)
 
     def loglikelihood(self, requests, disable_tqdm=False):
+        """Raises RunError of an answer that has no token: the harness' own client stops there, too."""
+        for context, continuation in (request.args for request in requests):
+            if not continuation:
+                raise RunError(f"an empty answer after {context[-60:]!r} cannot be scored: correct the task")
         return super().loglikelihood(requests, disable_tqdm=True)  # one bar, that of the scores, is enough
 
     def _loglikelihood_tokens(self, requests, **kwargs):
+        for (context, continuation), _, ids in requests:
+            if not ids:
+                raise RunError(
+                    f"{continuation!r} after {context[-60:]!r} makes one token with what is before it, so it has none "
+                    f"of its own to be scored: put a space between them in the task"
+                )
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         scores = self.scorer.score(pairs, "scored" if self.first else None)
         for (key, _, _), score in zip(requests, scores, strict=True):
@@ -54,19 +64,20 @@ class Adapter(TemplateLM):
     def generate_until(self, requests, disable_tqdm=False):
         """Continuations up to the first stop sequence, by the harness' names of options: until, max_gen_toks,
         do_sample, temperature, top_k, top_p, repetition_penalty. A context loses its first tokens where it and
-        max_gen_toks are more than block_size."""
+        max_gen_toks are more than block_size, and there are at most half a block of new tokens."""
         wishes = [self.wish(request.args) for request in requests]
         order = sorted(range(len(wishes)), key=lambda i: (wishes[i].choice, wishes[i].most, -len(wishes[i].ids)))
         rows = [order[i : i + ROWS] for i in range(0, len(order), ROWS)]
         parts = [part for batch in rows for part in alike(batch, wishes)]
         ranks = self.scorer.ranks
+        numbers = {part[0]: number for number, part in enumerate(parts)}
         found = {}
         mine = parts if ranks is None else parts[ranks.rank :: ranks.world_size]
         with tqdm(
             total=sum(map(len, mine)), desc="generated", disable=None if self.first and not disable_tqdm else True
         ) as bar:
             for part in mine:
-                found |= dict(zip(part, self.continue_all([wishes[i] for i in part]), strict=True))
+                found |= dict(zip(part, self.continue_all([wishes[i] for i in part], numbers[part[0]]), strict=True))
                 bar.update(len(part))
         if ranks is not None and ranks.world_size > 1:
             for other in distributed.gather(found, ranks.control):
@@ -77,21 +88,24 @@ class Adapter(TemplateLM):
         context, options = args
         options = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
         until = handle_stop_sequences(options["until"], eos=None)
-        most = min(options["max_gen_toks"], self.max_length - 1)
+        most = min(options["max_gen_toks"], max(1, self.max_length // 2))
+        if most < options["max_gen_toks"] and self.first and not self.warned:
+            print(f"note: {options['max_gen_toks']} new tokens are asked for, {most} are made: half the model's block")
+            self.warned = True
         choice = Choice(
             options["temperature"] if options["do_sample"] else 0,
-            options.get("top_k", 0),
-            options.get("top_p", 1.0),
-            options.get("repetition_penalty", 1.0),
+            options.get("top_k") or 0,
+            options.get("top_p") or 1.0,
+            options.get("repetition_penalty") or 1.0,
         )
         choice.check()
         ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
         return Wish(ids, [stop for stop in until if stop], most, choice)
 
-    def continue_all(self, wishes):
-        """The texts of wishes that are alike in `most` and `choice`."""
+    def continue_all(self, wishes, number):
+        """The texts of wishes that are alike in `most` and `choice`, a batch of that number."""
         first = wishes[0]
-        generator = torch.Generator(self.scorer.device).manual_seed(self.seed)
+        generator = torch.Generator(self.scorer.device).manual_seed(self.seed + number)
         drawn, texts, over = [[] for _ in wishes], [""] * len(wishes), [False] * len(wishes)
         prompts = [wish.ids for wish in wishes]
         limits = generator, self.tokens.vocab_size, self.eot_token_id

@@ -15,6 +15,7 @@ from model import Cache
 from runtime import distributed
 
 TOKENS = 8192  # a batch, at most: 16 rows of 512
+CACHED = 2  # times as many in the cache
 LOGITS = 2**24  # held at once
 
 
@@ -54,8 +55,9 @@ class Scorer:
             groups[tuple(context[-keep:])].append(i)
         for context in [context for context, members in groups.items() if len(members) == 1]:
             alone.append((context, groups.pop(context)))
+        several = [part for group in groups.items() for part in in_parts(*group, pairs, self.tokens)]
         work = [(self.whole, batch) for batch in batches(alone, pairs, self.tokens)]
-        work += [(self.shared, batch) for batch in batches(groups.items(), pairs, self.tokens)]
+        work += [(self.shared, batch) for batch in batches(several, pairs, self.tokens)]
         mine = work if self.ranks is None else work[self.ranks.rank :: self.ranks.world_size]
         found = {}
         total = sum(len(members) for _, batch in mine for _, members in batch)
@@ -125,8 +127,19 @@ def in_pieces(context, continuation, block):
     return [(ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)]
 
 
+def in_parts(context, members, pairs, tokens):
+    """[(context, some of the members)] such that each fits a batch: its continuations, and its rows of the cache."""
+    members = sorted(members, key=lambda i: -len(pairs[i][1]))
+    while members:
+        long = len(pairs[members[0]][1])
+        rows = max(1, min(tokens // long, CACHED * tokens // (len(context) + long)))
+        yield context, members[:rows]
+        members = members[rows:]
+
+
 def batches(groups, pairs, tokens):
-    """[(context, members)] sorted by length, longest first, in lists of at most `tokens` tokens, filling included."""
+    """[(context, members)] sorted by length, longest first, in lists of at most `tokens` tokens, filling included, and
+    at most CACHED times as many in the cache of those that share contexts."""
 
     def size(group):
         context, members = group
@@ -136,7 +149,7 @@ def batches(groups, pairs, tokens):
     for group in sorted(groups, key=lambda group: (sum(size(group)[:2]), size(group)), reverse=True):
         context, continuation, members = size(group)
         wide, long, rows = max(wide, context), max(long, continuation), rows + members
-        if batch and (len(batch) + 1) * wide + rows * long > tokens:
+        if batch and ((len(batch) + 1) * wide + rows * long > tokens or rows * (wide + long) > CACHED * tokens):
             yield batch
             batch, wide, long, rows = [], context, continuation, members
         batch.append(group)

@@ -46,10 +46,10 @@ class Tracker:
         self.run.log(values, step=line["step"])
         self.recall([line])
 
-    def summarize(self, values, name, head, rows):
-        """What was found after training: `values` into the summary, and a table."""
+    def summarize(self, values, name, head, rows, step):
+        """What was found after training: `values` into the summary, and a table at `step`, after all lines."""
         self.run.summary.update(values)
-        self.run.log({name: self.to_table(columns=head, data=rows)})
+        self.run.log({name: self.to_table(columns=head, data=rows)}, step=step)
 
     def finish(self):
         self.run.finish()

@@ -1,7 +1,9 @@
 """eval/downstream.py and eval/harness.py: against the harness' own client of Hugging Face models, and as a command."""
 
 import json
+import os
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from data.tokenizer import ByteTokenizer
 from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
-from runtime import folder
+from runtime import checkpoint, distributed, folder
 from scripts.export import export
 
 # ---- against HFLM
@@ -152,6 +154,24 @@ def test_drawn_continuations_depend_on_the_seed_alone(clients):
     first = ask(ours, "generate_until", asked)
     assert first == ask(ours, "generate_until", asked)
     assert first != ask(Adapter(ours.scorer, ByteTokenizer(), seed=1), "generate_until", asked)
+    many = ask(ours, "generate_until", [asked[0]] * 64)
+    assert many[:32] != many[32:] and len({*many[:32]}) > 3  # a draw each
+
+
+def test_an_answer_without_a_token_is_named(clients, monkeypatch):
+    ours = clients[1]
+    with pytest.raises(ValueError, match="an empty answer after 'so' cannot be scored"):
+        ask(ours, "loglikelihood", [("so", "")])
+    monkeypatch.setattr(ours.tokens, "encode", lambda text: [1] * ((len(text) + 1) // 2), raising=False)
+    with pytest.raises(ValueError, match="'e' after 'abc' makes one token with what is before it"):
+        ask(ours, "loglikelihood", [("abc", "e")])
+
+
+def test_half_the_block_is_left_to_the_prompt(clients, capsys):
+    ours = clients[1]
+    wish = ours.wish(("maps " * 20, {"until": [], "max_gen_toks": 256}))
+    assert (len(wish.ids), wish.most) == (16, 16)
+    assert "256 new tokens are asked for, 16 are made" in capsys.readouterr().out
 
 
 # ---- the command
@@ -248,6 +268,15 @@ def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
     (tasks / "piqa.jsonl").write_text((tasks / "piqa.jsonl").read_text() * 2)
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and len(asked) == 1
     assert results(run)["results"]["piqa"]["documents"] == 12 and results(run)["average"] is not None
+    time = (tasks / "piqa.jsonl").stat().st_mtime_ns
+    (tasks / "piqa.jsonl").write_text("\n".join((tasks / "piqa.jsonl").read_text().splitlines()[:5]) + "\n")
+    os.utime(tasks / "piqa.jsonl", ns=(time, time))  # as rsync and tar leave it
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", "piqa") == 0
+    assert results(run)["results"]["piqa"]["documents"] == 5
+    asked.clear()
+    other = write_tasks(tmp_path / "other", 2)
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(asked) == 1
+    assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
     asked.clear()
     assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "--limit", 2) == 0 and len(asked) == 1
     assert results(run)["limit"] is None and results(run, "step_00000004_limit2")["results"]["sciq"]["documents"] == 2
@@ -281,6 +310,54 @@ def evaluate_as_a_rank(meeting, arguments):
     raise SystemExit(downstream.main(arguments))
 
 
+def generate_as_a_rank(meeting, folder):
+    meet_in(Path(meeting))
+    ranks = distributed.start(torch.device("cpu"))
+    client = Adapter(Scorer(gpt2_and_ours()[1], ranks=ranks), ByteTokenizer())
+    Path(folder, f"{ranks.rank}.json").write_text(json.dumps(ask(client, "generate_until", DRAWN)))
+    distributed.stop()
+
+
+WISH = {"until": ["\x00"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
+DRAWN = [(words(random.Random(i), 1 + i % 5), WISH) for i in range(80)]
+
+
+def test_ranks_share_generation_and_draw_the_same(clients, tmp_path):
+    wanted = ask(clients[1], "generate_until", DRAWN)
+    for rank in start_ranks(2, generate_as_a_rank, str(tmp_path / "meeting"), str(tmp_path)):
+        assert rank.wait(120)[0] == 0
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [wanted, wanted]
+
+
+def test_other_weights_in_a_run_are_scored_anew(run, tmp_path, capsys):
+    """Nothing of another model's results is taken for this one's."""
+    tasks = write_tasks(tmp_path / "tasks", 2)
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+    last = run / "checkpoints/step_00000004"
+    shutil.rmtree(last)
+    folder_now = json.loads((run / "checkpoints/step_00000002/manifest.json").read_text())["body"] | {"step": 4}
+    shutil.copytree(run / "checkpoints/step_00000002", last)
+    (last / "manifest.json").write_text(checkpoint._manifest_text(folder_now))
+    capsys.readouterr()
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and "done already" not in capsys.readouterr().out
+
+
+def test_two_commands_on_one_run_lose_nothing(run, tmp_path, monkeypatch):
+    """The later one's table has what the other has found meanwhile; a file that was cut is done again."""
+    tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.evaluate
+
+    def meanwhile(*given):
+        monkeypatch.setattr(downstream, "evaluate", evaluate)
+        assert call(run, "--tasks-dir", tasks, "--tasks", "sciq") == 0
+        return evaluate(*given)
+
+    monkeypatch.setattr(downstream, "evaluate", meanwhile)
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+    assert [*results(run)["results"]] == ["piqa", "sciq"]
+    (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
+    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and [*results(run)["results"]] == ["piqa", "sciq"]
+
+
 def test_ranks_share_the_work_and_find_the_same(run, tmp_path):
     tasks = write_tasks(tmp_path / "tasks", 9)
     assert call(run, "--tasks-dir", tasks) == 0
@@ -311,9 +388,9 @@ def test_results_go_to_the_runs_place_in_wandb(run, tmp_path, monkeypatch):
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", "--checkpoint", 2) == 0  # not the run's end
-    ((values, name, head, rows),) = kept
+    ((values, name, head, rows, step),) = kept
     assert values["downstream/piqa/acc"] == results(run)["results"]["piqa"]["acc"] and started == [None]
-    assert name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
+    assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
 
 
 def test_bad_input_is_named(run, tmp_path, capsys, monkeypatch):
@@ -336,6 +413,20 @@ def test_bad_input_is_named(run, tmp_path, capsys, monkeypatch):
     good = (tasks / "piqa.jsonl").read_text()
     (tasks / "piqa.jsonl").write_text(good + good[:30] + "\n")
     assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", tasks, "--tasks", "piqa")
+
+    (run / "eval").rename(run / "kept")
+    (run / "eval").touch()
+    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", tasks, "--tasks", "arc_easy")
+    (run / "eval").unlink()
+    said = error(run, "--tasks-dir", tasks, "--tasks", "arc_easy", "--num-fewshot", 9)
+    assert "arc_easy: lm-evaluation-harness cannot do it" in said and "lower --num-fewshot" in said
+    odd = write_tasks(tmp_path / "ev[1]*", 2)
+    assert call(run, "--tasks-dir", odd, "--tasks", "piqa") == 0
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "not a run" in error(tmp_path, "--tasks-dir", odd)  # of a second node
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("LOCAL_RANK")
 
     import datasets
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_scripts import small_model
 
-from eval.scoring import Scorer, batches
+from eval.scoring import CACHED, Scorer, batches, in_parts
 
 
 def by_hand(model, context, continuation):
@@ -67,6 +67,23 @@ def test_a_shared_context_is_read_once(monkeypatch):
     monkeypatch.setattr(model, "hidden", lambda idx, past=None: (seen.append(idx.numel()), hidden(idx, past))[1])
     Scorer(model).score([([1] * 10, [token, 2]) for token in range(4)])
     assert seen == [10, 4]
+
+
+def test_a_context_that_very_many_share_is_no_batch_of_its_own():
+    """Such as the beginnings of all documents, whose context is end-of-text alone."""
+    rng = random.Random(0)
+    pairs = [([1], [rng.randrange(64) for _ in range(rng.randint(1, 12))]) for _ in range(300)]
+    parts = list(in_parts((1,), list(range(300)), pairs, 64))
+    assert sorted(i for _, members in parts for i in members) == list(range(300))
+    for context, members in parts:
+        long = max(len(pairs[i][1]) for i in members)
+        assert len(members) * long <= 64 and len(members) * (len(context) + long) <= CACHED * 64
+    made = list(batches([*parts, (tuple([2] * 15), [0, 1])], pairs, 64))
+    assert all(sum(len(members) for _, members in batch) <= 64 for batch in made)
+    model = small_model()
+    wanted = [by_hand(model, *pair)[0] for pair in pairs[:20]]
+    got = Scorer(model, tokens=64).score(pairs)
+    assert [score.loglikelihood for score in got[:20]] == pytest.approx(wanted, abs=2e-4)
 
 
 def test_batches_hold_little_padding():

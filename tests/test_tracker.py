@@ -80,11 +80,13 @@ def test_summary_is_the_best_and_the_last_of_the_whole_run():
 
 def test_results_after_training_are_in_the_summary_and_a_table():
     lines = []
-    run = SimpleNamespace(id="1", summary={"val/loss_final": 3.0}, log=lines.append)
+    run = SimpleNamespace(
+        id="1", summary={"val/loss_final": 3.0}, log=lambda values, step: lines.append(values | {"step": step})
+    )
     tracker = Tracker(run, None, lambda columns, data: (columns, data))
-    tracker.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]])
+    tracker.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
     assert run.summary == {"val/loss_final": 3.0, "downstream/piqa/acc": 0.5}
-    assert lines == [{"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])}]
+    assert lines == [{"downstream/table": (["task", "acc"], [["piqa", "0.5000"]]), "step": 9}]
 
 
 # ---- pictures of loads
