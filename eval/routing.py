@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from data.bins import check, fingerprint, open_tokens, read_meta
-from data.loader import fixed_windows
+from data.loader import count_windows, fixed_windows
 from eval.routing_counts import MIN_COUNT, compare, count, describe
 from eval.routing_pictures import draw, visible
 from router import ROUTERS
@@ -35,7 +35,7 @@ MARKS = str.maketrans({"*": "∗", "`": "ˋ"})  # which the page takes for its o
 
 def open_set(name, trained):
     """(folder, validation tokens) of the data set `name`, by default the run's own. Raises ValueError if it is not
-    whole or of another tokenizer."""
+    whole, of another tokenizer, or of fewer than two validation windows."""
     config = trained.config
     folder = Path(config.data.dir, config.data.name) if name is None else Path(name)
     if not folder.is_dir() and Path(config.data.dir, folder).is_dir():
@@ -47,13 +47,16 @@ def open_set(name, trained):
             f"was prepared with the run's tokenizer"
         )
     check(folder, config.model.vocab_size)
-    return folder, open_tokens(folder, "val")
+    tokens, T = open_tokens(folder, "val"), config.model.block_size
+    if count_windows(tokens, T) < 2:
+        raise ValueError(f"{folder}: one validation window of {T} tokens, but chance needs another; name a larger set")
+    return folder, tokens
 
 
 def settle(args):
     """(Trained, the other one or None, Tokenizer, data set, its validation tokens, device). Raises ValueError."""
-    if args.windows < 1:
-        raise ValueError(f"--windows {args.windows}: expected 1 or more")
+    if args.windows < 2:
+        raise ValueError(f"--windows {args.windows}: expected 2 or more, as chance is measured with another window")
     if args.out and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out}: a file; name a folder")
     device = distributed.pick_device(args.device)

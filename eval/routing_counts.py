@@ -16,7 +16,7 @@ from data.loader import windows
 from router import entropy, expert_loads, token_distribution
 
 MIN_COUNT = 10  # a token that came less often tells little of where such tokens go
-BATCH_TOKENS = 4096  # at least, if there are so many, and less than twice as many
+BATCH_TOKENS = 4096  # about as many, in two windows or more: chance takes choices from another of the batch
 GATE_TOKENS = 100_000  # whose gates are kept for quantiles
 BINS = 60
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -105,13 +105,14 @@ def watched(model, see):
 
 @torch.no_grad()
 def count(model, tokens, indices, other=None):
-    """The windows `indices` of `tokens` through `model` and, to compare with, `other`.
+    """The windows `indices` of `tokens`, two or more, through `model` and, to compare with, `other`.
 
     Returns (Tally, Agreement or None, ids (U,) of the tokens that have a row, commonest first, and how often each
     came). Raises ValueError if there are none.
     """
     config, device = model.config, model.head.device
-    batches = np.array_split(indices, max(1, len(indices) * config.block_size // BATCH_TOKENS))
+    n_batches = max(1, min(len(indices) // 2, len(indices) * config.block_size // BATCH_TOKENS))
+    batches = np.array_split(indices, n_batches)
     seen = np.zeros(config.vocab_size, np.int64)
     for batch in batches:
         seen += np.bincount(windows(tokens, batch, config.block_size)[0].ravel(), minlength=len(seen))

@@ -39,8 +39,8 @@ def pick_device(name):
         return torch.device("cpu")
     if not available:
         raise RankError(
-            "train.device = cuda, but torch finds no CUDA device here; set --train.device=auto (or cpu), or install a "
-            "torch build with CUDA and check nvidia-smi"
+            "cuda was asked for, but torch finds no CUDA device here; set --train.device=auto or cpu (--device, where "
+            "the command has that), or install a torch build with CUDA and check nvidia-smi"
         )
     if local_rank >= available:
         raise RankError(

@@ -11,15 +11,17 @@ that it takes. --check alone is done where OUT is there already: exit code 1 if 
 
 import argparse
 import json
+import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from data.tokenizer import identity
 from router import ROUTERS
+from runtime import RunError
 from runtime.names import to_gpt2, to_hf
 from scripts.hf import card, check
 from scripts.hf.tokenizer_files import write_tokenizer
@@ -33,27 +35,33 @@ CODE = {  # file in an export: where it is here
     "torch_grouped.py": "kernels/torch_grouped.py",
     "LICENSE-code": "LICENSE",
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def export(run, out, step=None, average=1, form="auto", dtype="float32"):
     """Write the model of `scripts.trained.load_model(run, step, average)` into the new folder `out`, as `form`
     ("nanokern", "gpt2", or auto). Routers stay in fp32 whatever `dtype` is. Returns (Trained, Tokenizer). Raises
-    ValueError if there is no such model, if `out` is not empty, or if GPT-2 cannot be it."""
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: is there already; name a new folder, or add --check to hold it against the run")
+    ValueError if there is no such model, if `out` is not empty or cannot be replaced, or if GPT-2 cannot be it."""
+    out = Path(os.path.realpath(out))  # the folder itself, where it is a link
+    if is_taken(out):
+        raise RunError(f"{out}: is there already; name a new folder, or add --check to hold it against the run")
+    if out == Path.cwd() or out.is_mount():
+        raise RunError(
+            f"{out}: a working directory or mount cannot be replaced; name a new folder, such as {out / 'hf'}"
+        )
     trained, tokenizer = load_run(run, step, average)
     form = settle_format(form, trained.config.model)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    partial.mkdir(parents=True)
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
+        partial = Path(private, out.name)
+        partial.mkdir()  # which others may read, unlike the one around it
         write(trained, tokenizer, Path(run), partial, form, dtype)
         partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return trained, tokenizer
+
+
+def is_taken(out):
+    """Whether something is at `out` that is not an empty folder."""
+    return os.path.lexists(out) and (not out.is_dir() or any(out.iterdir()))
 
 
 def settle_format(form, model):
@@ -79,7 +87,7 @@ def write(trained, tokenizer, run, folder, form, dtype):
     """All files of an export, into `folder`."""
     state = (to_gpt2 if form == "gpt2" else to_hf)(trained.model.state_dict())
     state = {
-        name: tensor.contiguous() if ".router." in name else tensor.to(DTYPES[dtype]).contiguous()
+        name: tensor.contiguous() if ".router." in name else tensor.to(check.DTYPES[dtype]).contiguous()
         for name, tensor in state.items()
     }
     save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers asks for this key
@@ -166,18 +174,19 @@ def main(argv=None):
         default="auto",
         help="gpt2: without code of our own, for dense models with learned positions (default: gpt2 for these)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
+    parser.add_argument("--dtype", choices=check.DTYPES, help="of weights (default: float32)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and hold it against the run")
     args = parser.parse_args(argv)
+    out, dtype = Path(os.path.realpath(args.out)), args.dtype or "float32"
     try:
         if args.check:
             check.transformers()
-        if args.check and check.is_export(args.out):
-            trained, tokenizer = check.load_source(args.run, args.out, args.step, args.average)
+        if args.check and is_taken(out):
+            trained, tokenizer = check.load_source(args.run, out, args.step, args.average, args.format, args.dtype)
         else:
-            trained, tokenizer = export(args.run, args.out, args.step, args.average, args.format, args.dtype)
-            print(f"{args.out}: {args.run} at step {trained.step}")
-        return check.report(trained, tokenizer, args.run, args.out) if args.check else 0
+            trained, tokenizer = export(args.run, out, args.step, args.average, args.format, dtype)
+            print(f"{out}: {args.run} at step {trained.step}")
+        return check.report(trained, tokenizer, args.run, out) if args.check else 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ from model import Cache
 from runtime import distributed
 from scripts.trained import add_arguments, load_run
 
+GREEDY = 1e-4  # a temperature below which the likeliest token is taken: logits divided by it could overflow
+
 
 class Choice(NamedTuple):
     """How a token is drawn. `temperature` 0 takes the likeliest one. `top_k` > 0 keeps the k likeliest, `top_p` < 1 the
@@ -43,7 +45,7 @@ def draw(logits, choice, generator=None, seen=None):
     if choice.repetition_penalty != 1:
         penalty = torch.where(logits > 0, 1 / choice.repetition_penalty, choice.repetition_penalty)
         logits = torch.where(seen, logits * penalty, logits)
-    if choice.temperature == 0:
+    if choice.temperature < GREEDY:
         return logits.argmax(-1)
     logits, order = (logits / choice.temperature).sort(dim=-1, descending=True)
     if choice.top_k:

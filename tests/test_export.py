@@ -18,7 +18,7 @@ import train
 from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer
 from model import GPT
 from router import ROUTERS
-from runtime import folder
+from runtime import RunError, folder
 from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
 from scripts import export, sample
 from scripts.hf import check
@@ -376,15 +376,79 @@ def test_failure_leaves_nothing(run, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/old").touch()  # of an export that was killed
+    (tmp_path / "out.partial/kept").touch()  # somebody's
     with monkeypatch.context() as patch:
         patch.setattr(export.card, "of", full)
         assert command(run, tmp_path / "out") == 2
     assert "error: [Errno 28] No space left" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
-    (tmp_path / "out").mkdir()
-    assert command(run, tmp_path / "out") == 0 and (tmp_path / "out/README.md").is_file()
-    assert not (tmp_path / "out/old").exists()
+    assert list(tmp_path.glob("*out*")) == [tmp_path / "out.partial"]
+    assert command(run, tmp_path / "out") == 0
+    assert sorted(tmp_path.glob("*out*")) == [tmp_path / "out", tmp_path / "out.partial"]
+    assert (tmp_path / "out.partial/kept").exists()
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_out_may_be_an_empty_folder_a_link_or_a_detour(run, tmp_path, monkeypatch, capsys):
+    for name in ("empty", "behind", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "behind")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, place in (("empty", "empty"), ("link", "behind"), ("zz/../detour", "detour")):
+        export.export(run, tmp_path / name)
+        assert (tmp_path / place / "README.md").is_file()
+    assert command(run, tmp_path / "zz/../detour", "--check") == 0
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "zz").exists()
+    assert command(run, tmp_path / "loop") == 2
+    assert "loop: is there already" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", "zz/.."):
+        assert command(run, name) == 2
+        assert "here: a working directory or mount cannot be replaced; name a new folder" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert command(run, ".") == 2
+    assert f"{tmp_path}: is there already" in capsys.readouterr().err
+
+
+def test_check_refuses_what_is_not_asked_for(run, tmp_path, capsys):
+    """Another run, another type or form, and a folder that is no whole export."""
+    out = tmp_path / "out"
+    assert command(run, out, "--dtype", "bfloat16") == 0
+
+    def error(*words):
+        assert command(run, out, "--check", *words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    for words in (("--dtype", "float32"), ("--format", "gpt2")):
+        assert "--average 1 --format nanokern --dtype bfloat16; give these or none" in error(*words)
+    body = json.loads((out / "config.json").read_text())
+    for part, words in (
+        ({"step": "x"}, "config.json: not of scripts.export"),
+        ({"run": "mine"}, f"exported from run 'mine', but {run} is 'tiny'; name the run that it is of"),
+    ):
+        (out / "config.json").write_text(json.dumps(body | {"nanokern": body["nanokern"] | part}))
+        assert words in error()
+    (out / "config.json").write_text("{")
+    assert "config.json: not of scripts.export" in error()
+    (out / "model.safetensors").unlink()
+    assert "out: no model.safetensors, so no whole export; export into a new folder" in error()
+    (out / "config.json").unlink()
+    assert "out: no config.json and no model.safetensors, so no whole export" in error()
+
+
+def test_card_of_an_evaluation_with_gaps(tmp_path):
+    file = tmp_path / "eval/step_4/results.json"
+    file.parent.mkdir(parents=True)
+    tasks = {"group": {"acc": 0.25, "documents": None}, "other": {"acc": 0.5, "acc_stderr": None}, "text": {"nll": 1.0}}
+    file.write_text(json.dumps({"results": tasks}))
+    rows = export.card.evaluation(tmp_path, "step_4").splitlines()[-2:]
+    assert rows == ["| group |  | 0.2500 |  |", "| other |  | 0.5000 |  |"]
+    for damaged in ('{"results": {"group"', "[]", "{}", '{"results": {"group": {"acc": "much"}}}', '{"results": [1]}'):
+        file.write_text(damaged)
+        with pytest.raises(RunError, match=f"{file}: damaged; write it again .python -m eval.downstream {tmp_path}."):
+            export.card.evaluation(tmp_path, "step_4")
 
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):

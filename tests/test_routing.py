@@ -149,6 +149,18 @@ def test_gates_that_are_kept_are_a_bounded_sample(tiny, monkeypatch):
     assert tally.tokens == 384
 
 
+@pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
+def test_long_windows_go_in_pairs(number, sizes, tiny, monkeypatch):
+    """So that there is another one, though one window is more than a batch asks for."""
+    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 16)
+    monkeypatch.setattr(routing_counts, "MIN_COUNT", 1)
+    model, tokens = tiny_model(tiny)
+    hidden, rows = model.hidden, []
+    monkeypatch.setattr(model, "hidden", lambda idx: (rows.append(len(idx)), hidden(idx))[1])
+    count(model, tokens, fixed_windows(tokens, 32, number))
+    assert rows == sizes
+
+
 def test_chance_is_another_window_and_position():
     x = torch.arange(4 * 32).view(4, 32)
     y = elsewhere(x)
@@ -298,8 +310,9 @@ def test_command_takes_another_set_and_a_mean(made, corpus, tmp_path, monkeypatc
         ("{runs}/dense", "dense is dense and has no router; name a run of a mixture"),
         ("{runs}/kern --other {runs}/dense", "dense is dense and has no router"),
         ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
-        ("{runs}/kern --windows 0", "--windows 0: expected 1 or more"),
-        ("{runs}/kern --windows 1", "no token comes 10 times among 32 tokens; raise --windows"),
+        ("{runs}/kern --windows 1", "--windows 1: expected 2 or more, as chance is measured with another window"),
+        ("{runs}/kern --windows 2", "no token comes 10 times among 64 tokens; raise --windows"),
+        ("{runs}/kern --data {runs}/one-window", "one validation window of 32 tokens, but chance needs another"),
         ("{runs}/kern --out {runs}/kern/config.toml", "kern/config.toml: a file; name a folder"),
         ("{runs}/kern --out {runs}/kern/config.toml/x", "x: cannot be made .Not a directory.; name another folder"),
         ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
@@ -309,16 +322,17 @@ def test_command_takes_another_set_and_a_mean(made, corpus, tmp_path, monkeypatc
     ],
 )
 def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
-    if "other-set" in words:
-        with monkeypatch.context() as patch:
-            patch.setattr(ByteTokenizer, "hash", "0" * 64)
-            with Writer(made / "other-set", ByteTokenizer()) as writer:
-                for split in ("train", "val"):
-                    writer.write(split, ByteTokenizer().encode_batch(["x" * 99])[0])
-                writer.finish("other-set", {}, "python -m data.prepare text")
-    if "--windows 1" in words:
-        monkeypatch.setattr(routing_counts, "MIN_COUNT", 33)
-        message = message.replace("10", "33")
+    for name, tokenizer, length in (("other-set", "0" * 64, 99), ("one-window", ByteTokenizer.hash, 63)):
+        if name in words:
+            with monkeypatch.context() as patch:
+                patch.setattr(ByteTokenizer, "hash", tokenizer)
+                with Writer(made / name, ByteTokenizer()) as writer:
+                    for split in ("train", "val"):
+                        writer.write(split, ByteTokenizer().encode_batch(["x" * length])[0])
+                    writer.finish(name, {}, "python -m data.prepare text")
+    if "--windows 2" in words:
+        monkeypatch.setattr(routing_counts, "MIN_COUNT", 65)
+        message = message.replace("10", "65")
     assert routing.main(words.format(runs=made).split()) == 2
     said = capsys.readouterr()
     assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1

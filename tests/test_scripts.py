@@ -67,8 +67,8 @@ def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed
     assert set(drawn.tolist()) <= allowed.keys()
 
 
-@pytest.mark.parametrize("choice", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}])
-def test_greedy_in_three_ways(choice):
+@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_greedy_in_several_ways(choice):
     assert sample.draw(torch.tensor([LOGITS, LOGITS[::-1]]), sample.Choice(**choice)).tolist() == [1, 4]
 
 

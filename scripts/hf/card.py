@@ -11,6 +11,7 @@ from data.bins import read_meta
 from data.sources import SOURCES
 from model import count_parameters
 from router import ROUTERS
+from runtime import RunError
 from runtime.metrics import read
 
 HEADER = """---
@@ -40,9 +41,10 @@ fp32 whatever the type of the rest. [router.py](router.py) is the code that the 
 VLLM = """vLLM's Transformers backend serves the model with this code: `vllm serve PATH --trust-remote-code --model-impl
 transformers`. Attention and embedding become vLLM's own. The experts do not: its `FusedMoE` computes gated SiLU experts
 there whatever a model's are, and these are GELU ones without a gate. So the number of experts has a name in config.json
-(`n_expert`) by which vLLM does not take them for its own; there is no expert parallelism. (Tried with vLLM 0.32 on a
-CPU, eager and compiled: log-probabilities are those of transformers. No GPU, no tensor parallelism tried.) It may draw
-ids that pad the vocabulary, which `generate` of transformers leaves out (suppress_tokens)."""
+(`n_expert`) by which vLLM does not take them for its own; there is no expert parallelism. It may draw ids that pad the
+vocabulary, which `generate` of transformers leaves out (suppress_tokens). Tried once, with a small model of the
+router `kern` and an unofficial CPU build of vLLM 0.32: log-probabilities were those of transformers. No GPU and no
+tensor parallelism were tried, and nothing was tried again for this card."""
 
 LICENCE = """The licence of the weights is for whoever trained them to choose, with an eye to that of the data; it goes
 into the header above. {data} {code}"""
@@ -122,25 +124,26 @@ def loss_rows(trained, run):
 
 
 def evaluation(run, label):
-    """The table of results.json that eval.downstream has written of these weights."""
-    path = Path(run, "eval", label, "results.json")
+    """The table of results.json that eval.downstream has written of these weights. Raises RunError if it is damaged."""
+    path, again = Path(run, "eval", label, "results.json"), f"python -m eval.downstream {run}"
     if not path.is_file():
-        return f"None yet: `python -m eval.downstream {run}`."
-    body = json.loads(path.read_text())
-    rows = [
-        (
-            task,
-            f"{result['documents']:,}",
-            *(
-                f"{result[key]:.4f} ± {result[f'{key}_stderr']:.4f}" if key in result else ""
-                for key in ("acc", "acc_norm")
-            ),
-        )
-        for task, result in body["results"].items()
-        if "acc" in result
-    ]
+        return f"None yet: `{again}`."
+    try:
+        results = json.loads(path.read_text())["results"]
+        rows = [accuracies(task, values) for task, values in results.items() if "acc" in values]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: damaged; write it again ({again}), or move it away") from error
     head = ("task", "documents", "acc", "acc_norm")
     return f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{table(head, rows)}"
+
+
+def accuracies(task, values):
+    """A row; what the harness did not give of a task, such as the error of a group's mean, is left out."""
+    row = [task, "" if values.get("documents") is None else f"{values['documents']:,}"]
+    for key in ("acc", "acc_norm"):
+        error = values.get(f"{key}_stderr")
+        row.append(f"{values[key]:.4f}" + ("" if error is None else f" ± {error:.4f}") if key in values else "")
+    return row
 
 
 def licence_of(meta):

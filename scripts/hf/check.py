@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
+import configure
 from data.bins import open_tokens
 from data.tokenizer import END_OF_TEXT
+from runtime import RunError
 from scripts.trained import load_run
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of an export
 LIMIT = 1e-4  # between two logits
 WINDOWS = 4
 ODD = [
@@ -30,24 +33,38 @@ def transformers():
         raise ValueError("--check needs transformers: pip install transformers (or -r requirements-dev.txt)") from error
 
 
-def is_export(out):
-    return Path(out, "config.json").is_file() and Path(out, "model.safetensors").is_file()
-
-
-def load_source(run, out, step, average):
-    """(Trained, Tokenizer) of what the export `out` says it was made of. Raises ValueError if that is not what
-    --checkpoint and --average name, or not of this run."""
-    try:
-        own = json.loads(Path(out, "config.json").read_text())["nanokern"]
-        made_of = (own["step"], own["average"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{out}/config.json: not of scripts.export; export the run into a new folder") from None
-    if step not in (None, made_of[0]) or average not in (1, made_of[1]):
-        raise ValueError(
-            f"{out}: exported with --checkpoint {made_of[0]} --average {made_of[1]}; give these or neither, or export "
-            f"the others into a new folder"
+def load_source(run, out, step, average, form, dtype):
+    """(Trained, Tokenizer) of what the export `out` says it was made of. Raises RunError if a file is missing, if the
+    export is of a run of another name, or if it is not what --checkpoint, --average, --format and --dtype ask for."""
+    if missing := [name for name in ("config.json", "model.safetensors") if not (out / name).is_file()]:
+        raise RunError(f"{out}: no {' and no '.join(missing)}, so no whole export; export into a new folder")
+    config, own = origin(out)
+    settings = run / "config.toml"  # without one load_run tells that it is no run
+    if settings.is_file() and (name := configure.load(settings).run.name) != own["run"]:
+        raise RunError(f"{out}: exported from run {own['run']!r}, but {run} is {name!r}; name the run that it is of")
+    made = f"--checkpoint {own['step']} --average {own['average']} --format {config['model_type']}"
+    asked = ((None, step, own["step"]), (1, average, own["average"]))
+    asked += (("auto", form, config["model_type"]), (None, dtype, config["dtype"]))
+    if any(value not in (default, found) for default, value, found in asked):
+        raise RunError(
+            f"{out}: exported with {made} --dtype {config['dtype']}; give these or none, or export the others into a "
+            f"new folder"
         )
-    return load_run(run, *made_of)
+    return load_run(run, own["step"], own["average"])
+
+
+def origin(out):
+    """(config.json of an export, its part on the run that it is of). Raises RunError if it is of something else."""
+    try:
+        config = json.loads((out / "config.json").read_text())
+        own = config["nanokern"]
+        ours = [type(own[key]) for key in ("run", "step", "average")] == [str, int, int]
+        ours = ours and config["dtype"] in DTYPES and config["model_type"] in ("nanokern", "gpt2")
+    except (ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise RunError(f"{out}/config.json: not of scripts.export; export the run into a new folder")
+    return config, own
 
 
 def report(trained, tokenizer, run, out):
@@ -56,7 +73,7 @@ def report(trained, tokenizer, run, out):
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
     try:
-        faults = compare(hf, trained, tokenizer, Path(out))
+        faults = compare(hf, trained, tokenizer, out)
     except Exception as error:  # whatever a damaged file makes transformers raise
         faults = [f"cannot be loaded or run ({type(error).__name__}: {str(error).strip().splitlines()[0]})"]
     for fault in faults:
@@ -80,7 +97,7 @@ def compare(hf, trained, tokenizer, out):
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             faults.append(f"{kind.replace('_', ' ')}: {', '.join(map(str, sorted(info[kind])))}")
-    own = rounded(trained.model, getattr(torch, config["dtype"]))
+    own = rounded(trained.model, DTYPES[config["dtype"]])
     idx, place = windows(trained, tokenizer)
     apart = (model(idx).logits - own.logits(own.hidden(idx)[0])).abs().max().item()
     judge(faults, f"logits of {len(idx)} windows of {idx.shape[1]} tokens of {place}", apart)
