@@ -100,10 +100,9 @@ def build_peers(names, config, device, report):
         try:
             torch.manual_seed(config.run.seed)
             model = PEERS[name](config.model).to(device)
+            built[name] = (model, build_optimizer(model, config.optim))
         except (ImportError, torch.OutOfMemoryError) as error:
-            skip(name, str(error), report.skipped)
-            continue
-        built[name] = (model, build_optimizer(model, config.optim))
+            skip(name, str(error).splitlines()[0], report.skipped)
     return built
 
 

@@ -51,7 +51,7 @@ else
     }
     config="config/125m.toml --model.block_size=1024 --train.micro_batch_size=32"
     sizes="" rounds="--rounds 30" length="" dtypes="float16 bfloat16" dtype="float16" compiled="dense kern"
-    training="config/125m.toml --train.micro_batch_size=64 --eval.windows=1024 --overhead 35"
+    training="config/125m.toml --train.micro_batch_size=64 --eval.windows=512 --overhead 45"
     batch="${BATCH:-256}" roots=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 fi
 failed=0 summary=()
@@ -84,8 +84,8 @@ bench() {
 
 tests() {
     local tests="$python -m pytest -m gpu --durations=5 -p no:cacheprovider"
-    piece steps 120 $tests tests/test_updates.py tests/test_gpu.py
-    piece kernels 460 $tests $(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
+    piece steps 280 $tests tests/test_updates.py tests/test_gpu.py
+    piece kernels 400 $tests $(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
 }
 
 bench_all() {
