@@ -4,11 +4,13 @@ import json
 import os
 import random
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -96,8 +98,10 @@ def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
 
 
 @pytest.mark.parametrize("router", ["kern", "softmax"])
-def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
+def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path, monkeypatch):
     """Through the harness' own client, which knows the model as Hugging Face's transformers load it."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     config = tiny(f"model.router={router}", "optim.lr=0.05")
     train.train(config)
     trained, tokenizer = export(folder.path_of(config), tmp_path / "export")
