@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from data.bins import sha256_of
+from eval.pages import markdown
+from eval.trained import add_arguments, load_run
 from runtime import RunError, checkpoint, distributed, writing
 from runtime.tracker import start_wandb
-from scripts.report_page import markdown
-from scripts.trained import add_arguments, load_run
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande")
 PAPER = dict(zip(TASKS, ("ARC-E", "ARC-C", "HellaSwag", "PIQA", "SciQ", "WinoGrande"), strict=True))

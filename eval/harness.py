@@ -8,8 +8,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from eval.generation import Choice, generate
 from runtime import RunError, distributed
-from scripts.sample import Choice, generate
 
 MAX_NEW_TOKENS = 256  # where a task does not say
 ROWS = 32  # of a batch of generations

@@ -18,12 +18,12 @@ import torch
 
 from data.bins import check, fingerprint, open_tokens, read_meta
 from data.loader import count_windows, fixed_windows
+from eval.pages import markdown, write
 from eval.routing_counts import MIN_COUNT, compare, count, describe
 from eval.routing_pictures import draw, visible
+from eval.trained import add_arguments, load_run
 from router import ROUTERS
 from runtime import distributed
-from scripts.report_page import markdown, write
-from scripts.trained import add_arguments, load_run
 
 ALIKE = ("n_layer", "n_expert", "top_k", "block_size")  # without which two models cannot be compared
 EXPERTS = 5  # of a layer in the table of tokens
@@ -118,7 +118,7 @@ def study(args):
 
 
 def page(found, pictures):
-    """Blocks for scripts.report_page.write."""
+    """Blocks for eval.pages.write."""
     E, K, L = len(found["layers"][0]["loads"]), found["top_k"], len(found["layers"])
     of = f", the mean of {found['average']} checkpoints" if found["average"] > 1 else ""
     blocks = [

@@ -5,22 +5,18 @@ Greys, one scale from orange to violet, and lines that differ in style and marke
 
 import math
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import font_manager
 
+from eval.pictures import LOADS, POWERS, finish, load_bar
 from eval.routing_counts import coactivation
-from scripts.report_pictures import LOADS, finish
-from scripts.style import style
+from eval.style import style
 
 COLUMNS = 6  # of layers in a grid
 LAYERS = 3  # in the picture of tokens
 LONGEST = 20  # text of a token
 FONT = "DejaVu Sans Mono"  # comes with matplotlib
-POWERS = ["1/8", "1/4", "1/2", "1", "2", "4", "8"]  # LOADS in words
 VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 CHANCE = {"color": "#777777", "linestyle": ":", "marker": "x"}
 
@@ -84,7 +80,7 @@ def loads(found):
     ranked.set_yticks([*LOADS, *more], [*POWERS, *map(str, more)])
     ranked.set_title("dark: first layer, light: last")
     ranked.grid(alpha=0.3)
-    scale(figure, image, heat, "load / mean load (×: no token)")
+    load_bar(figure, image, heat, "load / mean load (×: no token)")
     return figure
 
 
@@ -193,7 +189,9 @@ def pairs(found):
         image = axes.imshow(lift[np.ix_(order, order)], cmap=colours, vmin=-3, vmax=3, interpolation="nearest")
         axes.set(title=f"layer {number}", xticks=[], yticks=[])
     figure.suptitle(f"Pairs of {E} experts", fontsize=10)
-    scale(figure, image, panels, "tokens that chose both / expected from their loads\n(grey: an expert of no token)")
+    load_bar(
+        figure, image, panels, "tokens that chose both / expected from their loads\n(grey: an expert of no token)", 0.6
+    )
     return figure
 
 
@@ -237,10 +235,3 @@ def tokens(found):
     panels[0][0].set_yticks(range(rows), words, fontsize=8, family=FONT, parse_math=False)
     figure.colorbar(image, ax=panels, location="right", aspect=40).set_label("share of the token's occurrences")
     return figure
-
-
-def scale(figure, image, axes, words):
-    """A bar for log2 of LOADS."""
-    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=60, shrink=0.6, extend="both")
-    bar.set_ticks(np.log2(LOADS), labels=POWERS)
-    bar.set_label(words)

@@ -1,12 +1,10 @@
-"""Pictures of eval.theory: lines exact, markers measured, one look per router (scripts/style.py)."""
+"""Pictures of eval.theory: lines exact, markers measured, one look per router (eval/style.py)."""
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
-from scripts.style import style
+from eval.pictures import finish
+from eval.style import style
 
 MEASURED = {"linestyle": "none", "markerfacecolor": "white", "markersize": 5}
 GREYS = ("#000000", "#000000", "#555555", "#555555", "#888888", "#888888")
@@ -145,5 +143,4 @@ def draw(name, curves, path):
         figure.legend(
             handles=[Line2D([], [], linestyle="none")], labels=[note], loc="outside lower center", frameon=False
         )
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        finish(figure, path)

@@ -39,10 +39,10 @@ from data.loader import ahead, fixed_windows
 from data.sources import local_inputs
 from data.tokenizer import ByteTokenizer, identity
 from eval.scoring import TOKENS
+from eval.trained import add_arguments, load_run
 from kernels.cross_entropy import linear_cross_entropy
 from runtime import RunError, distributed
 from runtime.metrics import read as read_metrics
-from scripts.trained import add_arguments, load_run
 
 OF_LINE = ("data", "split", "stride", "windows")  # what tells one line of val_loss.json from another
 

@@ -10,12 +10,12 @@ import torch
 import configure
 from data.tokenizer import load_tokenizer
 from eval.downstream import TASKS, check_tasks, fetch, harness, index_of, spec_of
+from eval.trained import load_run
 from model import GPT
 from runtime import RunError, distributed
 from runtime.names import from_gpt2
 from scripts.bench_tools import describe, synchronize
 from scripts.hf.tokenizer_files import write_tokenizer
-from scripts.trained import load_run
 
 HOUSE = Path(__file__).parents[1]
 BATCH_SIZES = (1, 8, 32)  # of HFLM; 1 is what it does unless told otherwise

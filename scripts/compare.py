@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from configure.schema import KEYS
+from eval.generation import Choice, check_length, generate
+from eval.trained import load_run
 from eval.val_loss import aligned
 from runtime import distributed
 from scripts.report import COLUMNS, row
 from scripts.report_claims import differences, interval
 from scripts.report_runs import Arm, Setting, identity_of, load
-from scripts.sample import Choice, check_length, generate
-from scripts.trained import load_run
 
 SIDES = ("A", "B")
 STEPS = 5  # in the table of losses, at most

@@ -20,12 +20,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from data.tokenizer import identity
+from eval.trained import add_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
 from runtime.names import to_gpt2, to_hf
 from scripts.hf import card, check
 from scripts.hf.tokenizer_files import write_tokenizer
-from scripts.trained import add_arguments, load_run
 
 HOUSE = Path(__file__).parents[1]
 CODE = {  # file in an export: where it is here
@@ -38,7 +38,7 @@ CODE = {  # file in an export: where it is here
 
 
 def export(run, out, step=None, average=1, form="auto", dtype="float32"):
-    """Write the model of `scripts.trained.load_model(run, step, average)` into the new folder `out`, as `form`
+    """Write the model of `eval.trained.load_model(run, step, average)` into the new folder `out`, as `form`
     ("nanokern", "gpt2", or auto). Routers stay in fp32 whatever `dtype` is. Returns (Trained, Tokenizer). Raises
     ValueError if there is no such model, if `out` is not empty or cannot be replaced, or if GPT-2 cannot be it."""
     out = Path(os.path.realpath(out))  # the folder itself, where it is a link

@@ -1,21 +1,17 @@
-"""Pictures of a report. A router looks the same in all (scripts/style.py), and nothing hangs on colour alone."""
+"""Pictures of a report. A router looks the same in all (eval/style.py), and nothing hangs on colour alone."""
 
 import math
 import statistics
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from eval.pictures import finish, load_bar
+from eval.style import style
 from scripts.report_claims import differences, interval
-from scripts.style import style
 
-DPI = 110
 MARKS = 12  # on a line, or not many more
 PAPERS = {"marker": "D", "markersize": 9, "color": "black", "markerfacecolor": "none", "linestyle": "none"}
-LOADS = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
 
 
 def losses(setting, path):
@@ -198,9 +194,7 @@ def loads(setting, path):
         ranked.grid(alpha=0.3)
     every[-1][0].set_xlabel("expert")
     every[-1][1].set_xlabel("experts, busiest first")
-    bar = figure.colorbar(image, ax=every, location="bottom", aspect=60, shrink=0.5, extend="both")
-    bar.set_ticks(np.log2(LOADS), labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-    bar.set_label("load / mean load; ×: no token")
+    load_bar(figure, image, every, "load / mean load; ×: no token", 0.5)
     finish(figure, path)
     return True
 
@@ -352,8 +346,3 @@ def legend(figure, axes, title=None):
             handlelength=3.5,
             frameon=False,
         )
-
-
-def finish(figure, path):
-    figure.savefig(path, dpi=DPI)
-    plt.close(figure)

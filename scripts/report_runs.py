@@ -14,9 +14,9 @@ from pathlib import Path
 
 import configure
 from configure.schema import KEYS
+from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.metrics import read
-from scripts.style import STYLES
 
 NUMBERS = Path(__file__).with_name("paper_numbers.toml")
 EXPERIMENTS = NUMBERS.parents[1] / "config/paper"

@@ -28,11 +28,11 @@ import configure
 import model as model_module
 import train
 from configure import ConfigError
+from eval.trained import load_model
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory
 from runtime.metrics import read
 from runtime.parallel import whole
-from scripts.trained import load_model
 
 HOUSE = Path(__file__).parents[1]
 

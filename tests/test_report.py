@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 import configure
+from eval.pages import write
+from eval.style import STYLES
 from runtime import checkpoint
 from scripts import report, report_pictures
 from scripts.report_claims import CLAIMS, MARGIN, differences, interval, judge_all, quantile
-from scripts.report_page import write
 from scripts.report_runs import NUMBERS, Paper, load, load_all, settings_of
-from scripts.style import STYLES
 
 HOUSE = Path(__file__).parents[1]
 CONFIG = HOUSE / "config"

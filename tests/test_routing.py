@@ -39,7 +39,6 @@ from eval.routing_pictures import side_by_side, visible
 from model import GPT
 from router import ROUTERS
 from runtime.metrics import read
-from scripts import report_pictures
 
 MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
@@ -273,7 +272,7 @@ def test_independent_choices_agree_by_chance():
 
 
 def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
-    monkeypatch.setattr(report_pictures, "DPI", 30)
+    monkeypatch.setattr("eval.pictures.DPI", 30)
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
     said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"

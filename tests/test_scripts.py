@@ -12,6 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
 import train
+from eval import generation
 from model import GPT, Cache, parameter_shapes
 from runtime import memory
 from scripts import plan, sample
@@ -42,8 +43,8 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
 )
 def test_tokens_come_as_often_as_they_should(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000
-    choice = sample.Choice(temperature, top_k, top_p)
-    drawn = sample.draw(torch.tensor([LOGITS] * draws), choice, generator)
+    choice = generation.Choice(temperature, top_k, top_p)
+    drawn = generation.draw(torch.tensor([LOGITS] * draws), choice, generator)
     counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
     expected = kept(LOGITS, temperature, top_k, top_p)
     for token, count in enumerate(counts):
@@ -63,13 +64,13 @@ def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed
     logits = [logit / 7 for logit in logits]
     allowed = kept(logits, temperature, top_k, min(1.0, top_p + 1e-5))
     generator = torch.Generator().manual_seed(seed)
-    drawn = sample.draw(torch.tensor([logits] * 20), sample.Choice(temperature, top_k, top_p), generator)
+    drawn = generation.draw(torch.tensor([logits] * 20), generation.Choice(temperature, top_k, top_p), generator)
     assert set(drawn.tolist()) <= allowed.keys()
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_greedy_in_several_ways(choice):
-    assert sample.draw(torch.tensor([LOGITS, LOGITS[::-1]]), sample.Choice(**choice)).tolist() == [1, 4]
+    assert generation.draw(torch.tensor([LOGITS, LOGITS[::-1]]), generation.Choice(**choice)).tolist() == [1, 4]
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -78,7 +79,7 @@ def test_repetition_penalty_is_that_of_transformers():
     seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
     wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
-    assert sample.draw(logits, sample.Choice(0, repetition_penalty=penalty), seen=seen).equal(wanted.argmax(1))
+    assert generation.draw(logits, generation.Choice(0, repetition_penalty=penalty), seen=seen).equal(wanted.argmax(1))
 
 
 # ---- sample: a model's continuations
@@ -123,7 +124,7 @@ def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
     """Past the block too, where the window slides."""
     model = small_model(**{"model.pos": pos})
     prompts = [[1, 2, 3], list(range(16)), [7]]
-    got = list(sample.generate(model, prompts, 20, sample.Choice(0)))
+    got = list(generation.generate(model, prompts, 20, generation.Choice(0)))
     wanted = [without_cache(model, prompt, 20) for prompt in prompts]
     assert [list(row) for row in zip(*got, strict=True)] == wanted
     assert len(set(map(tuple, wanted))) == 3 and len(set(wanted[0])) > 2
@@ -133,24 +134,27 @@ def test_generation_costs_a_column_a_token(monkeypatch):
     model, columns = small_model(), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, past: (columns.append(idx.shape[1]), hidden(idx, past))[1])
-    assert len(list(sample.generate(model, [[1, 2, 3]], 16, sample.Choice()))) == 16
+    assert len(list(generation.generate(model, [[1, 2, 3]], 16, generation.Choice()))) == 16
     assert columns == [3] + [1] * 13 + [16, 16]
 
 
 def test_rows_end_one_by_one():
     model = small_model()
-    plain = [list(row) for row in zip(*sample.generate(model, [[1], [2]], 14, sample.Choice(0)), strict=True)]
+    plain = [list(row) for row in zip(*generation.generate(model, [[1], [2]], 14, generation.Choice(0)), strict=True)]
     end = next(token for token in plain[0] if plain[0].index(token) > 2)
     at = plain[0].index(end) + 1
-    rows = [list(row) for row in zip(*sample.generate(model, [[1], [2]], 14, sample.Choice(0), end=end), strict=True)]
+    rows = [
+        list(row)
+        for row in zip(*generation.generate(model, [[1], [2]], 14, generation.Choice(0), end=end), strict=True)
+    ]
     assert rows[0][:at] == plain[0][:at] and set(rows[0][at:]) <= {None}
-    alone = list(sample.generate(model, [[1]], 14, sample.Choice(0), end=end))
+    alone = list(generation.generate(model, [[1]], 14, generation.Choice(0), end=end))
     assert [token for (token,) in alone] == plain[0][:at]  # and the model is not asked for more
 
 
-@pytest.mark.parametrize("choice", [sample.Choice(0), sample.Choice(), sample.Choice(top_k=5)])
+@pytest.mark.parametrize("choice", [generation.Choice(0), generation.Choice(), generation.Choice(top_k=5)])
 def test_padding_of_the_vocabulary_is_never_drawn(choice):
-    tokens = list(sample.generate(small_model(), [[0]], 14, choice, vocab_size=3))
+    tokens = list(generation.generate(small_model(), [[0]], 14, choice, vocab_size=3))
     assert {token for (token,) in tokens} <= {0, 1, 2}
 
 

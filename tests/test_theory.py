@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from eval import theory, theory_exact, theory_pictures
+from eval.style import OTHERS, STYLES, style
 from eval.theory_exact import RELU, P, Z
 from router import ROUTERS
-from scripts.style import OTHERS, STYLES, style
 
 # shared/paper/results.json, derived.monte_carlo, 4e5 samples each:
 # (M, k): c_mean, c_se, E_sum_g2, c_asymptotic, P_fewer_than_k_positive, E_nonzero_in_topk

@@ -20,12 +20,12 @@ import train
 from data import DataError
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, windows
+from eval.trained import load_model
 from model import GPT
 from router import ROUTERS
 from runtime import RunError, checkpoint
 from runtime.distributed import Ranks
 from runtime.metrics import read
-from scripts.trained import load_model
 
 HOUSE = Path(__file__).parents[1]
 

@@ -1,4 +1,4 @@
-"""scripts/trained.py: which weights a run's model has, and which tokenizer."""
+"""eval/trained.py: which weights a run's model has, and which tokenizer."""
 
 import json
 
@@ -8,8 +8,8 @@ import torch
 import train
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
+from eval.trained import load_model, load_run
 from runtime import folder
-from scripts.trained import load_model, load_run
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
 from eval import val_loss
+from eval.trained import load_model
 from eval.val_loss import Corpus, bytes_of, main, measure, overlapping
 from runtime import folder
 from runtime.metrics import read
-from scripts.trained import load_model
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short

@@ -9,6 +9,7 @@ import torch
 
 from data.bins import read_meta
 from data.sources import SOURCES
+from eval.pages import markdown
 from model import count_parameters
 from router import ROUTERS
 from runtime import RunError
@@ -160,5 +161,4 @@ def licence_of(meta):
 
 
 def table(head, rows):
-    rows = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return markdown("table", head, [[str(cell) for cell in row] for row in rows])

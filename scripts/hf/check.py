@@ -10,8 +10,8 @@ import torch
 import configure
 from data.bins import open_tokens
 from data.tokenizer import END_OF_TEXT
+from eval.trained import load_run
 from runtime import RunError
-from scripts.trained import load_run
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of an export
 LIMIT = 1e-4  # between two logits
