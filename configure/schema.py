@@ -72,7 +72,7 @@ class Train(Section):
         "float16", description="autocast type; auto: bfloat16 where the hardware multiplies it fast, else float32"
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda where there is one")
-    compile: bool = Field(False, description="torch.compile the model")
+    compile: bool = Field(False, description="torch.compile every block")
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
         "auto",
         description="how ranks share the model; ddp: a copy each, fsdp: parts over all ranks, hsdp: parts over those "

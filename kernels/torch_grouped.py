@@ -210,6 +210,7 @@ def pick(w_in, experts):
     return Grid if experts.device.type == "cpu" and E * H <= GRID * K else ExpertMLP
 
 
+@torch.compiler.disable  # its slices follow the loads: traced, it would break into pieces
 def expert_mlp(x, w_in, w_out, weights, experts):
     """See `kernels.expert_mlp`."""
     return pick(w_in, experts).apply(x, w_in, w_out, weights, experts)

@@ -17,17 +17,25 @@ def distribute(model, parallel, ranks, dtype, compile=False):
     """What to call in place of `model`, which is moved to the device: itself on one rank, DDP around it ("ddp"), or
     itself with its parameters sharded ("fsdp": over all ranks; "hsdp": over those of a node, each node with all of it).
     `dtype` is what autocast computes in."""
+    if compile:
+        compile_blocks(model)
     if parallel in ("fsdp", "hsdp"):
-        shard(model, parallel, ranks, dtype, compile)
+        shard(model, parallel, ranks, dtype)
         return model
     model.to(ranks.device)
-    runner = torch.compile(model) if compile else model
     if ranks.world_size > 1:
-        runner = DistributedDataParallel(runner, gradient_as_bucket_view=True, **{BUFFERS_STAY: False})
-    return runner
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, **{BUFFERS_STAY: False})
+    return model
 
 
-def shard(model, parallel, ranks, dtype, compile):
+def compile_blocks(model):
+    """torch.compile each block of a GPT, in place. They share one graph, so compiling takes as long for one as for all,
+    and DDP and FSDP2 see gradients come block by block."""
+    for block in model.blocks:
+        block.compile()
+
+
+def shard(model, parallel, ranks, dtype):
     """Shards every parameter of a GPT along its first dimension, which of the experts' weights is the expert.
 
     One group per block, one for its experts or MLP, and one for the rest. Experts are gathered in `dtype`, in which
@@ -41,8 +49,6 @@ def shard(model, parallel, ranks, dtype, compile):
     as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        if compile:
-            block.compile()
         fully_shard(getattr(block.mlp, "experts", block.mlp), mesh=mesh, mp_policy=cast)
         fully_shard(block, mesh=mesh, mp_policy=as_is)
     fully_shard(model, mesh=mesh, mp_policy=as_is)

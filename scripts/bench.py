@@ -73,7 +73,7 @@ COMMANDS = {  # name: (function, rounds, help)
     "data": (bench_data, 5, "tokenizer, preparation and loader"),
     "scaling": (bench_scaling, 3, "train.py on several numbers of ranks"),
     "eval": (bench_eval, 3, "eval.downstream against the harness' own client"),
-    "train": (bench_train, 1, "training runs of several routers, as long as fits into a time"),
+    "train": (bench_train, None, "training runs of several routers, as long as fits into a time"),
     "save": (bench_save, 5, "steps while a checkpoint is being written, and without"),
 }
 
@@ -82,8 +82,9 @@ def build_parser():
     parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__.split("\n")[0])
     what = parser.add_subparsers(dest="what", required=True)
     commands = {name: what.add_parser(name, help=words) for name, (_, _, words) in COMMANDS.items()}
-    for name, command in commands.items():
-        command.add_argument("--rounds", type=int, default=COMMANDS[name][1], help="(default: %(default)s)")
+    for name, (_, rounds, _) in COMMANDS.items():
+        if rounds:
+            commands[name].add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
     for name in ("router", "step", "experts", "length", "scaling", "train", "save"):
         commands[name].add_argument("config", help="config file; --section.key=value overrides it")
     for name in ("moe", "router", "step", "experts", "length", "tune"):
@@ -137,7 +138,7 @@ def main(argv=None):
     parser = build_parser()
     args, overrides = parser.parse_known_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
-    if args.rounds < 1 or args.what == "scaling" and (args.steps < 5 or min(args.ranks) < 1):
+    if getattr(args, "rounds", 1) < 1 or args.what == "scaling" and (args.steps < 5 or min(args.ranks) < 1):
         parser.error("--rounds and --ranks need at least 1, --steps at least 5")
     if args.what == "length" and min(args.lengths) < 1:
         parser.error("--lengths need at least 1")

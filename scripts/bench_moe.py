@@ -134,7 +134,7 @@ def moe_rows(report, shape, name, dtype, rounds):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         functions["ceiling", side] = partial(torch.mm, a, b)
     may_fail = [key for key in functions if key[0] in MAY_FAIL]
-    median = medians(in_turns(functions, rounds, device, may_fail, report.skipped))
+    median = medians(in_turns(functions, rounds, device, may_fail, report))
     ceiling = max(2 * side**3 / median["ceiling", side] for side in CEILING[device.type])
     flops = 12 * N * K * C * H
     seconds = {what: median[what, "both"] for what in calls if (what, "both") in median}
@@ -257,10 +257,11 @@ def bench_tune(args, overrides):
         for kernel, function in timed.items():
             tiles = dict.fromkeys([before[kernel], *(ours.Tile(*tile) for tile in TILES)])
             functions = {(kernel, *tile): partial(with_tile, kernel, tile, function) for tile in tiles}
-            median = medians(in_turns(functions, args.rounds, device, list(functions)[1:], report.skipped))
+            median = medians(in_turns(functions, args.rounds, device, list(functions)[1:], report))
             now, best = median[kernel, *before[kernel]], min(median, key=median.get)
             for (_, *tile), time in sorted(median.items(), key=lambda item: item[1]):
                 report.row([kernel, ", ".join(map(str, tile)), function.__name__, 1000 * time, time / now])
+            report.go_on()
             table[kernel] = ours.Tile(*best[1:]) if median[best] < WORTH * now else before[kernel]
         chosen = dict(table)
     finally:

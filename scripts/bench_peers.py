@@ -2,7 +2,8 @@
 
 One function each, from the section [model] to a module whose forward(x, y) has a `.loss`. A gated expert has three
 matrices and gets two thirds of our hidden width, so that a token meets as many weights; up to a multiple of 8, which
-grouped_mm asks for.
+grouped_mm asks for: equal weights need an `expert_hidden` that is a multiple of 12. Their positions are their own:
+learned ones of the plain GPT, rotary ones of transformers' models.
 """
 
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 
 
 class PlainGPT(nn.Module):
@@ -46,14 +48,19 @@ class PlainGPT(nn.Module):
 
 
 class Labelled(nn.Module):
-    """A model of transformers, which shifts labels itself."""
+    """A model of transformers, which shifts labels itself. Its experts compute in the autocast dtype, as ours do:
+    F.grouped_mm knows nothing of autocast, and would in float32."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.config = model, model.config
 
     def forward(self, x, y):
-        return self.model(x, labels=x, use_cache=False)
+        device, cast = x.device.type, {}
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            cast = {name: weight.to(dtype) for name, weight in self.model.named_parameters() if weight.dim() == 3}
+        return functional_call(self.model, cast, (x,), {"labels": x, "use_cache": False})
 
 
 def mixture(name, experts):

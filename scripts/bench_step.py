@@ -10,6 +10,7 @@ import configure
 from model import GPT, count_parameters, flops_per_token
 from router import ROUTERS, Router
 from runtime import RunError, distributed
+from runtime.parallel import compile_blocks
 from runtime.updates import Updates
 from scripts.bench_peers import PEERS
 from scripts.bench_tools import DTYPES, Report, in_turns, is_hopper, medians, over, skip, synchronize, usable
@@ -31,19 +32,29 @@ def build(config, device):
 def training_step(model, optimizer, config, device, dtype, shape=None, compile=False):
     """`step(update=True)`: forward, backward and, if `update`, clipping and AdamW (no auxiliary loss), on one
     micro-batch of random tokens, of `shape` (B, T) or that of `config`. As train.py does it."""
-    runner = torch.compile(model) if compile else model
+    runner = compiled(model) if compile else model
     updates = Updates(optimizer, device, scaled=dtype == torch.float16, grad_clip=config.optim.grad_clip)
     x, y = torch.randint(model.config.vocab_size, (2, *(shape or shape_of(config))), device=device)
 
     def step(update=True):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = runner(x, y).loss
-        (loss * updates.scale).backward()
-        if update:  # at rate 0: weights, and with them the routing, stay those of the start
-            updates.step(0, 0.0, loss.detach())
-        optimizer.zero_grad(set_to_none=True)
+        try:
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                loss = runner(x, y).loss
+            (loss * updates.scale).backward()
+            if update:  # at rate 0: weights, and with them the routing, stay those of the start
+                updates.step(0, 0.0, loss.detach())
+        finally:  # of memory, too
+            optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def compiled(model):
+    """Ours as train.py does it, one of another make as a whole."""
+    if not isinstance(model, GPT):
+        return torch.compile(model)
+    compile_blocks(model)
+    return model
 
 
 def shape_of(config):
@@ -55,7 +66,7 @@ def bench_step(args, overrides):
     configs = load_routers(args, overrides)
     first = configs[args.routers[0]]
     device = distributed.pick_device(first.train.device)
-    compiles = [word == "on" for word in args.compile] if args.compile else [first.train.compile]
+    compiles = sorted(word == "on" for word in args.compile) if args.compile else [first.train.compile]
     tokens = math.prod(shape_of(first))
     columns = {"router": "<16", "dtype": "<8", "compile": "<7", "ms": ".3f", "tokens/s": ",.0f"}
     columns |= {"ratio": ".3f", "MFU": ".1%", "peak GB": ".2f"}
@@ -73,7 +84,7 @@ def bench_step(args, overrides):
             for name, dtype in dtypes.items()
         }
         may_fail = [(peer, name) for peer in peers for name in dtypes]
-        median = medians(in_turns(steps, args.rounds, device, may_fail, report.skipped))
+        median = medians(in_turns(steps, args.rounds, device, may_fail, report))
         mfu, mode = {}, "on" if compile else "off"
         for (router, name), time in median.items():
             ratio = over(time, median.get((args.routers[0], name)))
@@ -83,7 +94,8 @@ def bench_step(args, overrides):
             )
             peak = peak_of(steps[router, name], device, *built[router])
             report.row([router, name, mode, 1000 * time, tokens / time, ratio, mfu[router, name], over(peak, 2**30)])
-        step_goals(report, args, overrides, first.model.block_size, mode, median, mfu)
+        step_goals(report, args, overrides, shape_of(first), mode, median, mfu)
+        report.go_on()
     print(f"ratio: time over {args.routers[0]}'s in that dtype and mode. peak: with weights and AdamW's state")
     for peer, (model, _) in peers.items():
         print(f"{peer}: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f}M parameters, no MFU: others' FLOPs")
@@ -101,16 +113,16 @@ def build_peers(names, config, device, report):
             torch.manual_seed(config.run.seed)
             model = PEERS[name](config.model).to(device)
             built[name] = (model, build_optimizer(model, config.optim))
-        except (ImportError, torch.OutOfMemoryError) as error:
-            skip(name, str(error).splitlines()[0], report.skipped)
+        except Exception as error:  # whatever ails another make, ours is still to be timed
+            skip(name, f"{type(error).__name__}: {str(error).strip()}".splitlines()[0], report.skipped)
     return built
 
 
-def step_goals(report, args, overrides, length, mode, median, mfu):
+def step_goals(report, args, overrides, shape, mode, median, mfu):
     """For the models that the goals are stated for."""
     file, changed = Path(args.config).name, {word.lstrip("-").split("=")[0] for word in overrides}
     resized = {key for key in changed if key.startswith("model.")} - {"model.block_size"}
-    flagship = is_hopper(report.device) and file == "125m.toml" and length == 1024 and not resized
+    flagship = is_hopper(report.device) and file == "125m.toml" and shape == (32, 1024) and not resized
     quick = report.device.type == "cpu" and file == "quickstart.toml" and not changed - {"train.dtype", "train.device"}
     for (router, name), time in median.items():
         words = f"{name}, compile {mode}"
@@ -151,7 +163,7 @@ def bench_router(args, overrides):
     functions["step", "kern"] = training_step(
         *build(config, device), config, device, dtype, compile=config.train.compile
     )
-    median = medians(in_turns(functions, args.rounds, device, skipped=report.skipped))
+    median = medians(in_turns(functions, args.rounds, device, report=report))
     base = "softmax" if "softmax" in routers else routers[0]
     step = median.get(("step", "kern"))
     for router in routers:
@@ -188,7 +200,7 @@ def bench_experts(args, overrides):
             skip(f"{E} experts", "out of memory", report.skipped)
             break
         steps |= {(E, True): step, (E, False): partial(step, update=False)}
-    median = medians(in_turns(steps, args.rounds, device, skipped=report.skipped))
+    median = medians(in_turns(steps, args.rounds, device, report=report))
     first = args.experts[0]
     ratios = {}
     for E in configs:
@@ -232,7 +244,7 @@ def bench_length(args, overrides):
         for T in args.lengths:
             shape, compile = (tokens // T, T), config.train.compile
             steps[router, T] = training_step(model, optimizer, config, device, dtype, shape, compile)
-    median = medians(in_turns(steps, args.rounds, device, skipped=report.skipped))
+    median = medians(in_turns(steps, args.rounds, device, report=report))
     for (router, T), time in median.items():
         base, short = median.get((args.routers[0], T)), median.get((router, min(args.lengths)))
         at_T = configs[router].model.model_copy(update={"block_size": T})

@@ -22,32 +22,38 @@ FLUSH = 2**28  # bytes, more than any L2 holds
 HOPPER = (9, 0)  # H100 and H200, for which the goals are stated
 
 
-def in_turns(functions, rounds, device, may_fail=(), skipped=None):
+def in_turns(functions, rounds, device, may_fail=(), report=None):
     """{name: seconds of each of `rounds` calls}; one call of every function per round, after two rounds of warm-up.
 
     On a GPU a call begins with an empty L2, as in training, and is timed by events. Emptying it (1 GB of zeros) gives
     the host a start of some 0.4 ms: launches count where the device has to wait for them, as they would in training.
 
-    A function that runs out of memory in its first call, or one named in `may_fail` that raises anything there, is left
-    out with a printed line, and {name: why} goes into `skipped`.
+    A function that runs out of memory, or one named in `may_fail` that raises anything in its first call, is left out
+    with a printed line, and {name: why} goes into what `report` skipped. An interrupt, by Ctrl-C or a time limit, ends
+    the rounds, and is kept for `report.go_on()`, if every function has been timed by then.
     """
     seconds = {name: [] for name in functions}
     cold = torch.empty(FLUSH, dtype=torch.int8, device=device) if device.type == "cuda" else None
-    for round_ in tqdm(range(rounds + WARM_UP), desc="rounds", disable=None, leave=False):
-        for name in list(seconds):
-            why = ""
-            try:
-                taken = time_once(functions[name], device, cold)
-            except Exception as error:
-                if round_ or not (name in may_fail or isinstance(error, torch.OutOfMemoryError)):
-                    raise
-                why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-            if why:  # no longer in the handler, where the traceback holds tensors
-                del seconds[name]
-                skip(name, why, skipped)
-                continue
-            if round_ >= WARM_UP:
-                seconds[name].append(taken)
+    try:
+        for round_ in tqdm(range(rounds + WARM_UP), desc="rounds", disable=None, leave=False):
+            for name in list(seconds):
+                why = ""
+                try:
+                    taken = time_once(functions[name], device, cold)
+                except Exception as error:
+                    if not (isinstance(error, torch.OutOfMemoryError) or name in may_fail and not round_):
+                        raise
+                    why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+                if why:  # no longer in the handler, where the traceback holds tensors
+                    del seconds[name]
+                    skip(name, why, report and report.skipped)
+                elif round_ >= WARM_UP:
+                    seconds[name].append(taken)
+    except KeyboardInterrupt:
+        if report is None or not all(seconds.values()):
+            raise
+        report.cut = True
+        print(f"cut short in round {round_ - WARM_UP + 1} of {rounds}", flush=True)
     return seconds
 
 
@@ -131,6 +137,7 @@ class Report:
             "goals": [],
         }
         self.skipped = self.data["skipped"]
+        self.cut = False  # before all rounds were over
         self.title = f"{describe(device)}; {title} {' '.join(overrides)}".rstrip()
         self.device = device
         self.write()
@@ -163,8 +170,15 @@ class Report:
         self.data["goals"].append({"goal": f"{words} {limit}", "value": value, "met": met})
         self.write()
 
+    def go_on(self):
+        """Raises KeyboardInterrupt if there was one among the rounds: what they timed is written, no more is begun."""
+        if self.cut:
+            raise KeyboardInterrupt
+
     def profile(self, function, name):
-        """If a trace was asked for, write that of three calls of `function`, and print its ten largest kernels."""
+        """If a trace was asked for, write that of three calls of `function`, and print its ten largest kernels. Raises
+        as `go_on` does."""
+        self.go_on()
         if not self.trace:
             return
         calls = 3

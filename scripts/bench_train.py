@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data.bins import check
-from runtime import RunError, checkpoint, distributed
+from runtime import RunError, distributed
 from runtime.memory import human
 from scripts.bench_step import MFU, build, load_routers, shape_of, training_step, utilisation
 from scripts.bench_tools import Report, time_once
@@ -19,7 +19,7 @@ from scripts.report_claims import differences, interval
 from scripts.report_runs import Arm, load
 
 EVALUATIONS = 8
-SPARE = 0.9  # part of the time that is planned for
+SPARE = 0.85  # part of the time that is planned for
 LEAST = 10  # steps
 
 
@@ -41,21 +41,27 @@ def bench_train(args, overrides):
     left = args.seconds - (time.monotonic() - began)
     steps = int((SPARE * left - args.overhead * len(configs)) / sum(times.values()))
     words = ", ".join(f"{router} {seconds:.2f} s" for router, seconds in times.items())
-    print(f"a step: {words}; {steps} steps of each fit into {left:.0f} s", flush=True)
     if steps < LEAST:
-        raise RunError(f"{steps} steps are too few to learn anything; give more --seconds, or name fewer --routers")
+        raise RunError(
+            f"fewer than {LEAST} steps of each fit into the {left:.0f} s left (a step: {words}; {args.overhead:g} s a "
+            "run besides); give more --seconds, or name fewer --routers"
+        )
+    print(f"a step: {words}; {steps} steps of each fit into {left:.0f} s", flush=True)
     every = max(1, steps // EVALUATIONS)
     schedule = {"train.max_steps": steps, "optim.warmup_steps": steps // 10, "eval.interval": every}
     schedule |= {"train.checkpoint_interval": 0, "train.checkpoint_minutes": 0.0, "run.dir": str(folder)}
     runs = []
     for router in configs:
         settings = schedule | {"run.name": router, "model.router": router}
-        train(folder, router, [args.config, *overrides, *(f"--{key}={value}" for key, value in settings.items())])
+        words = [args.config, *overrides, *(f"--{key}={value}" for key, value in settings.items())]
+        ended = train(folder, router, words)
         runs.append(load(folder / router))
-        report.row([router, *figures(runs[-1], runs[0], device, dtype)])
-    print(
-        f"minus first: val loss minus {args.routers[0]}'s at the last step, 95% interval over windows (one seed)\n{MFU}"
-    )
+        if runs[-1].evaluations:
+            report.row([router, *figures(runs[-1], runs[0], device, dtype)])
+        if not ended:
+            raise KeyboardInterrupt
+    print(f"minus first: val loss minus {args.routers[0]}'s at the last step, 95% interval over windows (one seed)")
+    print(MFU)
 
 
 def seconds_of_a_step(config, device, dtype):
@@ -73,18 +79,23 @@ def seconds_of_a_step(config, device, dtype):
 
 
 def train(folder, router, arguments):
-    """Run train.py to its end; its words go to FOLDER/ROUTER.log. Raises RunError if it fails."""
+    """Run train.py; its words go to FOLDER/ROUTER.log. Returns whether it came to its end, which Ctrl-C and time limits
+    keep it from. Raises RunError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     began, log = time.monotonic(), folder / f"{router}.log"
-    with log.open("w") as file:
-        code = subprocess.run([sys.executable, "train.py", *arguments], stdout=file, stderr=file).returncode
     checkpoints = folder / router / "checkpoints"
-    size = sum(file.stat().st_size for step in checkpoint.steps(checkpoints)
-               for file in checkpoint.folder_of(checkpoints, step).iterdir())  # fmt: skip
-    shutil.rmtree(checkpoints, ignore_errors=True)
+    try:
+        with log.open("w") as file:
+            code = subprocess.run([sys.executable, "train.py", *arguments], stdout=file, stderr=file).returncode
+        size = sum(file.stat().st_size for file in checkpoints.rglob("*"))
+    except KeyboardInterrupt:
+        return False
+    finally:
+        shutil.rmtree(checkpoints, ignore_errors=True)
     if code:
         raise RunError(f"{router}: train.py ended with exit code {code}; {log} has its words")
     print(f"{router}: {time.monotonic() - began:.0f} s; its checkpoint of {human(size)} is removed", flush=True)
+    return True
 
 
 def figures(run, first, device, dtype):

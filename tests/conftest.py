@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined, so before any test imports them
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product; see be_deterministic
 logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would fill the report of a failing test
 
 WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]

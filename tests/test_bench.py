@@ -1,11 +1,15 @@
 """scripts/bench.py and scripts/gpu_check.sh. What is timed is not tested here, but what is made of the times."""
 
+import fcntl
 import gzip
 import hashlib
 import json
 import math
+import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +45,7 @@ def timed(monkeypatch):
     """`timed(seconds)`: in place of clocks, `seconds(name)` for every function, which is called once."""
 
     def timed(seconds):
-        def in_turns(functions, rounds, device, may_fail=(), skipped=None):
+        def in_turns(functions, rounds, device, may_fail=(), report=None):
             for function in functions.values():
                 function()
             return {name: [seconds(name)] for name in functions}
@@ -90,10 +94,10 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys):
         "large": lambda: fails(torch.OutOfMemoryError("too large")),
         "fine": lambda: None,
     }
-    skipped = {}
-    seconds = bench_tools.in_turns(functions, 1, CPU, [("none", "forward")], skipped)
+    seen = SimpleNamespace(skipped={})
+    seconds = bench_tools.in_turns(functions, 1, CPU, [("none", "forward")], seen)
     assert list(seconds) == ["fine"]
-    assert skipped == {"none forward": "NotImplementedError: no kernel", "large": "OutOfMemoryError: too large"}
+    assert seen.skipped == {"none forward": "NotImplementedError: no kernel", "large": "OutOfMemoryError: too large"}
     assert capsys.readouterr().out.splitlines()[0] == "skipped none forward: NotImplementedError: no kernel"
     with pytest.raises(RuntimeError, match="ours"):  # which may not
         bench_tools.in_turns({"kernels": lambda: fails(RuntimeError("ours"))}, 1, CPU)
@@ -103,6 +107,28 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys):
         bench_tools.in_turns(
             {"a": lambda: calls.append(0) or len(calls) > 1 and fails(RuntimeError("later"))}, 1, CPU, "a"
         )
+    calls.clear()  # memory may run out at any time
+    functions["a"] = lambda: calls.append(0) or len(calls) > 3 and fails(torch.OutOfMemoryError("too large"))
+    assert list(bench_tools.in_turns({"a": functions["a"], "fine": functions["fine"]}, 3, CPU)) == ["fine"]
+
+
+@pytest.mark.parametrize("calls, rows", [(4, 0), (5, 0), (6, 2), (9, 2)])
+def test_an_interrupt_leaves_what_was_timed(tiny_file, out, capsys, monkeypatch, calls, rows):
+    """Of two models, in whole rounds, the first two of which are warm-up; no trace is begun."""
+    called, time_once = [], bench_tools.time_once
+
+    def interrupted(*given):
+        called.append(0)
+        if len(called) > calls:
+            raise KeyboardInterrupt
+        return time_once(*given)
+
+    monkeypatch.setattr(bench_tools, "time_once", interrupted)
+    trace = out.with_name("trace.json")
+    arguments = ["--routers", "dense", "kern", "--peers", f"--json={out}", f"--profile={trace}"]
+    assert bench.main(["step", str(tiny_file), *arguments]) == 130
+    assert "cut short" in capsys.readouterr().err and len(called) == calls + 1
+    assert len(json.loads(out.read_text())["rows"]) == rows and not trace.read_bytes()
 
 
 def test_dtypes_that_the_device_lacks_are_skipped(monkeypatch, capsys):
@@ -306,7 +332,7 @@ def test_step(tiny_file, out, capsys, timed, monkeypatch):
     printed = capsys.readouterr().out
     *rows, peer, _ = table(printed, json.loads(out.read_text()))
     assert (peer["router"], peer["ratio"], peer["MFU"]) == ("nanogpt", 4, None)
-    assert "skipped olmoe-eager: No module named 'transformers'" in printed
+    assert "skipped olmoe-eager: ImportError: No module named 'transformers'" in printed
     assert [(row["router"], row["dtype"], row["compile"]) for row in rows] == [
         (router, dtype, "off") for router in ("dense", "kern") for dtype in ("float32", "bfloat16")
     ]
@@ -322,11 +348,12 @@ def test_step(tiny_file, out, capsys, timed, monkeypatch):
 
 def test_step_compiled(tiny_file, out, capsys, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    arguments = ["--routers", "dense", "--peers", "--compile", "off", "on", "--rounds=1", f"--json={out}"]
+    monkeypatch.setattr(torch, "compile", lambda model, *more, **still: compiled.append(model) or model)
+    arguments = ["--routers", "dense", "--peers", "nanogpt", "--compile", "on", "off", "--rounds=1", f"--json={out}"]
     assert bench.main(["step", str(tiny_file), *arguments]) == 0
-    rows = table(capsys.readouterr().out, json.loads(out.read_text()))
-    assert [(row["compile"], row["ratio"]) for row in rows] == [("off", 1), ("on", 1)] and len(compiled) == 1
+    modes = [(row["compile"], row["router"]) for row in table(capsys.readouterr().out, json.loads(out.read_text()))]
+    assert modes == [(mode, model) for mode in ("off", "on") for model in ("dense", "nanogpt")]
+    assert len(compiled) == 2 + 1  # our blocks, and another's model as a whole
 
 
 def test_steps_leave_the_weights_where_they_are(tiny):
@@ -393,8 +420,8 @@ def test_step_goals(report, monkeypatch, capsys):
     median = {("dense", "float16"): 1.0, ("kern", "float16"): 1.3, ("softmax", "float16"): 1.25}
     mfu = {key: 0.44 for key in median}
 
-    def goals(overrides, length):
-        bench_step.step_goals(report, args, overrides, length, "off", median, mfu)
+    def goals(overrides, length, batch=32):
+        bench_step.step_goals(report, args, overrides, (batch, length), "off", median, mfu)
         return [line.removeprefix("goal: ") for line in capsys.readouterr().out.splitlines()]
 
     assert goals([], 1024) == []
@@ -404,7 +431,7 @@ def test_step_goals(report, monkeypatch, capsys):
         "kern's MFU, float16, compile off >= 0.45: 0.440, NOT met",
         "kern over dense, float16, compile off <= 1.35: 1.300, met",
     ]
-    assert goals([], 512) == goals(["--model.n_layer=2"], 1024) == []
+    assert goals([], 512) == goals([], 1024, batch=8) == goals(["--model.n_layer=2"], 1024) == []
     report.device, args.config = CPU, "config/quickstart.toml"
     assert goals(["--train.dtype=float16"], 256) == [
         "kern over dense, float16, compile off <= 1.8: 1.300, met",
@@ -522,7 +549,8 @@ case "$*" in
     *"bench length"*) sleep 60;;
 esac
 """
-BENCH = ["moe", "router", "step", "experts", "length", "compiled-dense", "compiled-kern", "tune"]
+BENCH = ["moe", "router", "step", "experts", "length", "peers"]
+TRACE = ["trace-step", "trace-moe", "compiled-dense", "compiled-kern", "tune"]
 
 
 def check(tmp_path, *arguments, limit=590, **environment):
@@ -546,10 +574,10 @@ def test_gpu_check_goes_on_after_pieces_that_fail(tmp_path):
     done = check(tmp_path, "bench", "trace", limit=10)
     words = pieces(done)
     assert done.returncode == 1
-    assert list(words) == [*BENCH, "trace-step", "trace-moe"]
+    assert list(words) == [*BENCH, *TRACE]
     assert words["router"] == "FAILED, exit code 3" and words["length"] == "FAILED, cut short"
-    assert all(words[name] == "ok" for name in ("moe", "step", "experts", "trace-step", "trace-moe"))
-    assert "compiled-kern  left out, no time" in done.stdout
+    assert all(words[name] == "ok" for name in ("moe", "step", "experts", *TRACE))
+    assert "peers          left out, no time" in done.stdout
     assert (tmp_path / "out/router.log").read_text().startswith("asked: -m scripts.bench router config/125m.toml")
     assert "== goals\ngoal: step <= 1: 2.000, NOT met\n" in done.stdout
 
@@ -562,8 +590,8 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
     fake.write_text("#!/bin/sh\n")
     fake.chmod(0o755)
     done = check(tmp_path, *rehearse, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
-    bench_pieces = [name for name in BENCH if not (rehearse and name == "compiled-kern")]
-    assert list(pieces(done)) == ["steps", "kernels", *bench_pieces, "data", "train", "trace-step", "trace-moe"]
+    trace = [name for name in TRACE if not (rehearse and name == "compiled-kern")]
+    assert list(pieces(done)) == ["steps", "kernels", *BENCH, "data", "train", *trace]
     asked = {log.stem: log.read_text().splitlines()[0].split()[1:] for log in (tmp_path / "out").glob("*.log")}
     for name, words in asked.items():
         if words[:2] != ["-m", "scripts.bench"]:
@@ -575,7 +603,8 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
         else:
             configure.load(HOUSE / args.config, [*overrides, "--model.router=kern"])
         assert bool(args.profile) == name.startswith("trace")
-    assert prepare.parse(asked["data"][2:]).name == "packages" and "--data.name=packages" in asked["train"]
+    name = "packages-rehearsal" if rehearse else "packages"  # what one trains on the other does not find
+    assert prepare.parse(asked["data"][2:]).name == name and f"--data.name={name}" in asked["train"]
     steps, kernels = ({word for word in asked[name] if word.startswith("tests/")} for name in ("steps", "kernels"))
     marked = {f"tests/{file.name}" for file in (HOUSE / "tests").glob("test_*.py") if "mark.gpu" in file.read_text()}
     assert steps | kernels == marked and not steps & kernels  # this file names the mark, too, and has none
@@ -589,7 +618,43 @@ def test_gpu_check_without_a_gpu_or_with_a_part_that_there_is_not(tmp_path):
         wrong = check(tmp_path, "benhc")
     assert done.returncode == 2 and "no CUDA device here; --rehearse" in done.stderr
     assert wrong.returncode == 2 and "no part benhc: name tests, bench, train, trace" in wrong.stderr
-    assert not list((tmp_path / "out").iterdir())
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["lock"]
+
+
+def test_gpu_check_refuses_what_would_be_lost_time(tmp_path):
+    done = check(tmp_path, "train", DATA="nosuch")
+    assert done.returncode == 2 and "no data set data/nosuch: prepare it" in done.stderr
+    done = check(tmp_path, LIMIT="soon")
+    assert done.returncode == 2 and "LIMIT is soon: give whole seconds" in done.stderr
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out/lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = check(tmp_path, "bench")
+    assert done.returncode == 2 and "another gpu_check.sh writes to" in done.stderr
+
+
+def test_gpu_check_stops_at_ctrl_c(tmp_path):
+    """As a terminal sends it, to the script's group."""
+    fake = tmp_path / "python"
+    rest = f"exec {sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
+    fake.write_text(f'#!/usr/bin/env bash\n[ "$1" = - ] && exit 0\n[ "$1" = -c ] && {{ echo x; exit 0; }}\n{rest}\n')
+    fake.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "FOLDER": str(tmp_path / "out")}
+    script = subprocess.Popen(
+        ["bash", str(HOUSE / "scripts/gpu_check.sh"), "bench"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    piece = next(int(line) for line in script.stdout if line.strip().isdigit())
+    os.killpg(script.pid, signal.SIGINT)
+    out, err = script.communicate(timeout=20)
+    assert script.returncode == 130 and "stopped: figures and logs so far are in" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(piece, 0)
+    assert not (tmp_path / "out/router.log").exists()
 
 
 # ---- training runs
@@ -610,8 +675,8 @@ def test_bench_train_trains_each_router_for_equal_steps(tiny_file, tmp_path, cap
         str(tmp_path / "x.json"),
     ]
     assert bench.main([*words, "--seconds", "40", "--overhead", "19"]) == 2  # too few steps fit
-    assert "steps are too few" in capsys.readouterr().err
-    assert bench.main([*words, "--seconds", "22", "--overhead", "9.4"]) == 0
+    assert "fewer than 10 steps of each fit into the" in capsys.readouterr().err
+    assert bench.main([*words, "--seconds", "22", "--overhead", "9"]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["router"] for row in rows] == ["kern", "dense"] and rows[0]["minus first"] is None
     assert rows[0]["steps"] == rows[1]["steps"] >= 10
@@ -620,6 +685,31 @@ def test_bench_train_trains_each_router_for_equal_steps(tiny_file, tmp_path, cap
     assert rows[1]["minus first"] == pytest.approx(losses[1] - losses[0]) and rows[1]["low"] < rows[1]["high"]
     assert not (out / "kern/checkpoints").exists()
     assert bench.main([*words, "--seconds", "21"]) == 2 and "is not empty" in capsys.readouterr().err
+
+
+def test_bench_train_leaves_figures_of_a_run_that_is_cut_short(tiny_file, tmp_path, capsys, monkeypatch):
+    """Of its last evaluation, against the first run's at that step."""
+    out, figures, real = tmp_path / "race", tmp_path / "x.json", subprocess.run
+    monkeypatch.setattr(bench_train, "seconds_of_a_step", lambda *given: 0.03)
+
+    def interrupted(command, **more):
+        done = real(command, **more)
+        if "--model.router=dense" in command:
+            log = out / "dense/metrics.jsonl"
+            lines = log.read_text().splitlines()
+            at = [i for i, line in enumerate(lines) if "val/loss" in line][2]
+            log.write_text("\n".join(lines[: at + 1]) + "\n")
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    words = ["train", str(tiny_file), f"--folder={out}", f"--json={figures}", "--seconds=22", "--overhead=9"]
+    assert bench.main([*words, "--routers", "kern", "dense"]) == 130 and "cut short" in capsys.readouterr().err
+    whole, cut = json.loads(figures.read_text())["rows"]
+    assert 0 < cut["steps"] < whole["steps"]
+    kern, dense = (load(out / router) for router in ("kern", "dense"))
+    assert cut["minus first"] == pytest.approx(dense.loss(cut["steps"]) - kern.loss(cut["steps"]))
+    assert not (out / "dense/checkpoints").exists()
 
 
 # ---- models of other makes
@@ -644,6 +734,21 @@ def test_peers_learn(peer):
     assert all(p.grad is not None for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert experts == (0 if peer == "nanogpt" else 2 * 8 * 3 * 128 * 8)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_peers_compute_experts_in_the_autocast_dtype(dtype):
+    """As ours do; gradients come to the weights in float32."""
+    config = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
+    model, seen = PEERS["olmoe-grouped"](config), []
+    stacks = [m for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
+    for stack in stacks:
+        stack.register_forward_pre_hook(lambda m, given: seen.extend(p.dtype for p in m.parameters(recurse=False)))
+    x = torch.randint(257, (2, 33))
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(x, x).loss.backward()
+    assert stacks and set(seen) == {dtype or torch.float32}
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for m in stacks for p in m.parameters())
 
 
 def test_report_names_the_file_that_cannot_be_written(tmp_path):

@@ -4,6 +4,7 @@ compiled for the GPUs in use, which needs none."""
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ import kernels
 from configure.schema import Model
 from kernels import expert_mlp
 from model import GPT
+from runtime.parallel import compile_blocks
 
 pytest.importorskip("triton")
 
@@ -301,6 +303,28 @@ def test_the_whole_model_compiles_without_a_graph_break():
     for runner in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         loss = runner(idx, idx).loss
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_cpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_share_one_graph(monkeypatch, checkpointing):
+    """As train.py compiles them, so that a deep model compiles as fast as a shallow one."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 40}
+    model = GPT(Model(**sizes, n_expert=4, top_k=2, expert_hidden=8, backend="triton"))
+    idx = torch.randint(40, (1, 8))
+    results = []
+    for compile in (False, True):
+        if compile:
+            compile_blocks(model)
+            for block in model.blocks:
+                block.checkpointing = checkpointing
+        loss = model(idx, idx).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
