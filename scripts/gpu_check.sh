@@ -70,8 +70,15 @@ else
     set=packages roots=$(dirname "$roots")
 fi
 failed=0 summary=() logs=() pid=
-trap 'wait "$pid"; echo "stopped: figures and logs so far are in $out" >&2; exit 130' INT
 export PYTHONUNBUFFERED=1
+
+# After Ctrl-C, which `tail` may hear of before this script does.
+stop() {
+    wait "$pid"
+    echo "stopped: figures and logs so far are in $out" >&2
+    exit 130
+}
+trap stop INT
 
 # piece NAME SECONDS COMMAND...: run it for so many seconds at most, and for no longer than is left of the part. It stays
 # in this script's process group (--foreground): Ctrl-C reaches it, and a time limit interrupts it once, not twice.
@@ -85,9 +92,10 @@ piece() {
     fi
     echo "== $name: $*"
     logs+=("$out/$name.log")
+    : > "$out/$name.log" # is there before its reader
     timeout --foreground --signal=INT --kill-after=10 "$((most < left ? most : left))" "$@" > "$out/$name.log" 2>&1 &
     pid=$!
-    tail -f -n +1 -s 0.2 --pid="$pid" "$out/$name.log"
+    tail -f -n +1 -s 0.2 --pid="$pid" "$out/$name.log" || stop
     wait "$pid"
     code=$?
     local word=ok
@@ -106,10 +114,12 @@ bench() {
 }
 
 part_tests() {
-    local tests=("$python" -m pytest -m gpu --durations=5 -p no:cacheprovider) files
-    mapfile -t files < <(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
-    piece steps 280 "${tests[@]}" tests/test_updates.py tests/test_gpu.py
-    piece kernels 400 "${tests[@]}" "${files[@]}"
+    local tests=("$python" -m pytest -m gpu --durations=5 -p no:cacheprovider) kernels
+    local steps=(tests/test_updates.py tests/test_gpu.py)
+    mapfile -t kernels < <(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
+    piece kernels 300 "${tests[@]}" "${kernels[@]}"
+    piece steps 120 "${tests[@]}" "${steps[@]}" -k "not compiled"
+    piece compiled 400 "${tests[@]}" "${steps[@]}" -k compiled
 }
 
 part_bench() {

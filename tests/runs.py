@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import sys
 import tempfile
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -18,6 +20,24 @@ from runtime.metrics import read
 HOUSE = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis", "pyarrow.parquet"])
+
+
+@contextmanager
+def modules_in(place):
+    """Below it, transformers copies and imports the code of exports within this context: not among the user's, nor
+    beside that of other tests."""
+    import transformers
+
+    def forget():
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            del sys.modules[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place))
+        patch.setattr(sys, "path", [*sys.path])  # transformers adds that folder
+        forget()
+        yield
+        forget()
 
 
 def run(config):

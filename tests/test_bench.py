@@ -591,7 +591,7 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
     fake.chmod(0o755)
     done = check(tmp_path, *rehearse, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
     trace = [name for name in TRACE if not (rehearse and name == "compiled-kern")]
-    assert list(pieces(done)) == ["steps", "kernels", *BENCH, "data", "train", *trace]
+    assert list(pieces(done)) == ["kernels", "steps", "compiled", *BENCH, "data", "train", *trace]
     asked = {log.stem: log.read_text().splitlines()[0].split()[1:] for log in (tmp_path / "out").glob("*.log")}
     for name, words in asked.items():
         if words[:2] != ["-m", "scripts.bench"]:
@@ -605,9 +605,12 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
         assert bool(args.profile) == name.startswith("trace")
     name = "packages-rehearsal" if rehearse else "packages"  # what one trains on the other does not find
     assert prepare.parse(asked["data"][2:]).name == name and f"--data.name={name}" in asked["train"]
-    steps, kernels = ({word for word in asked[name] if word.startswith("tests/")} for name in ("steps", "kernels"))
+    words = ({word for word in asked[name] if word.startswith("tests/")} for name in ("steps", "compiled", "kernels"))
+    steps, compiled, kernels = words
     marked = {f"tests/{file.name}" for file in (HOUSE / "tests").glob("test_*.py") if "mark.gpu" in file.read_text()}
-    assert steps | kernels == marked and not steps & kernels  # this file names the mark, too, and has none
+    assert (
+        steps | kernels == marked and not steps & kernels and compiled == steps
+    )  # this file names the mark, too, and has none
 
 
 def test_gpu_check_without_a_gpu_or_with_a_part_that_there_is_not(tmp_path):

@@ -4,17 +4,15 @@ import json
 import os
 import random
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from runs import Forked, meet_in, start_ranks
+from runs import Forked, meet_in, modules_in, start_ranks
 from test_scripts import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -98,14 +96,13 @@ def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
 
 
 @pytest.mark.parametrize("router", ["kern", "softmax"])
-def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path, monkeypatch):
+def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
     """Through the harness' own client, which knows the model as Hugging Face's transformers load it."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     config = tiny(f"model.router={router}", "optim.lr=0.05")
     train.train(config)
     trained, tokenizer = export(folder.path_of(config), tmp_path / "export")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    with modules_in(tmp_path / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
     theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=32)
     rng = random.Random(2)
     pairs = [(words(rng, rng.randint(1, 7)), " " + rng.choice(WORDS)) for _ in range(30)]

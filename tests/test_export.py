@@ -3,12 +3,12 @@
 import importlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from runs import modules_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -32,10 +32,7 @@ REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """transformers copies an export's code into a folder and imports it from there: not into the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        patch.setattr(sys, "path", [*sys.path])
+    with modules_in(tmp_path_factory.mktemp("modules")):
         transformers.utils.logging.disable_progress_bar()
         yield
 
