@@ -56,7 +56,7 @@ if [ -n "$rehearse" ]; then
     many=("${few[@]}") rounds=(--rounds 1) lengths=(--lengths 64 128 256)
     sizes=(--tokens 16 --n-embd 16 --expert-hidden 16 --n-expert 2 --top-k 1 --rounds 1)
     dtypes=(float32 bfloat16) dtype=float32 compiled=(dense)
-    training=(config/quickstart.toml "${few[@]}" --train.batch_size=1 --eval.windows=2 --overhead 6)
+    training=(config/quickstart.toml "${few[@]}" --train.batch_size=1 --eval.windows=2 --overhead 9)
     set=packages-rehearsal roots=scripts
 else
     roots=$("$python" -c 'import torch; torch.cuda.is_available() and print(torch.__path__[0])')
