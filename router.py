@@ -95,9 +95,9 @@ class Router(nn.Module):
     give NaN.
 
     Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0: its MoE output is 0, the
-    residual stream passes it on. What gradient the router has from it: see `Lift`. `selection_bias` (β) shifts the
-    choice of experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays 0
-    unless `update_selection_bias` is called. `gate_scale` is a factor of c: a control for the gates' initial scale.
+    residual stream passes it on. `DeadTokenGradient` has the router's gradient from it. `selection_bias` (β) shifts
+    the choice of experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays
+    0 unless `update_selection_bias` is called. `gate_scale` is a factor of c: a control for the gates' initial scale.
     """
 
     def __init__(self, n_embd, n_expert, top_k, spec, gate_scale=1.0):
@@ -134,7 +134,7 @@ class Router(nn.Module):
             if self.spec.post.endswith("topk"):
                 weights = normalize(weights, self.spec.post)
             if self.spec.phi == "relu":
-                weights = Lift.apply(weights, logits)
+                weights = DeadTokenGradient.apply(weights, logits)
             factor = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
             if not self.unscaled:
                 weights = weights * factor
@@ -144,7 +144,7 @@ class Router(nn.Module):
         return f"top_k={self.top_k}, {self.spec}"
 
 
-class Lift(torch.autograd.Function):
+class DeadTokenGradient(torch.autograd.Function):
     """weights (N, K), logits (N, E) -> weights, unchanged. Backward, a token whose gates are all 0 lifts its logits.
 
     ReLU gives such a token no gradient, so a router without a positive score would be dead for ever. But the gates'

@@ -25,13 +25,13 @@ from tqdm import tqdm
 import configure
 from data import DataError
 from data.bins import check, fingerprint, open_tokens
-from data.loader import Loader, ahead, fixed_windows, windows
+from data.loader import Loader, fixed_windows, prefetch, windows
 from model import GPT, MoE, count_parameters, flops_per_token, parameter_shapes
 from router import update_selection_bias
 from runtime import RankError, RunError, Stopped, checkpoint, crash, distributed, initial, memory
 from runtime import folder as run_folder
 from runtime.metrics import Metrics, load_metrics
-from runtime.parallel import average_in, distribute, settle_buckets, whole
+from runtime.parallel import distribute, full_tensor, set_gradient_sync, warm_up_ddp_buckets
 from runtime.signals import EXIT_CODE, Stop
 from runtime.tracker import start_wandb
 from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Updates
@@ -94,7 +94,7 @@ def evaluate(model, tokens, indices, config, ranks, autocast, stop):
     rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
     counts = [len(mine[first : first + micro_batch]) for first in rounds]
     rows = (mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds)
-    batches = ahead(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows)
+    batches = prefetch(on_host(windows(tokens, chosen, config.model.block_size), ranks.device) for chosen in rows)
     for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
         x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
         with autocast():
@@ -121,7 +121,7 @@ def accumulate(runner, batches, count, scale, config, autocast, device):
     sums, losses = 0, []
     for micro in range(count):
         x, y = (part.to(device, non_blocking=True) for part in next(batches))
-        average_in(runner, last=micro == count - 1)
+        set_gradient_sync(runner, last=micro == count - 1)
         with autocast():
             _, loss, stats, _ = runner(x, y)
         aux_loss = torch.zeros((), device=device)
@@ -167,7 +167,7 @@ def train(config, stop=None):
         distributed.be_deterministic()
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(config.train.dtype, device)
-    parallel, needed = memory.settle(
+    parallel, needed = memory.choose_parallelism(
         config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
     )
     weights = None if last else initial.read(config)  # to begin with
@@ -219,11 +219,11 @@ def train(config, stop=None):
     if start:
         checkpoint.load(folder / "checkpoints", start, model, optimizer, kept_tensors)
     with autocast():
-        settle_buckets(runner, torch.zeros(micro_batch, config.model.block_size, dtype=torch.int64, device=device))
+        warm_up_ddp_buckets(runner, torch.zeros(micro_batch, config.model.block_size, dtype=torch.int64, device=device))
     optimizer.zero_grad(set_to_none=False)
 
     accumulation = batch_size // (micro_batch * ranks.world_size)
-    batches = ahead(micro_batches(loader, micro_batch, accumulation, range(start, max_steps), ranks))
+    batches = prefetch(micro_batches(loader, micro_batch, accumulation, range(start, max_steps), ranks))
     tokens_per_step = batch_size * config.model.block_size
     peak = distributed.peak_flops(device, dtype)
     flops = flops_per_token(config.model)
@@ -331,7 +331,7 @@ def train(config, stop=None):
         interval += sums
         timed += 1
         log = (step + 1) % config.log.interval == 0 or step + 1 == max_steps
-        gamma = torch.cat([whole(gamma.detach()) for gamma in gammas]) if log and gammas else None
+        gamma = torch.cat([full_tensor(gamma.detach()) for gamma in gammas]) if log and gammas else None
         state = check_updates() if log else None
         if first and log:
             seconds = (time.perf_counter() - clock) / timed

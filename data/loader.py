@@ -70,7 +70,7 @@ def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.nd
     return ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
 
 
-def ahead(items: Iterable[T]) -> Iterator[T]:
+def prefetch(items: Iterable[T]) -> Iterator[T]:
     """The same items, each made by another thread while the one before it is in use."""
     with ThreadPoolExecutor(1) as thread:
         source, end = iter(items), object()

@@ -86,7 +86,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text-field", metavar="FIELD", help="of a row of JSON or parquet (default: text)")
     parser.add_argument("--name", help="of the data set (default: the corpus')")
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help="default: bytes for stdlib, else gpt2")
-    parser.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks (default: tiktoken's cache, then its download)")
+    parser.add_argument(
+        "--bpe-ranks", metavar="FILE", help="GPT-2's ranks (default: tiktoken's cache, then its download)"
+    )
     parser.add_argument("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="of data sets (default: data)")
     parser.add_argument(
         "--val-fraction",
@@ -185,7 +187,7 @@ def prepare(args: argparse.Namespace, command: str) -> None:
         print(f"already there: {summary(existing(folder, made_from, args), folder)}")
         return
 
-    tokenizer = load_tokenizer(args.tokenizer, args.ranks)
+    tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     hub = SOURCES[args.corpus].hub.get(args.config)
     if hub and not args.source:
         made_from["revision"], inputs = hub_inputs(hub, args.revision or begun_revision(folder, made_from))

@@ -152,9 +152,9 @@ def _download_ranks(cache_name: str) -> bytes:
 def _how_to_supply(cache_name: str) -> str:
     archive_path = f"{WHISPER}/whisper/assets/{RANKS_FILE}"
     return (
-        f"Give the file (sha256 {RANKS_SHA256[:8]}…) by `--ranks FILE`, or put it as {cache_name} into the folder "
+        f"Give the file (sha256 {RANKS_SHA256[:8]}…) by `--bpe-ranks FILE`, or put it as {cache_name} into the folder "
         f"that TIKTOKEN_CACHE_DIR names. PyPI has it:\n"
         f"  pip download --no-deps --no-binary :all: openai-whisper=={WHISPER.rpartition('-')[2]}\n"
         f"  tar xzf {WHISPER}.tar.gz {archive_path}\n"
-        f"and then add: --ranks {archive_path}"
+        f"and then add: --bpe-ranks {archive_path}"
     )

@@ -42,7 +42,7 @@ COLUMNS = {
     "sciq": {"support", "question", "distractor1", "distractor2", "distractor3", "correct_answer"},
     "winogrande": {"sentence", "option1", "option2", "answer"},
 }
-NUMBERS = Path(__file__).parents[1] / "scripts/paper_numbers.toml"
+NUMBERS = Path(__file__).with_name("paper_numbers.toml")
 
 
 def harness():

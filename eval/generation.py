@@ -9,7 +9,7 @@ from model import Cache
 GREEDY = 1e-4  # a temperature below which the likeliest token is taken: logits divided by it could overflow
 
 
-class Choice(NamedTuple):
+class SamplingParams(NamedTuple):
     """How a token is drawn. `temperature` 0 takes the likeliest one. `top_k` > 0 keeps the k likeliest, `top_p` < 1 the
     fewest whose probabilities reach p (nucleus sampling, arXiv 1904.09751). `repetition_penalty` divides positive
     logits of tokens that were there already, and multiplies negative ones (arXiv 1909.05858)."""
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
             )
 
 
-def draw(logits, choice, generator=None, seen=None):
+def sample_token(logits, choice, generator=None, seen=None):
     """Logits (B, V) -> tokens (B,). `seen` (B, V) bool: tokens that were there already."""
     logits = logits.float()
     if choice.repetition_penalty != 1:
@@ -67,7 +67,7 @@ def generate(model, prompts, count, choice, generator=None, vocab_size=None, end
             new = idx[:, -block:]
             cache = Cache(model.config, (start - (idx.shape[1] - block)).clamp(min=0), block)
         logits = model(new, past=cache).logits[:, -1, :vocab_size]
-        token = draw(logits, choice, generator, seen[:, : logits.shape[1]])
+        token = sample_token(logits, choice, generator, seen[:, : logits.shape[1]])
         yield [None if done else int(t) for t, done in zip(token, over, strict=True)]
         over |= token == (-1 if end is None else end)
         if over.all():

@@ -8,7 +8,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from eval.generation import Choice, generate
+from eval.generation import SamplingParams, generate
 from runtime import RunError, distributed
 
 MAX_NEW_TOKENS = 256  # where a task does not say
@@ -92,7 +92,7 @@ class Adapter(TemplateLM):
         if most < options["max_gen_toks"] and self.first and not self.warned:
             print(f"note: {options['max_gen_toks']} new tokens are asked for, {most} are made: half the model's block")
             self.warned = True
-        choice = Choice(
+        choice = SamplingParams(
             options["temperature"] if options["do_sample"] else 0,
             options.get("top_k") or 0,
             options.get("top_p") or 1.0,
@@ -100,7 +100,7 @@ class Adapter(TemplateLM):
         )
         choice.check()
         ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
-        return Wish(ids, [stop for stop in until if stop], most, choice)
+        return GenerationRequest(ids, [stop for stop in until if stop], most, choice)
 
     def continue_all(self, wishes, number):
         """The texts of wishes that are alike in `most` and `choice`, a batch of that number."""
@@ -129,11 +129,11 @@ class Adapter(TemplateLM):
         return self.scorer.ranks is None or self.scorer.ranks.rank == 0
 
 
-class Wish(NamedTuple):
+class GenerationRequest(NamedTuple):
     ids: list[int]
     until: list[str]
     most: int
-    choice: Choice
+    choice: SamplingParams
 
 
 def alike(batch, wishes):

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from data import DataError, readers
 from data.bins import Tokens, check, fingerprint, open_tokens, partial_folder, read_meta
 from data.encode import Encoder
-from data.loader import ahead, fixed_windows
+from data.loader import fixed_windows, prefetch
 from data.sources import local_inputs
 from data.tokenizer import ByteTokenizer, identity
 from eval.scoring import TOKENS
@@ -189,7 +189,7 @@ def measure(model, corpus, lengths, dtype=torch.float32):
     device, windows = model.head.device, corpus.windows
     nats, total = np.zeros(len(windows)), 0
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    work = ahead((index, read(corpus.tokens, windows[index])) for index in batches(windows))
+    work = prefetch((index, read(corpus.tokens, windows[index])) for index in batches(windows))
     with autocast, tqdm(total=len(windows), desc=corpus.name, disable=None, leave=False) as bar:
         for index, (x, y, scored) in work:
             total += int(lengths[y[scored]].sum())

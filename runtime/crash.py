@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from runtime import distributed
-from runtime.parallel import whole
+from runtime.parallel import full_tensor
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def dump(folder, step, facts, model, autocast, loader, rows, micro_batch, losses
         "layers_of_micro_batch": worst,
         "layers": layer_norms(model, autocast, loader.batch(step, rows[worst], micro_batch), ranks.device),
     }
-    parameters = {  # whole() asks all ranks
+    parameters = {  # full_tensor() asks all ranks
         name: {"weight_norm": norm(p.detach()), "gradient_norm": None if p.grad is None else norm(p.grad)}
         for name, p in model.named_parameters()
     }
@@ -65,7 +65,7 @@ def layer_norms(model, autocast, batch, device):
 
 
 def norm(tensor):
-    return whole(torch.linalg.vector_norm(tensor, dtype=torch.float64)).item()
+    return full_tensor(torch.linalg.vector_norm(tensor, dtype=torch.float64)).item()
 
 
 def readable(value):

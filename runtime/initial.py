@@ -239,7 +239,7 @@ def of_gpt2(settings, model):
 
 
 def of_export(settings, model):
-    """Model of a NanoKernConfig (scripts/hf/configuration_nanokern.py) as a dict."""
+    """Model of a NanoKernConfig (scripts/export/configuration_nanokern.py) as a dict."""
     described = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
     described |= width(settings["intermediate_size"], model) if settings["router"] == "dense" else {}
     return Model(**described, tie_embeddings=settings.get("tie_word_embeddings", True))

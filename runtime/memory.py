@@ -97,7 +97,7 @@ def ways(world_size, local_size):
     return ways
 
 
-def settle(config, shapes, dtype, world_size, local_size, device):
+def choose_parallelism(config, shapes, dtype, world_size, local_size, device):
     """(how the ranks share the model, the Memory that takes on each): what the config says, or the first that fits.
 
     Raises RunError if there are not the ranks for it, or if not even the state fits where the device's memory is known.

@@ -54,7 +54,7 @@ def shard(model, parallel, ranks, dtype):
     fully_shard(model, mesh=mesh, mp_policy=as_is)
 
 
-def settle_buckets(runner, x):
+def warm_up_ddp_buckets(runner, x):
     """A backward pass of zeros through DDP, with inputs (B, T) like those of training.
 
     After its first one DDP lays out its buckets anew, and a sum over three ranks or more is rounded by where in a
@@ -64,13 +64,13 @@ def settle_buckets(runner, x):
         (runner(x, x)[1] * 0).backward()
 
 
-def average_in(runner, last):
+def set_gradient_sync(runner, last):
     """Tells DDP whether the next backward pass is the step's last, the one that averages gradients over ranks. FSDP2
     averages in each, so that no rank ever holds a whole gradient."""
     if isinstance(runner, DistributedDataParallel):
         runner.require_backward_grad_sync = last
 
 
-def whole(tensor):
+def full_tensor(tensor):
     """A sharded tensor's full value, which every rank must ask for; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from runtime.parallel import whole
+from runtime.parallel import full_tensor
 
 FIRST_SCALE, MIN_SCALE = 65536.0, 1.0  # MIN: halved without end, the scale would come to 0, and weights to NaN
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles
@@ -66,7 +66,7 @@ class Updates:
         Returns whether it was taken, () bool.
         """
         now, losses = State(*self.numbers[: len(State._fields)].unbind()), self.numbers[len(State._fields) :]
-        norm = whole(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / now.scale
+        norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / now.scale
         healthy = norm.isfinite()
         spike, mean = is_spike(losses, now.taken, loss, self.spike_sigma)
         spike = spike & healthy & (self.loss_spike != "off")

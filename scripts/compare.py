@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from configure.schema import KEYS
-from eval.generation import Choice, check_length, generate
+from eval.generation import SamplingParams, check_length, generate
 from eval.trained import load_run
 from eval.val_loss import aligned
 from runtime import distributed
-from scripts.report import COLUMNS, row
-from scripts.report_claims import differences, interval
-from scripts.report_runs import Arm, Setting, identity_of, load
+from scripts.report.__main__ import COLUMNS, row
+from scripts.report.claims import differences, interval
+from scripts.report.runs import Arm, Setting, identity_of, load
 
 SIDES = ("A", "B")
 STEPS = 5  # in the table of losses, at most
@@ -149,7 +149,7 @@ def draw(trained, tokenizer, args):
     """The prompt and what the model makes of it, up to the end of the document or --tokens."""
     model = trained.model.to(distributed.pick_device(args.device))
     generator = torch.Generator(model.head.device).manual_seed(args.seed)
-    ids, choice, end = tokenizer.encode(args.prompt), Choice(TEMPERATURE), tokenizer.eot
+    ids, choice, end = tokenizer.encode(args.prompt), SamplingParams(TEMPERATURE), tokenizer.eot
     for (token,) in generate(
         model, [[end, *ids]], args.tokens, choice, generator, vocab_size=tokenizer.vocab_size, end=end
     ):

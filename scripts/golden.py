@@ -39,7 +39,7 @@ SEED = 8
 TEXT = "a kernel weighs what lies near it and routers send every token to the few experts that know such tokens"
 
 # Small and harsh: every term of the loss, accumulation, warm-up and decay leave a trace within STEPS. With 8
-# experts a few tokens have no positive score, so `router.Lift` is in it, too (in kern-mc's losses).
+# experts a few tokens have no positive score, so `router.DeadTokenGradient` is in it, too (in kern-mc's losses).
 CONFIG = {
     "model": {
         "n_layer": 2,

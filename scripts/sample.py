@@ -13,14 +13,14 @@ import time
 
 import torch
 
-from eval.generation import Choice, check_length, generate
+from eval.generation import SamplingParams, check_length, generate
 from eval.trained import add_arguments, load_run
 from runtime import distributed
 
 
 def settle(args):
-    """(model on its device, Tokenizer, Choice). Raises ValueError, also of a prompt that is too long."""
-    choice = Choice(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    """(model on its device, Tokenizer, SamplingParams). Raises ValueError, also of a prompt that is too long."""
+    choice = SamplingParams(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     choice.check()
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")

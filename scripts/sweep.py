@@ -34,9 +34,9 @@ from runtime.metrics import read
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
 
-HOUSE = Path(__file__).parent.parent
-TRAIN = HOUSE / "train.py"
-SBATCH = HOUSE / "scripts/slurm/train.sbatch"
+REPO_ROOT = Path(__file__).parent.parent
+TRAIN = REPO_ROOT / "train.py"
+SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
 REPORT_SECONDS = 60  # between lines on the points under way, where several are at once
 SCALED = (  # by --scale; what is 0 stays 0
     "train.max_steps",

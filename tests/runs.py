@@ -17,7 +17,7 @@ import train
 from runtime import checkpoint, folder
 from runtime.metrics import read
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis", "pyarrow.parquet"])
 
@@ -85,7 +85,7 @@ class Forked:
 
     def __init__(self, function, *args, **variables):
         with pytest.MonkeyPatch.context() as patch:  # the first starts that process, which has another sys.path
-            patch.setenv("PYTHONPATH", os.pathsep.join([str(HOUSE), str(HOUSE / "tests")]))
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(REPO_ROOT), str(REPO_ROOT / "tests")]))
             forkserver.ensure_running()
         file, self.printed = tempfile.mkstemp()
         os.close(file)

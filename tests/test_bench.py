@@ -18,14 +18,19 @@ import torch
 from test_kernels import CASES, make
 
 import configure
+import scripts.bench.__main__ as bench
 from data import prepare, tokenizer
 from kernels import reference
 from runtime import RunError, distributed
-from scripts import bench, bench_data, bench_moe, bench_step, bench_tools, bench_train
-from scripts.bench_peers import PEERS
-from scripts.report_runs import load
+from scripts.bench import data as bench_data
+from scripts.bench import experts as bench_moe
+from scripts.bench import step as bench_step
+from scripts.bench import tools as bench_tools
+from scripts.bench import train as bench_train
+from scripts.bench.peers import PEERS
+from scripts.report.runs import load
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 TINY = ["--tokens=64", "--n-embd=32", "--expert-hidden=16", "--n-expert=8", "--top-k=2"]
 
@@ -508,7 +513,7 @@ def test_data(tmp_path, capsys, monkeypatch, fake_ranks, timed):
     texts = [f"some words, {i} times" for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
     monkeypatch.setattr(bench_data, "PREPARED_CHARACTERS", 10_000)
-    assert bench.main(["data", str(tmp_path / "a.jsonl"), "--rounds=1", "--ranks", str(tmp_path / "ranks")]) == 0
+    assert bench.main(["data", str(tmp_path / "a.jsonl"), "--rounds=1", "--bpe-ranks", str(tmp_path / "ranks")]) == 0
     lines = capsys.readouterr().out.splitlines()
     rates = [float(line.split("tokens/s")[0].split()[-1].replace(",", "")) for line in lines if "tokens/s" in line]
     ratios = [float(line.split("   ratio ")[1]) for line in lines if "   ratio " in line]
@@ -559,7 +564,7 @@ def check(tmp_path, *arguments, limit=590, **environment):
     fake.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "LIMIT": str(limit)} | environment
     environment["FOLDER"] = str(tmp_path / "out")
-    command = ["bash", str(HOUSE / "scripts/gpu_check.sh"), *arguments]
+    command = ["bash", str(REPO_ROOT / "scripts/gpu_check.sh"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -601,13 +606,15 @@ def test_gpu_check_asks_for_what_bench_takes(tmp_path, rehearse):
         if args.what in ("moe", "tune"):
             bench_moe.pick_shape(args, overrides, CPU)
         else:
-            configure.load(HOUSE / args.config, [*overrides, "--model.router=kern"])
+            configure.load(REPO_ROOT / args.config, [*overrides, "--model.router=kern"])
         assert bool(args.profile) == name.startswith("trace")
     name = "packages-rehearsal" if rehearse else "packages"  # what one trains on the other does not find
     assert prepare.parse(asked["data"][2:]).name == name and f"--data.name={name}" in asked["train"]
     words = ({word for word in asked[name] if word.startswith("tests/")} for name in ("steps", "compiled", "kernels"))
     steps, compiled, kernels = words
-    marked = {f"tests/{file.name}" for file in (HOUSE / "tests").glob("test_*.py") if "mark.gpu" in file.read_text()}
+    marked = {
+        f"tests/{file.name}" for file in (REPO_ROOT / "tests").glob("test_*.py") if "mark.gpu" in file.read_text()
+    }
     assert (
         steps | kernels == marked and not steps & kernels and compiled == steps
     )  # this file names the mark, too, and has none
@@ -644,7 +651,7 @@ def test_gpu_check_stops_at_ctrl_c(tmp_path):
     fake.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake), "FOLDER": str(tmp_path / "out")}
     script = subprocess.Popen(
-        ["bash", str(HOUSE / "scripts/gpu_check.sh"), "bench"],
+        ["bash", str(REPO_ROOT / "scripts/gpu_check.sh"), "bench"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -721,7 +728,7 @@ def test_bench_train_leaves_figures_of_a_run_that_is_cut_short(tiny_file, tmp_pa
 @pytest.mark.parametrize("peer", PEERS)
 def test_peers_learn(peer):
     """Each has the shape's depth, width and number of experts, and gradients for all that it has."""
-    config = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
+    config = configure.load(REPO_ROOT / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
     torch.manual_seed(0)
     model = PEERS[peer](config)
     x = torch.randint(257, (2, 33))
@@ -742,7 +749,7 @@ def test_peers_learn(peer):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_peers_compute_experts_in_the_autocast_dtype(dtype):
     """As ours do; gradients come to the weights in float32."""
-    config = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
+    config = configure.load(REPO_ROOT / "config/quickstart.toml", ["--model.router=kern", "--model.n_expert=8"]).model
     model, seen = PEERS["olmoe-grouped"](config), []
     stacks = [m for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
     for stack in stacks:

@@ -13,8 +13,8 @@ from test_report import invent, trained_on
 import configure
 from runtime import folder
 from scripts import compare, sample
-from scripts.report_claims import quantile
-from scripts.report_runs import load
+from scripts.report.claims import quantile
+from scripts.report.runs import load
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
 from data.bins import Tokens, check, fingerprint, open_tokenizer, open_tokens, read_meta
-from data.loader import Loader, ahead, fixed_windows, permute, windows
+from data.loader import Loader, fixed_windows, permute, prefetch, windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, load_tokenizer
 from data.writer import Writer
 
 BYTES = ByteTokenizer()
-HOUSE = Path(__file__).parents[1]
-REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or HOUSE.parent / "shared/data/gpt2.tiktoken")
+REPO_ROOT = Path(__file__).parents[1]
+REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken")
 
 
 # tokenizers
@@ -78,7 +78,7 @@ def test_ranks_file_is_checked(tmp_path):
     wrong.write_bytes(b"IQ== 0\n")
     with pytest.raises(TokenizerError, match=f"{wrong}: not GPT-2's ranks: sha256 [0-9a-f]*, expected 306cd27f"):
         load_tokenizer("gpt2", wrong)
-    with pytest.raises(TokenizerError, match="absent.*No such file.*--ranks FILE"):
+    with pytest.raises(TokenizerError, match="absent.*No such file.*--bpe-ranks FILE"):
         load_tokenizer("gpt2", tmp_path / "absent")
 
 
@@ -105,7 +105,7 @@ def test_offline_error_says_how_to_supply_the_ranks(offline):
     with pytest.raises(TokenizerError) as error:
         load_tokenizer("gpt2")
     download = "pip download --no-deps --no-binary :all: openai-whisper=="
-    for part in ("--ranks FILE", "TIKTOKEN_CACHE_DIR", download, "tar xzf"):
+    for part in ("--bpe-ranks FILE", "TIKTOKEN_CACHE_DIR", download, "tar xzf"):
         assert part in str(error.value)
 
 
@@ -691,7 +691,7 @@ def test_ahead_makes_one_item_while_another_is_in_use():
             made.release()
             yield i
 
-    source = ahead(items())
+    source = prefetch(items())
     for i in range(4):
         assert next(source) == i
         for _ in range(2 if i == 0 else i < 3):  # this one and the next are made by now, or soon
@@ -705,7 +705,7 @@ def test_ahead_passes_errors_on_where_they_belong():
         yield 1
         raise DataError("broken")
 
-    source = ahead(items())
+    source = prefetch(items())
     assert next(source) == 1
     with pytest.raises(DataError, match="broken"):
         next(source)

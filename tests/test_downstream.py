@@ -24,7 +24,7 @@ from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import checkpoint, distributed, folder
-from scripts.export import export
+from scripts.export.__main__ import export
 
 # ---- against HFLM
 

@@ -1,4 +1,4 @@
-"""scripts/export.py and scripts/hf/: models in the form of transformers."""
+"""scripts/export.py and scripts/export/: models in the form of transformers."""
 
 import importlib
 import json
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import scripts.export.__main__ as export
 import train
 from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer
 from eval import generation
@@ -22,9 +23,8 @@ from model import GPT
 from router import ROUTERS
 from runtime import RunError, folder
 from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
-from scripts import export
-from scripts.hf import check
-from scripts.hf.tokenizer_files import merges_of, tokens_of, write_tokenizer
+from scripts.export import check
+from scripts.export.tokenizer_files import merges_of, tokens_of, write_tokenizer
 
 TOKENIZER = ByteTokenizer()
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")
@@ -79,7 +79,9 @@ def same_model(trained, theirs):
     prompts = [row[:length].tolist() for row, length in zip(idx, (9, 4, 1), strict=True)]
     ids = torch.tensor([[TOKENIZER.eot] * (9 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (9 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    drawn = zip(*generation.generate(own, prompts, 20, generation.Choice(0), vocab_size=vocab_size), strict=True)
+    drawn = zip(
+        *generation.generate(own, prompts, 20, generation.SamplingParams(0), vocab_size=vocab_size), strict=True
+    )
     for use_cache in (True, False):
         settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "use_cache": use_cache}
         got = theirs.generate(ids, attention_mask=mask, **settings)[:, 9:]

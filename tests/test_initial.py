@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import configure
+import scripts.export.__main__ as export
 import train
 from eval.trained import load_model
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder, initial
 from runtime.metrics import read
 from runtime.names import to_gpt2
-from scripts import export
 
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 GPT2 = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 16}

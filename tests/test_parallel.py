@@ -32,9 +32,9 @@ from eval.trained import load_model
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory
 from runtime.metrics import read
-from runtime.parallel import whole
+from runtime.parallel import full_tensor
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 
 
 class Case(NamedTuple):
@@ -168,7 +168,7 @@ def work(folder, name, rank=0):
         checkpoint.Saver.save,
         train.build_optimizer,
         train.Updates,
-        train.settle_buckets,
+        train.warm_up_ddp_buckets,
     )
     updates, settling = [], []
 
@@ -234,7 +234,7 @@ def work(folder, name, rank=0):
             if rank == 0:
                 for copy in case.copies:
                     shutil.copytree(folder / name, folder / copy)
-        seen["parameters"] = {key: whole(p.detach()).clone() for key, p in model.named_parameters()}
+        seen["parameters"] = {key: full_tensor(p.detach()).clone() for key, p in model.named_parameters()}
         seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
         seen["bytes"] = {
             "weights": nbytes(model.parameters()),
@@ -247,7 +247,7 @@ def work(folder, name, rank=0):
         patch.setattr(checkpoint.Saver, "save", watched_save)
         patch.setattr(train, "build_optimizer", watched_build)
         patch.setattr(train, "Updates", watched_updates)
-        patch.setattr(train, "settle_buckets", watched_settling)
+        patch.setattr(train, "warm_up_ddp_buckets", watched_settling)
         train.train(config)
     return seen
 
@@ -553,8 +553,8 @@ def test_the_first_way_that_fits_is_chosen():
 )
 def test_models_of_the_paper_on_cards_of_80_gigabytes(monkeypatch, file, ranks_a_node, ranks, parallel):
     monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
-    config = configure.load(HOUSE / "config" / f"{file}.toml", ["data.name=any", "train.batch_size=512"], ranks)
-    chosen = memory.settle(
+    config = configure.load(REPO_ROOT / "config" / f"{file}.toml", ["data.name=any", "train.batch_size=512"], ranks)
+    chosen = memory.choose_parallelism(
         config, parameter_shapes(config.model), torch.float16, ranks, ranks_a_node, torch.device("cuda")
     )
     assert chosen[0] == parallel
@@ -566,7 +566,7 @@ def test_way_that_the_ranks_do_not_allow_is_refused(tiny, monkeypatch, parallel,
     config = tiny()
     config = config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
     with pytest.raises(RunError, match=f"= {parallel} .* {ranks} rank.*set --train.parallel=auto"):
-        memory.settle(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
+        memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ def jobs(folder):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
     two = [*torchrun, "--standalone", "--nproc_per_node=2", __file__, folder]
     nodes = [*torchrun, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
@@ -620,7 +620,7 @@ def jobs(folder):
     started, ended = time.perf_counter(), {}
     processes = {
         name: subprocess.Popen(
-            command, cwd=HOUSE, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=REPO_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         for name, command in commands.items()
     }
@@ -715,7 +715,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("micro_batch", [4, 16])
 def test_peak_on_a_gpu_is_as_planned(micro_batch):
     """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under DDP."""
-    config = configure.load(HOUSE / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
+    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = model_module.GPT(config.model).cuda()

@@ -38,7 +38,7 @@ from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
 
 BYTES = ByteTokenizer()
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 FAKE_RANKS = b"".join(  # a file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them
     b"%s %d\n" % (b64encode(bytes(token)), rank)
     for rank, token in enumerate(
@@ -575,7 +575,7 @@ def test_two_processes_at_once(run, books, tmp_path, small_steps):
     with Writer(tmp_path / "out/text", BYTES):
         other = subprocess.run(
             [sys.executable, "-m", "data.prepare", *map(str, books), "--tokenizer", "bytes", "--out", tmp_path / "out"],
-            cwd=HOUSE,
+            cwd=REPO_ROOT,
             capture_output=True,
             text=True,
         )
@@ -969,7 +969,7 @@ def test_killed_at_random_moments(tmp_path):
 
     def begin():  # not into a pipe: whoever outlives the command would keep it open
         with open(tmp_path / "printed", "wb") as printed:
-            return subprocess.Popen(list(map(str, command)), cwd=HOUSE, stdout=printed, stderr=subprocess.DEVNULL)
+            return subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=subprocess.DEVNULL)
 
     assert begin().wait(120) == 0
     assert ", 2 workers" in (tmp_path / "printed").read_text()
@@ -1121,7 +1121,7 @@ def test_parts_of_gpt2_carry_its_ranks(run, five_files, tmp_path, monkeypatch):
     monkeypatch.setattr("data.tokenizer.RANKS_SHA256", hashlib.sha256(FAKE_RANKS).hexdigest())
     (tmp_path / "ranks").write_bytes(FAKE_RANKS)
     for i in (1, 2):
-        assert run(*five_files, "--tokenizer", "gpt2", "--ranks", tmp_path / "ranks", "--shard", f"{i}/2")[0] == 0
+        assert run(*five_files, "--tokenizer", "gpt2", "--bpe-ranks", tmp_path / "ranks", "--shard", f"{i}/2")[0] == 0
     assert run(*five_files, "--merge")[0] == 0
     assert documents_of(tmp_path / "out/text") == split_of(corpus_texts(), 0.2)
 
@@ -1176,7 +1176,7 @@ def test_parts_of_different_arguments(run, five_files, tmp_path, monkeypatch, ch
     monkeypatch.setattr("data.tokenizer.RANKS_SHA256", hashlib.sha256(FAKE_RANKS).hexdigest())
     (tmp_path / "ranks").write_bytes(FAKE_RANKS)
     assert run(*five_files, "--shard", "1/2")[0] == 0
-    assert run(*five_files, *changed, "--ranks", "ranks", "--shard", "2/2")[0] == 0
+    assert run(*five_files, *changed, "--bpe-ranks", "ranks", "--shard", "2/2")[0] == 0
     code, out = run(*five_files, "--merge")
     assert code == 2 and "were made with different arguments" in out and message in out
     assert not (tmp_path / "out/text").exists()
@@ -1546,7 +1546,7 @@ def test_list_names_every_corpus_with_its_licence(run):
         (["stdlib", "--val-fraction", "few"], "invalid float value: 'few'"),
         (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
         (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["stdlib", "--tokenizer", "gpt2", "--ranks", "absent"], "absent: cannot read GPT-2's ranks"),
+        (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's ranks"),
         (["stdlib", "--shard", "0/2"], "--shard 0/2: expected I/N with I from 1 to N, for instance 1/4"),
         (["stdlib", "--shard", "3/2"], "--shard 3/2: expected I/N"),
         (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
@@ -1682,7 +1682,7 @@ for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
     print(file, *peaks, file=sys.stderr)
     print(peaks[1] - peaks[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=HOUSE, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
     assert len(growth) == 3 and max(growth) < 25, done.stderr  # MB; the ids alone are 120

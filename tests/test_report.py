@@ -20,16 +20,17 @@ import numpy as np
 import pytest
 
 import configure
+import scripts.report.__main__ as report
 from eval.pages import write
 from eval.style import STYLES
 from runtime import checkpoint
-from scripts import report, report_pictures
-from scripts.report_claims import CLAIMS, MARGIN, differences, interval, judge_all, quantile
-from scripts.report_runs import NUMBERS, Paper, load, load_all, settings_of
+from scripts.report import pictures as report_pictures
+from scripts.report.claims import CLAIMS, MARGIN, differences, interval, judge_all, quantile
+from scripts.report.runs import NUMBERS, Paper, load, load_all, settings_of
 
-HOUSE = Path(__file__).parents[1]
-CONFIG = HOUSE / "config"
-RESULTS = HOUSE.parent / "shared/paper/results.json"
+REPO_ROOT = Path(__file__).parents[1]
+CONFIG = REPO_ROOT / "config"
+RESULTS = REPO_ROOT.parent / "shared/paper/results.json"
 
 
 # ---- made-up runs

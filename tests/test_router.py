@@ -523,7 +523,7 @@ def drown_in_weights(model):
 
 
 def without_lift(monkeypatch):
-    monkeypatch.setattr(router_module.Lift, "apply", lambda weights, logits: weights)
+    monkeypatch.setattr(router_module.DeadTokenGradient, "apply", lambda weights, logits: weights)
 
 
 def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch):

@@ -13,13 +13,14 @@ import torch
 from conftest import TINY
 
 import configure
+import eval.routing.__main__ as routing
 import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
-from eval import routing, routing_counts
-from eval.routing_counts import (
+from eval.routing import counts as routing_counts
+from eval.routing.counts import (
     Agreement,
     best_matching,
     coactivation,
@@ -35,7 +36,7 @@ from eval.routing_counts import (
     vocabulary_specialization,
     watched,
 )
-from eval.routing_pictures import side_by_side, visible
+from eval.routing.pictures import side_by_side, visible
 from model import GPT
 from router import ROUTERS
 from runtime.metrics import read

@@ -17,7 +17,7 @@ from model import GPT, Cache, parameter_shapes
 from runtime import memory
 from scripts import plan, sample
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 
 # ---- sample: the choice of a token
 
@@ -43,8 +43,8 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
 )
 def test_tokens_come_as_often_as_they_should(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000
-    choice = generation.Choice(temperature, top_k, top_p)
-    drawn = generation.draw(torch.tensor([LOGITS] * draws), choice, generator)
+    choice = generation.SamplingParams(temperature, top_k, top_p)
+    drawn = generation.sample_token(torch.tensor([LOGITS] * draws), choice, generator)
     counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
     expected = kept(LOGITS, temperature, top_k, top_p)
     for token, count in enumerate(counts):
@@ -64,13 +64,17 @@ def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed
     logits = [logit / 7 for logit in logits]
     allowed = kept(logits, temperature, top_k, min(1.0, top_p + 1e-5))
     generator = torch.Generator().manual_seed(seed)
-    drawn = generation.draw(torch.tensor([logits] * 20), generation.Choice(temperature, top_k, top_p), generator)
+    drawn = generation.sample_token(
+        torch.tensor([logits] * 20), generation.SamplingParams(temperature, top_k, top_p), generator
+    )
     assert set(drawn.tolist()) <= allowed.keys()
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_greedy_in_several_ways(choice):
-    assert generation.draw(torch.tensor([LOGITS, LOGITS[::-1]]), generation.Choice(**choice)).tolist() == [1, 4]
+    assert generation.sample_token(
+        torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice)
+    ).tolist() == [1, 4]
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -79,7 +83,9 @@ def test_repetition_penalty_is_that_of_transformers():
     seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
     wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
-    assert generation.draw(logits, generation.Choice(0, repetition_penalty=penalty), seen=seen).equal(wanted.argmax(1))
+    assert generation.sample_token(logits, generation.SamplingParams(0, repetition_penalty=penalty), seen=seen).equal(
+        wanted.argmax(1)
+    )
 
 
 # ---- sample: a model's continuations
@@ -88,7 +94,7 @@ def test_repetition_penalty_is_that_of_transformers():
 def small_model(**settings):
     values = {"model.n_embd": 32, "model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.vocab_size": 64}
     values |= {"model.expert_hidden": 8, "model.n_expert": 8, "model.top_k": 2, "model.init_std": 0.3, **settings}
-    config = configure.load(HOUSE / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]).model
+    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]).model
     torch.manual_seed(0)
     return GPT(config).eval()
 
@@ -124,7 +130,7 @@ def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
     """Past the block too, where the window slides."""
     model = small_model(**{"model.pos": pos})
     prompts = [[1, 2, 3], list(range(16)), [7]]
-    got = list(generation.generate(model, prompts, 20, generation.Choice(0)))
+    got = list(generation.generate(model, prompts, 20, generation.SamplingParams(0)))
     wanted = [without_cache(model, prompt, 20) for prompt in prompts]
     assert [list(row) for row in zip(*got, strict=True)] == wanted
     assert len(set(map(tuple, wanted))) == 3 and len(set(wanted[0])) > 2
@@ -134,25 +140,29 @@ def test_generation_costs_a_column_a_token(monkeypatch):
     model, columns = small_model(), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, past: (columns.append(idx.shape[1]), hidden(idx, past))[1])
-    assert len(list(generation.generate(model, [[1, 2, 3]], 16, generation.Choice()))) == 16
+    assert len(list(generation.generate(model, [[1, 2, 3]], 16, generation.SamplingParams()))) == 16
     assert columns == [3] + [1] * 13 + [16, 16]
 
 
 def test_rows_end_one_by_one():
     model = small_model()
-    plain = [list(row) for row in zip(*generation.generate(model, [[1], [2]], 14, generation.Choice(0)), strict=True)]
+    plain = [
+        list(row) for row in zip(*generation.generate(model, [[1], [2]], 14, generation.SamplingParams(0)), strict=True)
+    ]
     end = next(token for token in plain[0] if plain[0].index(token) > 2)
     at = plain[0].index(end) + 1
     rows = [
         list(row)
-        for row in zip(*generation.generate(model, [[1], [2]], 14, generation.Choice(0), end=end), strict=True)
+        for row in zip(*generation.generate(model, [[1], [2]], 14, generation.SamplingParams(0), end=end), strict=True)
     ]
     assert rows[0][:at] == plain[0][:at] and set(rows[0][at:]) <= {None}
-    alone = list(generation.generate(model, [[1]], 14, generation.Choice(0), end=end))
+    alone = list(generation.generate(model, [[1]], 14, generation.SamplingParams(0), end=end))
     assert [token for (token,) in alone] == plain[0][:at]  # and the model is not asked for more
 
 
-@pytest.mark.parametrize("choice", [generation.Choice(0), generation.Choice(), generation.Choice(top_k=5)])
+@pytest.mark.parametrize(
+    "choice", [generation.SamplingParams(0), generation.SamplingParams(), generation.SamplingParams(top_k=5)]
+)
 def test_padding_of_the_vocabulary_is_never_drawn(choice):
     tokens = list(generation.generate(small_model(), [[0]], 14, choice, vocab_size=3))
     assert {token for (token,) in tokens} <= {0, 1, 2}
@@ -236,7 +246,7 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
 
 def test_plan_of_the_largest_model(capsys):
     """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under FSDP2."""
-    assert plan.main([str(HOUSE / "config/1b3.toml"), "--gpus", "8", "--memory", "80", "--mfu", "0.4"]) == 0
+    assert plan.main([str(REPO_ROOT / "config/1b3.toml"), "--gpus", "8", "--memory", "80", "--mfu", "0.4"]) == 0
     out = capsys.readouterr().out
     assert "6,952.4 M in all, 1,315.3 M active" in out and "6.55 B: 50,000 steps of 131,072" in out
     columns = re.search(r"( +ddp.*)", out)[1].split("  ")
@@ -245,14 +255,14 @@ def test_plan_of_the_largest_model(capsys):
     state = [sum(float(parts[part][i]) for part in ("weights", "gradients", "optimizer")) for i in (0, 2)]
     assert [round(gib * 2**30 / 1e9) for gib in state] == [111, 14]
     assert out.splitlines()[-1] == "--train.parallel=fsdp"
-    flops = configure.load(HOUSE / "config/1b3.toml").train.max_steps * 131072 * 8.187e9
+    flops = configure.load(REPO_ROOT / "config/1b3.toml").train.max_steps * 131072 * 8.187e9
     assert float(re.search(r"([\d.]+) h on 8 x H100", out)[1]) == pytest.approx(
         flops / 8 / 989e12 / 0.4 / 3600, abs=0.1
     )
 
 
 def test_plan_for_nodes_and_for_too_little_memory(capsys):
-    file = str(HOUSE / "config/1b3.toml")
+    file = str(REPO_ROOT / "config/1b3.toml")
     assert plan.main([file, "--gpus=16"]) == 2
     assert (
         "set --train.batch_size=512 or --train.micro_batch_size=16, or start 1, 2, 4, 8 ranks"
@@ -267,7 +277,7 @@ def test_plan_for_nodes_and_for_too_little_memory(capsys):
 
 
 def test_plan_takes_the_mfu_of_a_run(tmp_path, capsys):
-    file, folder = str(HOUSE / "config/125m.toml"), tmp_path / "measured"
+    file, folder = str(REPO_ROOT / "config/125m.toml"), tmp_path / "measured"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(
         "".join(f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5))
@@ -291,7 +301,7 @@ def test_activations_are_what_autograd_keeps(router, dtype):
 
     def kept(n_layer):
         model = configure.load(
-            HOUSE / "config/125m.toml",
+            REPO_ROOT / "config/125m.toml",
             [f"--model.router={router}", f"--model.n_layer={n_layer}", "--model.vocab_size=64", "--model.n_embd=192"]
             + ["--model.block_size=256", "--model.expert_hidden=192", "--model.n_expert=16", "--model.top_k=4"],
         ).model
@@ -316,5 +326,5 @@ def test_activations_are_what_autograd_keeps(router, dtype):
 
 
 def test_shapes_without_the_model():
-    model = configure.load(HOUSE / "config/quickstart.toml", ["--model.router=kern-mc"]).model
+    model = configure.load(REPO_ROOT / "config/quickstart.toml", ["--model.router=kern-mc"]).model
     assert parameter_shapes(model) == {name: tuple(p.shape) for name, p in GPT(model).named_parameters()}

@@ -36,7 +36,7 @@ from runtime import RunError, checkpoint, folder
 from runtime.metrics import read
 from runtime.signals import EXIT_CODE, Stop
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # As hard as can be to go on from: dropout, selection biases, stops in the middle of a log interval, loss history.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
@@ -198,7 +198,7 @@ def test_train_py_ends_with_the_code_that_asks_for_another_start(tiny_file, tiny
     """The real program, and a signal from outside."""
     own = ["model.block_size=4", "eval.windows=200", "train.micro_batch_size=1", "train.max_steps=8", "eval.interval=2"]
     command = [sys.executable, "train.py", tiny_file, *(f"--{key}" for key in own)]
-    process = subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     metrics = folder.path_of(tiny()) / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and column(read(metrics), "train/loss")):
         time.sleep(0.01)
@@ -321,7 +321,7 @@ def jobs(module_file):
     processes = {
         name: subprocess.Popen(
             [*torchrun, __file__, module_file, name],
-            env=os.environ | {"PYTHONPATH": str(HOUSE)},
+            env=os.environ | {"PYTHONPATH": str(REPO_ROOT)},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from runtime.metrics import read
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -135,11 +135,13 @@ def test_sweep_refuses_bad_input(sweep_file, capsys):
 
 
 def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
-    assert sweep.main([str(HOUSE / "config/paper/sparsity.toml"), "--dry-run", "--gpu", "A100", "--mfu", "0.5"]) == 0
+    assert (
+        sweep.main([str(REPO_ROOT / "config/paper/sparsity.toml"), "--dry-run", "--gpu", "A100", "--mfu", "0.5"]) == 0
+    )
     out = capsys.readouterr().out
     configs = [
-        configure.load(HOUSE / "config/paper/sparsity.toml", point)
-        for point in configure.sweep_points(HOUSE / "config/paper/sparsity.toml")
+        configure.load(REPO_ROOT / "config/paper/sparsity.toml", point)
+        for point in configure.sweep_points(REPO_ROOT / "config/paper/sparsity.toml")
     ]
     assert "16 points, 0 finished; to do: 104.86 B tokens" in out  # 16 times 50,000 steps of 256 x 512
     hours = sum(plan.hours(config, 1, 312e12, 0.5) for config in configs)
@@ -148,7 +150,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
     total = sum(24 * sweep.count_parameters(config.model)[0] for config in configs) / 2**30
     assert f"checkpoints: {total:.1f} GiB at the end, {12 * 1_881_659_136 / 2**30:.1f} GiB more while" in out
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**9))
-    assert sweep.main([str(HOUSE / "config/paper/sparsity.toml"), "--dry-run"]) == 0
+    assert sweep.main([str(REPO_ROOT / "config/paper/sparsity.toml"), "--dry-run"]) == 0
     assert "warning: too little disk" in capsys.readouterr().out
     point = sweep.points_of(str(sweep_file), [])[0]
     monkeypatch.setattr(sweep.checkpoint, "steps", lambda folder: [3])
@@ -163,7 +165,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
 
 
 def test_a_rehearsal_is_smaller_in_all_that_goes_by_steps_and_lies_apart(sweep_file, capsys):
-    file = str(HOUSE / "config/paper/books3_512.toml")
+    file = str(REPO_ROOT / "config/paper/books3_512.toml")
     assert sweep.main([file, "--scale", "0.01", "--dry-run", "--run.dir=there"]) == 0
     out = capsys.readouterr().out
     assert "327.68 M tokens" in out  # a hundredth of 32.77 B
@@ -285,7 +287,7 @@ def test_ctrl_c_saves_all_points_and_they_go_on(sweep_file, tmp_path):
     runs = tmp_path / "runs"
     command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
     long = ["--train.max_steps=100_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
-    process = subprocess.Popen([*command, *long], cwd=HOUSE, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     metrics = [runs / f"tiny-{router}" / "metrics.jsonl" for router in ("dense", "kern")]
     deadline = time.time() + 120
     while not all(read(file)[-1:] and read(file)[-1]["step"] > 2 for file in metrics) and time.time() < deadline:

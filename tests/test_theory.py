@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval import theory, theory_exact, theory_pictures
+import eval.theory.__main__ as theory
 from eval.style import OTHERS, STYLES, style
-from eval.theory_exact import RELU, P, Z
+from eval.theory import exact as theory_exact
+from eval.theory import pictures as theory_pictures
+from eval.theory.exact import RELU, P, Z
 from router import ROUTERS
 
 # shared/paper/results.json, derived.monte_carlo, 4e5 samples each:

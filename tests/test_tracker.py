@@ -31,7 +31,7 @@ from runtime import checkpoint, folder
 from runtime.metrics import read
 from runtime.tracker import Tracker, numbers, pictures, start_wandb
 
-HOUSE = Path(train.__file__).parent
+REPO_ROOT = Path(train.__file__).parent
 
 # ---- what is sent of a line
 
@@ -262,7 +262,7 @@ def test_matplotlib_is_imported_for_pictures_alone(tiny_file):
         f"print('seen', 'wandb' in sys.modules, 'matplotlib' in sys.modules)\n"
         for words in ([], ["--log.wandb=offline", "--model.router=dense", "--run.name=dense"])
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=HOUSE, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO_ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     seen = [line for line in done.stdout.splitlines() if line.startswith("seen")]
     assert seen == ["seen False False", "seen True False"]
@@ -349,7 +349,7 @@ def test_a_dead_network_stops_nothing_and_the_key_is_nowhere(tiny_file, tmp_path
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, str(tiny_file), f"--log.wandb={mode}"],
-        cwd=HOUSE,
+        cwd=REPO_ROOT,
         env=environment | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY},
         capture_output=True,
         timeout=120,
@@ -491,7 +491,7 @@ def wandb_records(file):
 def test_the_sweep_for_agents_is_the_files(monkeypatch):
     """Its every combination, as an agent would call train.py, is one of scripts.sweep's points, in a folder of its
     own."""
-    monkeypatch.chdir(HOUSE)
+    monkeypatch.chdir(REPO_ROOT)
     sweep = yaml.safe_load(Path("config/wandb_sweep.yaml").read_text())
     parameters = {name: choice["values"] for name, choice in sweep["parameters"].items()}
     axes = tomllib.loads(Path("config/small.toml").read_text())["sweep"]
@@ -524,7 +524,7 @@ def test_a_run_of_an_agent_is_the_agents(tiny_file, tmp_path, monkeypatch):
     for name, value in {"SWEEP_ID": "sweep123", "DIR": str(tmp_path), "RUN_ID": "", "SWEEP_PARAM_PATH": ""}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)  # the agent sets these, and pytest takes them back
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.chdir(HOUSE)
+    monkeypatch.chdir(REPO_ROOT)
     agent = Agent(api=None, queue=None, sweep_id="sweep123")
     sweep = yaml.safe_load(Path("config/wandb_sweep.yaml").read_text())
     online = {"config/small.toml": str(file), "--log.wandb=online": "--log.wandb=offline"}

@@ -27,7 +27,7 @@ from runtime import RunError, checkpoint
 from runtime.distributed import Ranks
 from runtime.metrics import read
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[1]
 
 
 def folder_of(config):
@@ -397,7 +397,7 @@ def test_command_line_errors_are_one_message(tiny_file, change, arguments, words
     else:
         tiny_file.write_text(tiny_file.read_text() + change)
     command = [sys.executable, "train.py", tiny_file, *arguments]
-    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 3 and not done.stdout

@@ -24,13 +24,13 @@ from eval.trained import add_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
 from runtime.names import to_gpt2, to_hf
-from scripts.hf import card, check
-from scripts.hf.tokenizer_files import write_tokenizer
+from scripts.export import card, check
+from scripts.export.tokenizer_files import write_tokenizer
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[2]
 CODE = {  # file in an export: where it is here
-    "configuration_nanokern.py": "scripts/hf/configuration_nanokern.py",
-    "modeling_nanokern.py": "scripts/hf/modeling_nanokern.py",
+    "configuration_nanokern.py": "scripts/export/configuration_nanokern.py",
+    "modeling_nanokern.py": "scripts/export/modeling_nanokern.py",
     "router.py": "router.py",
     "torch_grouped.py": "kernels/torch_grouped.py",
     "LICENSE-code": "LICENSE",
@@ -104,7 +104,7 @@ def write(trained, tokenizer, run, folder, form, dtype):
     shutil.copy(run / "config.toml", folder)
     if form == "nanokern":
         for name, place in CODE.items():
-            shutil.copyfile(HOUSE / place, folder / name)
+            shutil.copyfile(REPO_ROOT / place, folder / name)
     (folder / "README.md").write_text(card.of(trained, tokenizer, run, form, dtype), "utf-8")
 
 

@@ -8,7 +8,7 @@
     python -m scripts.bench tune
     python -m scripts.bench data [FILES]
     python -m scripts.bench scaling config/quickstart.toml --model.router=kern [--ranks 1 2]
-    python -m scripts.bench eval [runs/NAME] --tasks-dir FOLDER [--limit 200] [--ranks FILE]
+    python -m scripts.bench eval [runs/NAME] --tasks-dir FOLDER [--limit 200] [--bpe-ranks FILE]
     python -m scripts.bench train config/125m.toml --seconds 560 --folder runs/race --data.name=NAME [--routers ...]
     python -m scripts.bench save config/125m.toml --model.n_layer=2 --train.micro_batch_size=1 --train.dtype=auto
 
@@ -54,14 +54,14 @@ import configure
 from data import DataError
 from router import ROUTERS
 from runtime import RunError
-from scripts.bench_data import bench_data
-from scripts.bench_eval import bench_eval
-from scripts.bench_moe import bench_moe, bench_tune
-from scripts.bench_peers import PEERS
-from scripts.bench_runs import bench_save, bench_scaling
-from scripts.bench_step import bench_experts, bench_length, bench_router, bench_step
-from scripts.bench_tools import DTYPES
-from scripts.bench_train import bench_train
+from scripts.bench.data import bench_data
+from scripts.bench.evaluation import bench_eval
+from scripts.bench.experts import bench_moe, bench_tune
+from scripts.bench.peers import PEERS
+from scripts.bench.runs import bench_save, bench_scaling
+from scripts.bench.step import bench_experts, bench_length, bench_router, bench_step
+from scripts.bench.tools import DTYPES
+from scripts.bench.train import bench_train
 
 COMMANDS = {  # name: (function, rounds, help)
     "moe": (bench_moe, 7, "the experts' kernels against what one would write without them"),
@@ -124,10 +124,10 @@ def build_parser():
         "--tasks-dir", required=True, metavar="FOLDER", help="TASK.jsonl of each of the paper's six tasks"
     )
     tasks.add_argument("--limit", type=int, default=200, help="documents a task (default: %(default)s)")
-    tasks.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
+    tasks.add_argument("--bpe-ranks", metavar="FILE", help="GPT-2's ranks")
     tasks.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
     data.add_argument("files", nargs="*", help="text as data.prepare takes it (default: Python's standard library)")
-    data.add_argument("--ranks", metavar="FILE", help="GPT-2's ranks")
+    data.add_argument("--bpe-ranks", metavar="FILE", help="GPT-2's ranks")
     scaling.add_argument("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="(default: 1 2)")
     scaling.add_argument("--steps", type=int, default=50, help="of a run (default: %(default)s)")
     save.add_argument("--folder", help="on the disk that is to be tried (default: the one for temporary files)")

@@ -8,7 +8,7 @@ import numpy as np
 
 from eval.pictures import finish, load_bar
 from eval.style import style
-from scripts.report_claims import differences, interval
+from scripts.report.claims import differences, interval
 
 MARKS = 12  # on a line, or not many more
 PAPERS = {"marker": "D", "markersize": 9, "color": "black", "markerfacecolor": "none", "linestyle": "none"}

@@ -19,8 +19,8 @@ import torch
 from data.bins import check, fingerprint, open_tokens, read_meta
 from data.loader import count_windows, fixed_windows
 from eval.pages import markdown, write
-from eval.routing_counts import MIN_COUNT, compare, count, describe
-from eval.routing_pictures import draw, visible
+from eval.routing.counts import MIN_COUNT, compare, count, describe
+from eval.routing.pictures import draw, visible
 from eval.trained import add_arguments, load_run
 from router import ROUTERS
 from runtime import distributed

@@ -13,10 +13,10 @@ import torch
 from data.bins import check
 from runtime import RunError, distributed
 from runtime.memory import human
-from scripts.bench_step import MFU, build, load_routers, shape_of, training_step, utilisation
-from scripts.bench_tools import Report, time_once
-from scripts.report_claims import differences, interval
-from scripts.report_runs import Arm, load
+from scripts.bench.step import MFU, build, load_routers, shape_of, training_step, utilisation
+from scripts.bench.tools import Report, time_once
+from scripts.report.claims import differences, interval
+from scripts.report.runs import Arm, load
 
 EVALUATIONS = 8
 SPARE = 0.85  # part of the time that is planned for

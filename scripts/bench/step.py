@@ -12,8 +12,8 @@ from router import ROUTERS, Router
 from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
 from runtime.updates import Updates
-from scripts.bench_peers import PEERS
-from scripts.bench_tools import DTYPES, Report, in_turns, is_hopper, medians, over, skip, synchronize, usable
+from scripts.bench.peers import PEERS
+from scripts.bench.tools import DTYPES, Report, in_turns, is_hopper, medians, over, skip, synchronize, usable
 from train import build_optimizer
 
 MFU = "MFU: tokens/s · (6 a token and active weight, head included, + 12·L·T·C) / the data sheet's dense peak"

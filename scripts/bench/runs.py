@@ -15,8 +15,8 @@ import configure
 from data.prepare import cores
 from runtime import RunError, checkpoint, distributed
 from runtime.metrics import read as read_metrics
-from scripts.bench_step import build, training_step
-from scripts.bench_tools import describe, synchronize
+from scripts.bench.step import build, training_step
+from scripts.bench.tools import describe, synchronize
 
 
 def bench_scaling(args, overrides):

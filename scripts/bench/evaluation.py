@@ -14,10 +14,10 @@ from eval.trained import load_run
 from model import GPT
 from runtime import RunError, distributed
 from runtime.names import from_gpt2
-from scripts.bench_tools import describe, synchronize
-from scripts.hf.tokenizer_files import write_tokenizer
+from scripts.bench.tools import describe, synchronize
+from scripts.export.tokenizer_files import write_tokenizer
 
-HOUSE = Path(__file__).parents[1]
+REPO_ROOT = Path(__file__).parents[2]
 BATCH_SIZES = (1, 8, 32)  # of HFLM; 1 is what it does unless told otherwise
 SHAPE = ("n_layer=6", "n_head=8", "n_embd=256", "top_k=8", "expert_hidden=128", "router=dense", "pos=learned")
 
@@ -68,16 +68,16 @@ def models_of(args, scratch, overrides):
     """(GPT, transformers' model, Tokenizer, transformers' tokenizer), of the same weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from scripts.export import export
+    from scripts.export.__main__ import export
 
     if args.run:
         trained, tokenizer = load_run(args.run)
         export(args.run, scratch / "export")
         theirs = AutoModelForCausalLM.from_pretrained(scratch / "export", trust_remote_code=True)
         return trained.model, theirs.eval(), tokenizer, AutoTokenizer.from_pretrained(scratch / "export")
-    tokenizer = load_tokenizer("gpt2", args.ranks)
+    tokenizer = load_tokenizer("gpt2", args.bpe_ranks)
     write_tokenizer(tokenizer, scratch, 512)
-    config = configure.load(HOUSE / "config/125m.toml", [*(f"model.{part}" for part in SHAPE), *overrides]).model
+    config = configure.load(REPO_ROOT / "config/125m.toml", [*(f"model.{part}" for part in SHAPE), *overrides]).model
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(
         GPT2Config(

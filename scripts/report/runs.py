@@ -18,7 +18,7 @@ from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.metrics import read
 
-NUMBERS = Path(__file__).with_name("paper_numbers.toml")
+NUMBERS = Path(__file__).parents[2] / "eval/paper_numbers.toml"
 EXPERIMENTS = NUMBERS.parents[1] / "config/paper"
 PAPER_STEPS = 50_000
 OF_ARM = (

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from runtime import RunError, distributed
-from scripts.bench_tools import DTYPES, Report, in_turns, is_hopper, medians, over, usable
+from scripts.bench.tools import DTYPES, Report, in_turns, is_hopper, medians, over, usable
 
 DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}  # N C H E K: 2,048 and 512 rows an expert
 CEILING = {"cuda": (4096, 6144, 8192), "cpu": (1024, 2048)}  # sides of square products

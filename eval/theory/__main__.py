@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from eval import theory_exact as exact
+from eval.theory import exact
 from kernels import expert_mlp
 from router import EPS, ROUTERS, Router, RouterSpec, Routing, monte_carlo_scale
 
@@ -447,10 +447,10 @@ def main(argv=None):
         strays += [row.claim for row in rows if not row.agrees()]
         results[name] = {"rows": [asdict(row) for row in rows], "curves": curves}
         if args.out:
-            from eval import theory_pictures
+            from eval.theory import pictures
 
             args.out.mkdir(parents=True, exist_ok=True)
-            theory_pictures.draw(name, curves, args.out / f"theory-{name}.png")
+            pictures.draw(name, curves, args.out / f"theory-{name}.png")
     if args.out:
         report = {"samples": args.samples, "seed": args.seed, "torch": torch.__version__, "claims": results}
         (args.out / "theory.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -19,9 +19,9 @@ from configure.schema import KEYS
 from eval.pages import write
 from model import count_parameters
 from runtime import RunError
-from scripts import report_pictures as pictures
-from scripts.report_claims import HOW, differences, interval, judge_all
-from scripts.report_runs import OF_ARM, PAPER_STEPS, Paper, load_all, settings_of, slug
+from scripts.report import pictures
+from scripts.report.claims import HOW, differences, interval, judge_all
+from scripts.report.runs import OF_ARM, PAPER_STEPS, Paper, load_all, settings_of, slug
 
 COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "load imbalance")
 COST = """That a router costs nothing is no claim to judge by runs that are timed one after another:

@@ -17,13 +17,13 @@ from data.prepare import cores
 from data.readers import read
 from data.sources import local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
-from scripts.bench_tools import describe, in_turns
+from scripts.bench.tools import describe, in_turns
 
 PREPARED_CHARACTERS = 300_000_000  # so that a whole preparation outlasts its start
 
 
 def bench_data(args, overrides):
-    tokenizer = load_tokenizer("gpt2", args.ranks)
+    tokenizer = load_tokenizer("gpt2", args.bpe_ranks)
     inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
     encoder = Encoder(tokenizer, val_fraction=0.01)
     documents = [raw for file in inputs for raw in read(file, "text")]
@@ -44,7 +44,7 @@ def bench_data(args, overrides):
             Path(source, f"{i}-{number}{end}").symlink_to(Path(file.url).resolve())
 
     def whole_preparation():
-        ranks = ["--ranks", args.ranks] if args.ranks else []
+        ranks = ["--bpe-ranks", args.bpe_ranks] if args.bpe_ranks else []
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             command = ["text", "--source", str(source), "--out", folder.name, "--name", "bench", "--force", *ranks]
             assert prepare.main(command) == 0

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import font_manager
 
 from eval.pictures import LOADS, POWERS, finish, load_bar
-from eval.routing_counts import coactivation
+from eval.routing.counts import coactivation
 from eval.style import style
 
 COLUMNS = 6  # of layers in a grid

@@ -1,0 +1,60 @@
+"""What every command puts out: files that are there in full or not at all, aligned tables, one-line reasons.
+
+Imports nothing but the standard library, so that any package may use it.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
+    """Write a file so that a reader, or a kill at any moment, finds the old content or the new, never a part.
+
+    Args:
+        path: the file; its folder exists. The temporary file beside it is `path` + "." + the process id + ".tmp".
+        data: the whole content; text is encoded as UTF-8.
+        durable: also survive a power failure, at the cost of two waits for the disk.
+
+    Raises:
+        OSError: the file cannot be written; `path` is unchanged.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Make the names in `folder` (files created, renamed or removed) survive a power failure. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned text with a rule under the head: the first `left` columns to the left, the others to the right."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    return "\n".join([aligned[0].rstrip(), "-" * len(aligned[0]), *(line.rstrip() for line in aligned[1:])])
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
