@@ -97,6 +97,17 @@ def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.nd
     return out.astype(np.int64)
 
 
+def stream_seed(seed: int, *numbers: int) -> int:
+    """A seed in [0, 2^63) for the random stream of `seed` and `numbers`, for instance (step, rank).
+
+    The same on every platform and Python version, unlike `hash`. The order of `numbers` matters.
+    """
+    state = np.zeros(1, np.uint64)
+    for number in (seed, *numbers):
+        state = _mix(state + np.uint64(number % 2**64))
+    return int(state[0] >> np.uint64(1))
+
+
 def _feistel(x: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
     """A permutation of [0, 4^half), a different one for each of `keys`."""
     mask = (np.uint64(1) << half) - np.uint64(1)
