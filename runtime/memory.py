@@ -1,17 +1,24 @@
-"""What a training step needs of a GPU's memory, reckoned before anything is allocated, and which way of sharing fits.
+"""Estimate a training step's GPU memory before anything is allocated, and choose a parallelism that fits.
 
 Weights, gradients and optimizer state are exact. Activations, logits and working copies are counted from what autograd
-keeps for the backward pass; docs/scale.md has the terms, and what they were measured against.
+saves for the backward pass; docs/scale.md has the terms and the measurements they were compared with.
 """
 
+from collections.abc import Mapping, Sequence
 from math import ceil, log2, prod
 from typing import NamedTuple
 
+import torch
+
+from configure import Config
+from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
 from runtime import RunError, distributed
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
-REST = {"float32": 0, "float16": 2, "bfloat16": 2}  # bytes of a weight's copy in the type autocast computes in
+CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2}  # per element of a copy in autocast's compute type
+
+Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 
 
 class Memory(NamedTuple):
@@ -20,40 +27,48 @@ class Memory(NamedTuple):
     weights: int
     gradients: int
     optimizer: int  # AdamW's two moments
-    copies: int  # weights cast to the compute type, and under FSDP2 gathered ones with their gradients
+    copies: int  # weights cast to the compute type; under FSDP2 also gathered weights and their gradients
     activations: int
     logits: int
 
     @property
-    def state(self):
-        """What is there whatever the batch."""
+    def state(self) -> int:
+        """Bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer
 
 
-def plan(shapes, model, micro_batch_size, dtype, parallel, shards, checkpointing):
-    """Memory of one rank.
+def estimate_memory(
+    shapes: Shapes, model: Model, micro_batch_size: int, dtype: str, parallel: str, shards: int, checkpointing: bool
+) -> Memory:
+    """Estimate the memory of one rank at the peak of a training step.
 
-    `shapes` is {name: shape} of the model's parameters, `model` has the attributes of `configure.schema.Model`, `dtype`
-    is a name such as "float16", `parallel` is "ddp" (one rank too), "fsdp" or "hsdp", `shards` the number of ranks that
-    share a tensor.
+    Args:
+        shapes: the model's parameters.
+        model: the config's [model].
+        micro_batch_size: sequences per rank per forward pass.
+        dtype: the type autocast computes in: "float32", "float16" or "bfloat16".
+        parallel: "ddp" (also for one rank), "fsdp" or "hsdp".
+        shards: ranks that a tensor is split across; 1 for "ddp".
+        checkpointing: whether activation checkpointing is on.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     in_mlp = sum(size for name, size in sizes.items() if name.startswith("blocks.0.mlp."))
     in_block = sum(size for name, size in sizes.items() if name.startswith("blocks.0.")) - in_mlp
     outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
-    kept_blocks = 1 if checkpointing else model.n_layer  # whose casts autograd keeps
-    copies = REST[dtype] * (outside + kept_blocks * in_block)
+    cast_blocks = 1 if checkpointing else model.n_layer  # autograd keeps the casts of these
+    b = CAST_BYTES[dtype]
+    copies = b * (outside + cast_blocks * in_block)
     if parallel == "ddp":
         parameters = sum(sizes.values())
-        copies += REST[dtype] * kept_blocks * in_mlp
+        copies += b * cast_blocks * in_mlp
     else:
         parameters = sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes.values())
-        # Two blocks are gathered at a time, one more is in the buffer it comes in, one has gradients, which go out in
-        # fp32; what is outside of blocks stays gathered.
-        copies += (4 * (REST[dtype] or 4) + 4) * in_mlp + 5 * 4 * in_block + 2 * 4 * outside
+        # FSDP2 holds two gathered blocks, the buffer a third arrives in, and the fp32 gradients of one that are being
+        # reduced. Parameters outside of blocks stay gathered.
+        copies += (4 * (b or 4) + 4) * in_mlp + 5 * 4 * in_block + 2 * 4 * outside
     tokens = micro_batch_size * model.block_size
     layer = activation_bytes(model, tokens, dtype)
-    per_layer = 4 * tokens * model.n_embd if checkpointing else layer  # a block's input
+    per_layer = 4 * tokens * model.n_embd if checkpointing else layer  # a block's fp32 input
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
@@ -64,18 +79,18 @@ def plan(shapes, model, micro_batch_size, dtype, parallel, shards, checkpointing
     )
 
 
-def logits_bytes(model, tokens, dtype):
-    """What the LM head takes besides its weight and its input (kernels/cross_entropy.py), bytes."""
-    b = REST[dtype] or 4
+def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
+    """Bytes that the LM head and its loss take besides the head's weight and input (kernels/cross_entropy.py)."""
+    b = CAST_BYTES[dtype] or 4
     V, C = model.vocab_size, model.n_embd
     chunk = chunk_rows(tokens, V, b) * V * b
-    gradient = 4 * V * C  # of the weight, before the loss's own gradient is known; then scaled, beside it
+    gradient = 4 * V * C  # of the weight; later a copy scaled by the loss's own gradient is beside it
     return b * tokens * C + gradient + max(chunk, gradient)
 
 
-def activation_bytes(model, tokens, dtype):
-    """What autograd keeps of one block, bytes."""
-    b = REST[dtype] or 4
+def activation_bytes(model: Model, tokens: int, dtype: str) -> int:
+    """Bytes that autograd saves of one block for `tokens` tokens."""
+    b = CAST_BYTES[dtype] or 4
     C, H, K, E = model.n_embd, model.expert_hidden, model.top_k, model.n_expert
     # Attention: its LayerNorm's input (fp32) and output, q k v, its output. Second LayerNorm: input, output.
     bytes_per_token = (4 + b + 3 * b + b) * C + (4 + b) * C
@@ -87,81 +102,92 @@ def activation_bytes(model, tokens, dtype):
     return tokens * bytes_per_token
 
 
-def ways(world_size, local_size):
-    """{how ranks can share a model: how many share a tensor}, least traffic first. A node has `local_size` of them."""
-    ways = {"ddp": 1}
+def list_parallelisms(world_size: int, local_size: int) -> dict[str, int]:
+    """The possible values of train.parallel and how many ranks split a tensor under each, least traffic first.
+
+    Args:
+        world_size: ranks of the job.
+        local_size: ranks per node.
+    """
+    shards = {"ddp": 1}
     if world_size > local_size > 1 and world_size % local_size == 0:
-        ways["hsdp"] = local_size
+        shards["hsdp"] = local_size
     if world_size > 1:
-        ways["fsdp"] = world_size
-    return ways
+        shards["fsdp"] = world_size
+    return shards
 
 
-def choose_parallelism(config, shapes, dtype, world_size, local_size, device):
-    """(how the ranks share the model, the Memory that takes on each): what the config says, or the first that fits.
+def choose_parallelism(
+    config: Config, shapes: Shapes, dtype: torch.dtype, world_size: int, local_size: int, device: torch.device
+) -> tuple[str, Memory]:
+    """Resolve train.parallel: what the config names, or for "auto" the first parallelism that fits the device.
 
-    Raises RunError if there are not the ranks for it, or if not even the state fits where the device's memory is known.
+    Returns:
+        "ddp", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
+
+    Raises:
+        RunError: it needs more ranks, or the device's memory is known and smaller than the state alone.
     """
     capacity = distributed.memory_bytes(device)
-    possible = ways(world_size, local_size)
+    possible = list_parallelisms(world_size, local_size)
     if config.train.parallel not in ("auto", *possible):
         raise RunError(
-            f"train.parallel = {config.train.parallel} cannot be with {world_size} rank(s), {local_size} on this node: "
-            f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
+            f"train.parallel = {config.train.parallel} is not possible with {world_size} rank(s), {local_size} on this "
+            f"node: set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
     name, checkpointing = str(dtype).removeprefix("torch."), config.train.activation_checkpointing
-    plans = {
-        way: plan(shapes, config.model, config.train.micro_batch_size, name, way, shards, checkpointing)
-        for way, shards in possible.items()
-        if config.train.parallel in ("auto", way)
+    estimates = {
+        parallel: estimate_memory(
+            shapes, config.model, config.train.micro_batch_size, name, parallel, shards, checkpointing
+        )
+        for parallel, shards in possible.items()
+        if config.train.parallel in ("auto", parallel)
     }
-    chosen = choose(plans, capacity)
-    check(chosen, plans[chosen], capacity, world_size)
-    return chosen, plans[chosen]
+    chosen = select_fitting(estimates, capacity)
+    check_state_fits(chosen, estimates[chosen], capacity, world_size)
+    return chosen, estimates[chosen]
 
 
-def choose(plans, capacity):
-    """The first of `plans` ({parallel: Memory}) that fits into `capacity` bytes, or the last; the first if `capacity`
-    is None, which is not known."""
-    for parallel, memory in plans.items():
-        if capacity is None or sum(memory) <= USABLE * capacity:
-            return parallel
-    return parallel
+def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:
+    """The first key whose memory fits into `capacity` bytes, or the last; the first if capacity is None (unknown)."""
+    fitting = (name for name, memory in estimates.items() if capacity is None or sum(memory) <= USABLE * capacity)
+    return next(fitting, list(estimates)[-1])
 
 
-def check(parallel, memory, capacity, world_size):
-    """Raises RunError if not even weights, gradients and optimizer state fit into `capacity` bytes, where known."""
+def check_state_fits(parallel: str, memory: Memory, capacity: int | None, world_size: int) -> None:
+    """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
     if capacity is None or memory.state <= capacity:
         return
-    needed = f"weights, gradients and AdamW need {human(memory.state)} a GPU, this one has {human(capacity)}"
+    needed = f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has "
+    needed += format_bytes(capacity)
     if parallel == "ddp":
-        ranks = power_of_two(memory.state / (USABLE * capacity))
+        ranks = _next_power_of_two(memory.state / (USABLE * capacity))
         remedy = "set --train.parallel=fsdp"
         remedy += f" on {ranks} GPUs (torchrun --nproc_per_node={ranks})" if ranks > world_size else ""
     elif parallel == "hsdp":
         remedy = "set --train.parallel=fsdp, which shards over all nodes"
     else:
-        remedy = f"start {power_of_two(world_size * memory.state / (USABLE * capacity))} ranks"
+        remedy = f"start {_next_power_of_two(world_size * memory.state / (USABLE * capacity))} ranks"
     raise RunError(f"{needed}: {remedy}")
 
 
-def power_of_two(least):
-    """The next, which divides most batches; 2 at least."""
+def _next_power_of_two(least: float) -> int:
+    """A power of two divides most batch sizes; 2 at least."""
     return 2 ** max(1, ceil(log2(least)))
 
 
-def human(size):
+def format_bytes(size: float) -> str:
     """A number of bytes as text, such as "1.9 GiB"."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
-def describe(parallel, memory, capacity):
-    """One line for the start of a run."""
-    parts = ", ".join(f"{name} {human(size)}" for name, size in memory._asdict().items() if size)
-    line = f"{parallel}, about {human(sum(memory))} a rank: {parts}"
+def describe(parallel: str, memory: Memory, capacity: int | None) -> str:
+    """One line about `memory` for the start of a run; `capacity` in bytes, None if unknown."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory._asdict().items() if size)
+    line = f"{parallel}, about {format_bytes(sum(memory))} a rank: {parts}"
     if capacity is not None and sum(memory) > USABLE * capacity:
         line += (
-            f"; of {human(capacity)} there may be too little: a smaller train.micro_batch_size or "
-            f"train.activation_checkpointing = true spares some"
+            f"; the device's {format_bytes(capacity)} may be too little: set a smaller train.micro_batch_size or "
+            f"train.activation_checkpointing = true"
         )
     return line

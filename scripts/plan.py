@@ -15,6 +15,7 @@ import configure
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime import memory
 from runtime.distributed import PEAK_FLOPS
+from runtime.memory import format_bytes
 from runtime.metrics import read
 
 
@@ -22,10 +23,10 @@ def plans(config, gpus, gpus_per_node):
     """{"ddp", "ddp, checkpointing", ...: Memory} of one of `gpus`."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "bfloat16")
     return {
-        parallel + ", checkpointing" * checkpointing: memory.plan(
+        parallel + ", checkpointing" * checkpointing: memory.estimate_memory(
             shapes, config.model, config.train.micro_batch_size, dtype, parallel, n, checkpointing
         )
-        for parallel, n in memory.ways(gpus, min(gpus, gpus_per_node)).items()
+        for parallel, n in memory.list_parallelisms(gpus, min(gpus, gpus_per_node)).items()
         for checkpointing in (False, True)
     }
 
@@ -70,19 +71,19 @@ def report(config, args):
     yield f"  FLOPs a token    {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)"
     steps = config.train.max_steps
     yield f"  tokens           {count / 1e9:.2f} B: {steps:,} steps of {count // steps:,}"
-    yield f"  a checkpoint     {memory.human(checkpoint)}, {config.train.keep_checkpoints} kept and one being written"
+    yield f"  a checkpoint     {format_bytes(checkpoint)}, {config.train.keep_checkpoints} kept and one being written"
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
     yield f"  time             {time:,.1f} h on {gpus}, {time * args.gpus:,.0f} GPU hours"
     here = min(args.gpus, args.gpus_per_node)
-    yield f"  host memory      {memory.human(4 * total * here)} a node at the start: {here} ranks make the model whole"
+    yield f"  host memory      {format_bytes(4 * total * here)} a node at the start: {here} ranks make the model whole"
     yield ""
     yield f"memory of each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
     columns = plans(config, args.gpus, args.gpus_per_node)
     width = max(map(len, columns)) + 2
     yield " " * 14 + "".join(f"{name:>{width}}" for name in columns)
     for part in memory.Memory._fields:
-        yield f"  {part:12}" + "".join(f"{memory.human(getattr(plan, part)):>{width}}" for plan in columns.values())
-    yield f"  {'sum':12}" + "".join(f"{memory.human(sum(plan)):>{width}}" for plan in columns.values())
+        yield f"  {part:12}" + "".join(f"{format_bytes(getattr(plan, part)):>{width}}" for plan in columns.values())
+    yield f"  {'sum':12}" + "".join(f"{format_bytes(sum(plan)):>{width}}" for plan in columns.values())
     capacity = args.memory * 2**30
     verdicts = ["fits" if sum(plan) <= memory.USABLE * capacity else "too large" for plan in columns.values()]
     yield f"  {f'in {args.memory:g} GiB':12}" + "".join(f"{verdict:>{width}}" for verdict in verdicts)

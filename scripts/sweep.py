@@ -29,7 +29,7 @@ import configure
 from model import count_parameters
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
-from runtime.memory import human
+from runtime.memory import format_bytes
 from runtime.metrics import read
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
@@ -216,7 +216,8 @@ def totals(points, left, args, shares):
     root = next(path for path in (Path(left[0].config.run.dir).absolute() / "_").parents if path.exists())
     free = shutil.disk_usage(root).free
     line += f"; to do: {amount} tokens, {hours:,.1f} GPU hours ({args.gpu}, MFU {mfu:.2f}{on})\n"
-    line += f"checkpoints: {human(disk)} at the end, {human(written)} more while they are written; {human(free)} free"
+    line += f"checkpoints: {format_bytes(disk)} at the end, {format_bytes(written)} more while they are written; "
+    line += f"{format_bytes(free)} free"
     return line + "\nwarning: too little disk: lower --train.keep_checkpoints" * (disk + written > free)
 
 

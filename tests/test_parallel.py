@@ -496,7 +496,7 @@ def test_sharded_checkpoint_is_read_by_one_process(outcome):
 def planned(config, parallel, shards):
     dtype = config.train.dtype
     shapes, micro_batch = parameter_shapes(config.model), config.train.micro_batch_size
-    return memory.plan(
+    return memory.estimate_memory(
         shapes, config.model, micro_batch, dtype, parallel, shards, config.train.activation_checkpointing
     )
 
@@ -543,8 +543,8 @@ SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0,
 def test_the_first_way_that_fits_is_chosen():
     plans = {"ddp": SMALL, "hsdp": SMALL._replace(activations=2**31), "fsdp": SMALL._replace(activations=0)}
     for gibibytes, parallel in ((9, "ddp"), (8, "hsdp"), (7, "hsdp"), (6, "fsdp"), (1, "fsdp")):
-        assert memory.choose(plans, gibibytes * 2**30) == parallel
-    assert memory.choose(plans, None) == "ddp"
+        assert memory.select_fitting(plans, gibibytes * 2**30) == parallel
+    assert memory.select_fitting(plans, None) == "ddp"
 
 
 @pytest.mark.parametrize(
@@ -580,10 +580,10 @@ def test_way_that_the_ranks_do_not_allow_is_refused(tiny, monkeypatch, parallel,
 )
 def test_device_known_to_be_too_small_is_refused(parallel, ranks, words):
     with pytest.raises(RunError, match=re.escape("need 4.0 GiB a GPU, this one has 3.0 GiB")) as caught:
-        memory.check(parallel, SMALL, 3 * 2**30, ranks)
+        memory.check_state_fits(parallel, SMALL, 3 * 2**30, ranks)
     assert str(caught.value).endswith(words)
-    memory.check(parallel, SMALL, 4 * 2**30, ranks)
-    memory.check(parallel, SMALL, None, ranks)
+    memory.check_state_fits(parallel, SMALL, 4 * 2**30, ranks)
+    memory.check_state_fits(parallel, SMALL, None, ranks)
 
 
 def test_run_that_cannot_fit_is_refused_before_anything_is_made(tiny, monkeypatch):
@@ -729,5 +729,5 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
         updates.step(0, 1e-4, loss.detach())
         optimizer.zero_grad(set_to_none=False)
     shapes = parameter_shapes(config.model)
-    planned = memory.plan(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
+    planned = memory.estimate_memory(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
     assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

@@ -12,7 +12,7 @@ import torch
 
 from data.bins import check
 from runtime import RunError, distributed
-from runtime.memory import human
+from runtime.memory import format_bytes
 from scripts.bench.step import MFU, build, load_routers, shape_of, training_step, utilisation
 from scripts.bench.tools import Report, time_once
 from scripts.report.claims import differences, interval
@@ -94,7 +94,7 @@ def train(folder, router, arguments):
         shutil.rmtree(checkpoints, ignore_errors=True)
     if code:
         raise RunError(f"{router}: train.py ended with exit code {code}; {log} has its words")
-    print(f"{router}: {time.monotonic() - began:.0f} s; its checkpoint of {human(size)} is removed", flush=True)
+    print(f"{router}: {time.monotonic() - began:.0f} s; its checkpoint of {format_bytes(size)} is removed", flush=True)
     return True
 
 
