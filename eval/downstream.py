@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 import tempfile
-import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 
 from data.bins import sha256_of
 from eval.pages import markdown
+from eval.paper import find_paper_table
 from eval.trained import add_arguments, load_run
 from runtime import RunError, checkpoint, distributed, writing
 from runtime.tracker import start_wandb
@@ -42,7 +42,6 @@ COLUMNS = {
     "sciq": {"support", "question", "distractor1", "distractor2", "distractor3", "correct_answer"},
     "winogrande": {"sentence", "option1", "option2", "answer"},
 }
-NUMBERS = Path(__file__).with_name("paper_numbers.toml")
 
 
 def harness():
@@ -198,12 +197,9 @@ def evaluate(lm_eval, manager, adapter, spec, args):
 
 def paper_row(config):
     """{task: the paper's accuracy, a fraction; also "average"} for the run's router and width; {} if it has none."""
-    for table in tomllib.loads(NUMBERS.read_text())["downstream"]:
-        if all(getattr(config.model, key.split(".")[1]) == value for key, value in table["where"].items()):
-            printed = table["accuracy"].get(config.model.router, {})
-            names = PAPER | {"average": "Avg"}
-            return {task: printed[name] / 100 for task, name in names.items() if name in printed}
-    return {}
+    values = {f"model.{key}": value for key, value in config.model.model_dump().items()}
+    printed = find_paper_table("downstream", values).get("accuracy", {}).get(config.model.router, {})
+    return {task: printed[name] / 100 for task, name in (PAPER | {"average": "Avg"}).items() if name in printed}
 
 
 def table(results, config):

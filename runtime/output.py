@@ -5,6 +5,7 @@ Imports nothing but the standard library, so that any package may use it.
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -58,3 +59,10 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require_packages(*names: str, requirements: str = "requirements-report.txt") -> None:
+    """Raise ValueError that names the command to install them if one of these optional packages is missing."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: pip install -r {requirements}")

@@ -21,7 +21,7 @@ import pytest
 
 import configure
 import scripts.report.__main__ as report
-from eval.pages import write
+from eval.pages import write_page
 from eval.style import STYLES
 from runtime import checkpoint
 from scripts.report import pictures as report_pictures
@@ -879,14 +879,14 @@ def test_words_in_a_page(tmp_path):
     """Of Markdown's marks bold and code count, and a | ends no cell."""
     blocks = [("h1", "a < b & c"), ("p", "x <script>y</script> **z** `w<v`"), ("list", ["one", "<two>"])]
     blocks += [("table", ["a|b", "n"], [["x | y", "+0.1 [0, 1] **ok**"], ["p", "+0.1 [0, 1]"], ["q", "1 ± 2"]])]
-    write(blocks, tmp_path)
+    write_page(blocks, tmp_path)
     html, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     assert_self_contained(html)
     assert "<h1>a &lt; b &amp; c</h1>" in html and "<title>a &lt; b &amp; c</title>" in html
     assert "<b>z</b> <code>w&lt;v</code>" in html and "<li>&lt;two&gt;</li>" in html
     cells = re.findall("<td>(.*?)</td>", html)
     assert cells[:2] == ["x | y", "+0.1 [0,\u00a01] <b>ok</b>"]  # may break before and after the interval
-    assert cells[3::2] == ["+0.1\u00a0[0,\u00a01]", "1 ±\u00a02"]
+    assert cells[3::2] == ["+0.1 [0,\u00a01]", "1 ±\u00a02"]
     assert "| a\\|b | n |\n| --- | --: |\n| x \\| y | +0.1 [0, 1] **ok** |" in text
     assert "<" not in text and "# a &lt; b &amp; c" in text
 
