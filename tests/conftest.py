@@ -1,9 +1,10 @@
-"""A tiny corpus and a tiny model that several rooms train on."""
+"""A tiny corpus and a tiny model config that the tests of several packages share."""
 
 import logging
 import os
 import random
 from base64 import b64encode
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from itertools import islice, product
 from pathlib import Path
@@ -17,13 +18,13 @@ from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from runtime import checkpoint
 
-# Matrices are tiny here: a second thread costs more than it brings, and where cores are shared a hundred times more.
+# Matrices are tiny here: a second thread makes them slower, up to 100 times where cores are shared.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined, so before any test imports them
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product; see be_deterministic
-logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would fill the report of a failing test
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined: set it before any test imports one
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matrix product
+logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would flood the report of a failing test
 
 WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]
 
@@ -67,8 +68,8 @@ interval = 1
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    """A folder of data sets that holds one: `tiny`, 33 kB of training text as bytes."""
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one prepared corpus, `tiny`: 33 kB of training text, tokenized as bytes."""
     folder = tmp_path_factory.mktemp("data")
     tokenizer, choice = ByteTokenizer(), random.Random(0).choice
     with Writer(folder / "tiny", tokenizer) as writer:
@@ -81,7 +82,7 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
-def tiny_file(tmp_path, corpus):
+def tiny_file(tmp_path: Path, corpus: Path) -> Path:
     """A config file: 2 layers, 8 experts, 4 steps on the tiny corpus, runs under tmp_path."""
     file = tmp_path / "tiny.toml"
     file.write_text(TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix()))
@@ -89,42 +90,42 @@ def tiny_file(tmp_path, corpus):
 
 
 @pytest.fixture
-def tiny(tiny_file):
-    """`tiny("train.max_steps=9")`: the Config of that file with overrides."""
+def tiny(tiny_file: Path) -> Callable[..., configure.Config]:
+    """A function: `tiny("train.max_steps=9")` is the Config of `tiny_file` with that override."""
     return lambda *overrides: configure.load(tiny_file, overrides)
 
 
 @pytest.fixture(scope="session")
 def fake_ranks() -> bytes:
-    """A file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them."""
+    """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 pairs of bytes."""
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
 @pytest.fixture
-def canary(tmp_path):
-    """A file that exists once a payload has run."""
+def canary(tmp_path: Path) -> Iterator[Path]:
+    """A path for `Payload` to create; the test fails if the file exists at its end."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists(), "the payload ran"
 
 
 class Payload:
-    """Pickled, it makes the file `path` when it is read."""
+    """An object whose pickle creates the file `path` when it is loaded."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Path.touch, (self.path,)
 
 
 @pytest.fixture
-def saves_end_first(monkeypatch):
-    """A function: from its call on training waits for each save to end."""
+def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function: after it is called, training waits until each checkpoint is written."""
 
-    def saving(saver, *args):
+    def saving(saver: checkpoint.Saver, *args: object) -> None:
         save(saver, *args)
         futures.wait([saver.pending])
 

@@ -1,9 +1,10 @@
-"""Training a tiny run in a test, what it leaves behind, and processes that start at once."""
+"""Helpers for tests: train a tiny run, read what it wrote, and start processes quickly."""
 
 import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import train
+from configure import Config
 from runtime import checkpoint, folder
 from runtime.metrics import read
 
@@ -23,50 +25,56 @@ FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis",
 
 
 @contextmanager
-def modules_in(place):
-    """Below it, transformers copies and imports the code of exports within this context: not among the user's, nor
-    beside that of other tests."""
+def modules_in(place: Path) -> Iterator[None]:
+    """Within this context, transformers copies and imports the code of exported models below `place`.
+
+    So it touches neither the user's cache nor the modules of other tests.
+    """
     import transformers
 
-    def forget():
+    def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
             del sys.modules[name]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place))
-        patch.setattr(sys, "path", [*sys.path])  # transformers adds that folder
+        patch.setattr(sys, "path", [*sys.path])  # transformers appends that folder
         forget()
         yield
         forget()
 
 
-def run(config):
-    """Train, and read the lines of metrics.jsonl."""
+def run(config: Config) -> list[dict]:
+    """Train, and return the lines of metrics.jsonl."""
     train.train(config)
     return read(folder.path_of(config) / "metrics.jsonl")
 
 
-def column(lines, key):
+def column(lines: list[dict], key: str) -> list:
+    """The values of `key`, from the lines that have it."""
     return [line[key] for line in lines if key in line]
 
 
-def checkpoints(config):
+def checkpoints(config: Config) -> Path:
+    """The run's folder of checkpoints."""
     return folder.path_of(config) / "checkpoints"
 
 
-def steps(config):
+def steps(config: Config) -> list[int]:
+    """Steps of the run's checkpoints, ascending."""
     return checkpoint.steps(checkpoints(config))
 
 
 class End(NamedTuple):
-    """What two equal runs have in common at their ends, bit for bit."""
+    """What must be equal, bit for bit, at the end of two equal runs."""
 
-    lines: list[dict]  # of metrics.jsonl, but for times
+    lines: list[dict]  # of metrics.jsonl, without times
     tensors: dict  # sha256 of the files that hold weights, AdamW's moments and selection biases
     facts: dict  # counters, loss scale, history of losses
 
 
-def end(config):
+def end(config: Config) -> End:
+    """The `End` of a finished run."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith("perf/")}
         for line in read(folder.path_of(config) / "metrics.jsonl")
@@ -76,24 +84,30 @@ def end(config):
     return End(lines, tensors, manifest["facts"])
 
 
-# ---- processes without their imports
+# ---- processes that need not import torch again
 
 
 class Forked:
-    """`function(*args)` of a test module in a process of its own, with some variables in its environment. It is forked
-    from a process that has imported torch and train.py before, which takes longer than most tests."""
+    """A process that calls `function(*args)` of a test module, with extra environment variables.
 
-    def __init__(self, function, *args, **variables):
-        with pytest.MonkeyPatch.context() as patch:  # the first starts that process, which has another sys.path
+    It is forked from a process that has already imported torch and train.py: importing takes longer than most tests.
+    """
+
+    def __init__(self, function: Callable, *args: object, **variables: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:  # the first call starts the fork server, whose sys.path differs
             patch.setenv("PYTHONPATH", os.pathsep.join([str(REPO_ROOT), str(REPO_ROOT / "tests")]))
             forkserver.ensure_running()
         file, self.printed = tempfile.mkstemp()
         os.close(file)
-        self.process = FORKS.Process(target=_be, args=(self.printed, variables, function, args))
+        self.process = FORKS.Process(target=_call, args=(self.printed, variables, function, args))
         self.process.start()
 
-    def wait(self, seconds):
-        """(exit code, what it printed). After so many seconds it is killed: -9."""
+    def wait(self, seconds: float) -> tuple[int | None, str]:
+        """Wait for the process to end, and kill it (exit code -9) after `seconds`.
+
+        Returns:
+            Its exit code and what it printed.
+        """
         self.process.join(seconds)
         self.process.kill()
         self.process.join()
@@ -102,7 +116,8 @@ class Forked:
         return self.process.exitcode, printed
 
 
-def _be(log, variables, function, args):
+def _call(log: str, variables: dict[str, str], function: Callable, args: tuple) -> None:
+    """Call `function(*args)` with stdout and stderr redirected to the file `log`."""
     with open(log, "wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -110,13 +125,13 @@ def _be(log, variables, function, args):
     function(*args)
 
 
-def start_ranks(count, function, *args):
-    """So many, with the variables that torchrun gives to its ranks."""
+def start_ranks(count: int, function: Callable, *args: object) -> list[Forked]:
+    """Start `count` processes with the environment variables that torchrun sets."""
     all_ranks = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)]
 
 
-def meet_in(file, init=dist.init_process_group):
-    """From now on the process groups of this rank meet in `file`, not at torchrun's address."""
+def meet_in(file: Path, init: Callable = dist.init_process_group) -> None:
+    """Make this rank's process groups rendezvous through `file`, not at torchrun's address."""
     own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group = partial(init, init_method=file.as_uri(), **own)
