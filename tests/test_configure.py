@@ -1,6 +1,8 @@
-"""Config files: what they say, what they refuse and in which words, sweeps, and the way back to text."""
+"""configure/: values and their precedence, error messages, sweeps, writing a Config as TOML."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configure import Config, ConfigError, differences, dumps, from_command_line, help_text, load, sweep_points
-from configure.schema import KEYS, SECTIONS
+from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 
 CONFIGS = Path(__file__).parents[1] / "config"
@@ -110,7 +112,7 @@ def test_a_section_without_lines_is_fine(write):
 def test_a_wrong_line_of_a_file(write, line, says):
     file = write(line)
     text = message(file)
-    assert text.startswith(f"{file}: 1 fault\n  {file}: ")
+    assert text.startswith(f"{file}: 1 error\n  {file}: ")
     assert says in text
 
 
@@ -134,11 +136,11 @@ def test_a_wrong_override(write, override, says):
     assert says in message(write(), override)
 
 
-def test_all_faults_are_told_at_once_with_their_source(write):
+def test_all_errors_are_reported_at_once_with_their_source(write):
     file = write("[model]\nn_layer = 0\nn_heads = 2\n[train]\ndtype = 16\n[sweep]\noptim.lr = [1e-3, 'big']\n")
     text = message(file, "--log.interval=0")
     lines = text.splitlines()
-    assert lines[0] == f"{file} --log.interval=0: 5 faults"
+    assert lines[0] == f"{file} --log.interval=0: 5 errors"
     assert [line.split(": ")[:2] for line in lines[1:]] == [
         [f"  {file}", "model.n_layer"],
         [f"  {file}", "model.n_heads"],
@@ -159,7 +161,7 @@ def test_bad_toml_names_file_and_line(write):
     assert f"{file} is not TOML" in message(file)
 
 
-WITHOUT_MEASURE = [  # value, what is said of it in a file, and on the command line
+HUGE_VALUES = [  # value, error in a file, error on the command line
     (f"0x{'f' * 9999}", "found a value too large to show (int)", "found a value too large to show (int)"),
     (f"[{{{'a.' * 5000}a = 1}}]", "found a value too large to show (list)", "found a value too large to show (list)"),
     (f"{['long'] * 999}", "'long',… (list), expected", "'long',… (list), expected"),
@@ -168,16 +170,16 @@ WITHOUT_MEASURE = [  # value, what is said of it in a file, and on the command l
 ]
 
 
-@pytest.mark.parametrize("which", range(len(WITHOUT_MEASURE)))
-def test_values_without_measure(write, which):
-    value, in_file, in_override = WITHOUT_MEASURE[which]
+@pytest.mark.parametrize("which", range(len(HUGE_VALUES)))
+def test_huge_values(write, which):
+    value, in_file, in_override = HUGE_VALUES[which]
     file = write(f"train.max_steps = {value}")
     assert message(file).startswith(str(file)) and in_file in message(file)
     assert in_override in message(write(), f"--train.max_steps={value}")
 
 
-def test_tables_without_measure(write):
-    assert "x.toml: tables nested without end; a setting is" in message(write(f"{'a.' * 5000}a = 1"))
+def test_deeply_nested_tables(write):
+    assert "x.toml: tables nested too deep; a setting is" in message(write(f"{'a.' * 5000}a = 1"))
 
 
 def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
@@ -187,14 +189,14 @@ def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert f"{file}: cannot be read (Permission denied); make it readable" in message(file)
+    assert f"{file}: cannot be read (Permission denied); make it readable, or give another file" in message(file)
 
 
 def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
     write(name="right.toml")
     assert str(tmp_path / "right.toml") in message(tmp_path / "wrong.toml")
     monkeypatch.chdir(CONFIGS.parent)
-    assert "nowhere/x.toml: no such file; there are: config/125m.toml, " in message("nowhere/x.toml")
+    assert "nowhere/x.toml: no such file; found nearby: config/125m.toml, " in message("nowhere/x.toml")
 
 
 # ---- settings that are wrong together
@@ -214,7 +216,7 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
 def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, says, remedies):
     file, overrides = write(), overrides.split()
     text = message(file, *overrides, world_size=world_size)
-    assert says in text and ": 1 fault\n" in text
+    assert says in text and ": 1 error\n" in text
     found = re.findall(r"--\S+=\S+", text.splitlines()[1])
     assert len(found) == remedies
     for remedy in found:
@@ -269,7 +271,7 @@ def test_a_file_without_a_sweep_is_one_point(write):
     assert sweep_points(write(), ["--run.seed=1"]) == [["--run.seed=1"]]
 
 
-def test_load_refuses_open_axes_and_names_both_ways_on(write):
+def test_load_refuses_open_axes_and_names_both_commands(write):
     file = write(SWEEP)
     text = message(file)
     assert "sweeps model.router, optim.lr" in text
@@ -307,7 +309,7 @@ def test_a_wrong_axis_fails_before_the_first_run(write, sweep, says):
 
 
 def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
-    with pytest.raises(ConfigError, match=r"--model.top_k=65: 1 fault"):
+    with pytest.raises(ConfigError, match=r"--model.top_k=65: 1 error"):
         sweep_points(write("sweep.model.top_k = [8, 65]"))
 
 
@@ -351,7 +353,7 @@ def test_linked_keys_are_overridden_together(write):
     command = re.search(r"python train.py (.*)", text)[1].split()
     assert load(command[0], command[1:]).model.expert_hidden == 768
     text = message(file, "--model.top_k=2")
-    assert "linked, and the command line has model.top_k alone" in text
+    assert "linked, but the command line sets only model.top_k" in text
     remedy = text.partition("; add ")[2].replace("VALUE", "16")
     assert load(file, ["--model.top_k=2", *remedy.split()]).model.n_expert == 16
     assert len(sweep_points(file, ["--model.top_k=2", *remedy.split()])) == 1
@@ -471,7 +473,7 @@ BY_TYPE = {
 
 @st.composite
 def configs(draw):
-    """Any values each valid alone, then mended where they would clash."""
+    """Any values that are each valid alone, then fixed where they would clash."""
     values = {}
     for key, schema in KEYS.items():
         section, name = key.split(".")
@@ -520,7 +522,7 @@ def test_differences_names_what_changed(write):
 # ---- help and the command line
 
 
-def test_help_tells_every_key_its_default_and_meaning():
+def test_help_lists_every_key_with_default_and_meaning():
     text = help_text()
     flat = " ".join(text.split())
     for key, schema in KEYS.items():
@@ -532,8 +534,24 @@ def test_help_tells_every_key_its_default_and_meaning():
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_every_router_can_be_chosen():
-    assert KEYS["model.router"]["enum"] == list(ROUTERS)
+def test_every_router_can_be_chosen(tmp_path):
+    """Names are parsed from router.py's source: a line added there is seen, a table that is no literal is refused."""
+    assert KEYS["model.router"]["enum"] == read_router_names() == list(ROUTERS)
+    source, first = ROUTER_FILE.read_text(), '    "dense": None,'
+    assert source.count(first) == 1
+    copy = tmp_path / "router.py"
+    copy.write_text(source.replace(first, '    "mine": RouterSpec("relu"),\n' + first))
+    assert read_router_names(copy) == ["mine", *ROUTERS]
+    copy.write_text("ROUTERS: dict = dict(dense=None)")
+    with pytest.raises(LookupError, match="assigns no dict literal to ROUTERS"):
+        read_router_names(copy)
+
+
+def test_importing_configure_imports_no_torch():
+    """So that an error in a config file is reported within a second."""
+    code = "import configure, sys; print('heavy:', *{'torch', 'numpy', 'router'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True)
+    assert done.stdout == "heavy:\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -551,7 +569,7 @@ def test_ways_to_write_a_command_line(write, command):
 
 
 @pytest.mark.parametrize("command", ["--help", "-h", "no_such_file.toml --model.router=x --help"])
-def test_help_exits_well(capsys, command):
+def test_help_exits_with_0(capsys, command):
     with pytest.raises(SystemExit) as caught:
         from_command_line(command.split())
     out, err = capsys.readouterr()
@@ -571,7 +589,7 @@ def test_help_exits_well(capsys, command):
         ("FILE --train.micro_batch_size=100", "is not a multiple of"),
     ],
 )
-def test_a_wrong_command_line_exits_with_2_and_only_rank_0_speaks(write, capsys, monkeypatch, command, says):
+def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys, monkeypatch, command, says):
     argv = command.replace("FILE", str(write())).split()
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
