@@ -27,7 +27,7 @@ import torch
 from data.bins import sha256_of
 from eval.pages import markdown
 from eval.paper import find_paper_table
-from eval.trained import add_arguments, load_run
+from eval.trained import add_run_arguments, load_run
 from runtime import RunError, checkpoint, distributed, writing
 from runtime.tracker import start_wandb
 
@@ -265,7 +265,7 @@ def report(folder, common, trained, args):
 
 def send(results, mean, trained, args):
     """The numbers to the run in wandb: `downstream/TASK/acc` and so on in its summary, and the table."""
-    tracker = start_wandb(trained.config, args.run, trained.facts.get("wandb"))
+    tracker = start_wandb(trained.config, args.run, trained.metadata.get("wandb"))
     if not tracker:
         return
     shots = f"_{args.num_fewshot}shot" if args.num_fewshot else ""
@@ -282,7 +282,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m eval.downstream", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)")
     parser.add_argument("--tasks-dir", type=Path, metavar="FOLDER", help="local files TASK.jsonl instead of the hub")
     parser.add_argument("--limit", type=int, help="documents a task, for a trial")

@@ -1,7 +1,8 @@
-"""The model of a run as it was trained: of one checkpoint, or the mean of several."""
+"""Load a run's model for evaluation: the weights of one checkpoint, or the mean of several."""
 
+import argparse
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import configure
 from data.bins import fingerprint, open_tokenizer, read_meta, sha256_of
@@ -11,36 +12,48 @@ from runtime import RunError, checkpoint
 
 
 class Trained(NamedTuple):
+    """A model and where it comes from."""
+
     model: GPT  # on the CPU, in evaluation mode
     config: configure.Config
     step: int
-    average: int  # checkpoints up to that step whose mean it is; 1: the checkpoint itself
-    facts: dict  # what the checkpoint keeps besides tensors
+    average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
+    metadata: dict[str, Any]  # stored in the checkpoint besides tensors: the data's sha256, the wandb id
 
     @property
-    def label(self):
-        """A name for files: step_00001000, step_00001000_mean5."""
+    def label(self) -> str:
+        """Name of the folder for results: step_00001000, or step_00001000_mean5."""
         return checkpoint.folder_of("", self.step).name + (f"_mean{self.average}" if self.average > 1 else "")
 
 
-def add_arguments(parser):
-    """RUN, --checkpoint (--step in `args`) and --average."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN, --checkpoint (stored as `step`) and --average."""
     parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
     parser.add_argument("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
     parser.add_argument(
-        "--average", type=int, default=1, metavar="K", help="mean of the weights of the K checkpoints up to that one"
+        "--average", type=int, default=1, metavar="K", help="mean weights of the K checkpoints up to that step"
     )
 
 
-def load_model(folder, step=None, average=1):
-    """The Trained of a run folder at `step`, the last by default. With `average` > 1 its weights are the mean of those
-    of as many checkpoints, taken in fp64 (as in LAWA, arXiv 2209.14981). Raises ValueError if there are not so many, or
-    if one is damaged."""
+def load_model(folder: str | Path, step: int | None = None, average: int = 1) -> Trained:
+    """Load the model of a run folder.
+
+    Args:
+        folder: the run's folder, with config.toml and checkpoints/.
+        step: the checkpoint's step; None: the last.
+        average: with K > 1, the mean weights of the K checkpoints up to `step`, summed in fp64.
+
+    Raises:
+        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, or a damaged one.
+
+    Source: LAWA (arXiv 2209.14981) for the mean.
+    """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         raise RunError(f"{folder}: no config.toml, so not a run; give a folder such as runs/quickstart-kern")
     config = configure.load(folder / "config.toml")
-    steps = checkpoint.steps(folder / "checkpoints")
+    checkpoints = folder / "checkpoints"
+    steps = checkpoint.steps(checkpoints)
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         raise RunError(
@@ -53,41 +66,44 @@ def load_model(folder, step=None, average=1):
             f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {step}; name 1 to {len(steps)}, "
             f"or train with a larger train.keep_checkpoints"
         )
-    model = GPT(config.model).eval()
-    sums = {}
-    for one in steps[-average:]:
-        facts = checkpoint.load_model(folder / "checkpoints", one, model)
-        if average > 1:
-            sums = {name: sums.get(name, 0) + tensor.double() for name, tensor in model.state_dict().items()}
+    model = GPT(config.model).eval().requires_grad_(False)
+    metadata = checkpoint.load_model(checkpoints, step, model)
     if average > 1:
+        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
+        for other in steps[-average:-1]:
+            checkpoint.load_model(checkpoints, other, model)
+            for name, tensor in model.state_dict().items():
+                sums[name] += tensor
         model.load_state_dict({name: total / average for name, total in sums.items()})
-    return Trained(model.requires_grad_(False), config, step, average, facts)
+    return Trained(model, config, step, average, metadata)
 
 
-def tokenizer_of(trained) -> Tokenizer:
-    """The tokenizer of the data that the run was trained on: that of the data set, or, where the set is gone, the one
-    of the same name and hash. Raises ValueError if the set there now has another."""
-    config, wanted = trained.config, trained.facts.get("tokenizer")
+def find_tokenizer(trained: Trained) -> Tokenizer:
+    """Load the tokenizer that a run was trained with: its data set's, else a known one of the same hash.
+
+    Raises:
+        ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
+    """
+    config, wanted = trained.config, trained.metadata.get("tokenizer")
     folder = Path(config.data.dir, config.data.name)
     if (folder / "meta.json").is_file():
-        found = fingerprint(read_meta(folder))["tokenizer"]
-        if found != wanted:
-            name = read_meta(folder).tokenizer["name"]
-            raise RunError(
-                f"{folder}: its tokenizer ({name!r}) is not the one {config.run.name} was trained with. Bring back the "
-                f"set it was trained on, or move this one away"
-            )
-        return open_tokenizer(folder)
+        meta = read_meta(folder)
+        if fingerprint(meta)["tokenizer"] == wanted:
+            return open_tokenizer(folder)
+        raise RunError(
+            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not the one {config.run.name} was trained with; "
+            f"restore the data set of that run, or move this one away"
+        )
     for name in TOKENIZERS:
         if sha256_of(identity(name)) == wanted:
             return load_tokenizer(name)
     raise RunError(
-        f"{folder}: not there, and no tokenizer known here is the one {config.run.name} was trained with. Bring back "
-        f"the set it was trained on (data.dir, data.name)"
+        f"{folder}: no such data set, and no known tokenizer is the one {config.run.name} was trained with; restore "
+        f"the data set (data.dir, data.name)"
     )
 
 
-def load_run(folder, step=None, average=1):
-    """(Trained, Tokenizer)."""
+def load_run(folder: str | Path, step: int | None = None, average: int = 1) -> tuple[Trained, Tokenizer]:
+    """Load a run's model (see `load_model`) and its tokenizer (see `find_tokenizer`)."""
     trained = load_model(folder, step, average)
-    return trained, tokenizer_of(trained)
+    return trained, find_tokenizer(trained)

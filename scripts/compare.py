@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from configure.schema import KEYS
-from eval.generation import SamplingParams, check_length, generate
+from eval.generation import SamplingParams, check_prompt_length, generate
 from eval.trained import load_run
-from eval.val_loss import aligned
+from runtime.output import text_table
 from runtime import distributed
 from scripts.report.__main__ import COLUMNS, row
 from scripts.report.claims import differences, interval
@@ -41,7 +41,7 @@ def config_table(runs):
     """Text: every key but run.name that has two values."""
     rows = [(key, *(shown(run.value(key)) for run in runs)) for key in KEYS if key != "run.name"]
     rows = [cells for cells in rows if cells[1] != cells[2]]
-    return aligned([("config", *SIDES), *rows]) if rows else "Their configs differ in nothing but run.name."
+    return text_table(("config", *SIDES), rows) if rows else "Their configs differ in nothing but run.name."
 
 
 def shown(value):
@@ -86,11 +86,11 @@ def some(steps):
 
 def loss_table(setting):
     """Text: losses at some steps, and A's minus B's."""
-    rows = [("step", *SIDES, "A minus B, 95% interval")]
+    rows = []
     for step in some(setting.steps):
         losses = [f"{run.loss(step):.4f}" for run in setting.runs]
         rows.append((f"{step:,}", *losses, str(interval([differences(*setting.arms, step)]))))
-    return aligned(rows)
+    return text_table(("step", *SIDES, "A minus B, 95% interval"), rows)
 
 
 def verdict(setting):
@@ -141,7 +141,7 @@ def load_both(args):
     except ValueError as error:  # no checkpoint, a damaged one: losses do without
         return [], str(error)
     for trained, tokenizer in loaded:
-        check_length(tokenizer.encode(args.prompt), trained.config.model)
+        check_prompt_length(tokenizer.encode(args.prompt), trained.config.model.block_size)
     return loaded, ""
 
 
@@ -200,7 +200,7 @@ def compare(args):
     print(f"\n{config_table(runs)}", flush=True)
     setting = pair(runs)
     loaded, reason = ([], "") if args.no_sample else load_both(args)
-    print(f"\n{aligned([('', *SIDES), *zip(COLUMNS, *map(row, runs), strict=True)])}")
+    print(f"\n{text_table(('', *SIDES), [*zip(COLUMNS, *map(row, runs), strict=True)])}")
     print(f"\nvalidation loss, nats a token\n{loss_table(setting)}\n")
     width = shutil.get_terminal_size().columns
     print("\n".join(textwrap.fill(line, width) for line in verdict(setting)))

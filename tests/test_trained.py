@@ -45,7 +45,7 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     assert load_run(run)[1].eot == 256
     (tmp_path / "gone").mkdir()
     monkeypatch.setattr(ByteTokenizer, "hash", "0" * 64)
-    with pytest.raises(ValueError, match="no tokenizer known here is the one tiny was trained with"):
+    with pytest.raises(ValueError, match="no known tokenizer is the one tiny was trained with"):
         load_run(run)
     tokenizer = ByteTokenizer()
     with Writer(tmp_path / "gone/tiny", tokenizer) as writer:

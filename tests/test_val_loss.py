@@ -17,7 +17,7 @@ from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
 from eval import val_loss
 from eval.trained import load_model
-from eval.val_loss import Corpus, bytes_of, main, measure, overlapping
+from eval.val_loss import Corpus, main, make_windows, measure_loss, token_lengths
 from runtime import folder
 from runtime.metrics import read
 
@@ -136,7 +136,7 @@ def test_windows_splits_and_names(trained, score, corpus):
 @pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])
 def test_each_token_is_scored_once_after_enough_others(block, stride):
     for count in range(2, 40):
-        windows = overlapping(count, block, stride)
+        windows = make_windows(count, block, stride)
         scored = [at + 1 for _, stop, first in windows for at in range(first, stop)]
         assert scored == list(range(1, count))
         for start, stop, first in windows:
@@ -147,7 +147,7 @@ def test_each_token_is_scored_once_after_enough_others(block, stride):
 def test_batches_are_small_however_windows_vary():
     stop = np.random.default_rng(0).integers(1, 2000, 300)
     windows = np.stack([np.zeros_like(stop), stop, np.zeros_like(stop)], 1)
-    made = list(val_loss.batches(windows))
+    made = list(val_loss.batch_windows(windows))
     assert sorted(i for batch in made for i in batch) == list(range(300))
     assert all(len(batch) * stop[batch].max() <= val_loss.TOKENS for batch in made)
     assert sum(len(batch) * stop[batch].max() for batch in made) < 1.05 * stop.sum()
@@ -164,7 +164,7 @@ def test_another_call_adds_lines_and_replaces_its_own(trained, score):
 
 def test_bytes_of_gpt2s_tokens(fake_ranks, monkeypatch):
     tokenizer = GPT2Tokenizer(fake_ranks)
-    lengths = bytes_of(tokenizer)
+    lengths = token_lengths(tokenizer)
     assert lengths.shape == (50257,) and lengths[tokenizer.eot] == 0
     for text in (TEXT, "naïve 猫 🐝", "<|endoftext|>"):
         ids = tokenizer.encode(text)
@@ -174,12 +174,12 @@ def test_bytes_of_gpt2s_tokens(fake_ranks, monkeypatch):
 def test_the_error_of_windows_of_unequal_lengths():
     """By the definition of a ratio's; equal to that of a mean only where lengths are."""
     nats, counts = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3])
-    result = val_loss.summary(nats, counts, 18)
+    result = val_loss.summarize_losses(nats, counts, 18)
     assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
     apart = [10 - 4 * 23 / 9, 4 - 2 * 23 / 9, 9 - 3 * 23 / 9]
     assert result.stderr == pytest.approx(math.sqrt(3 / 2 * sum(d * d for d in apart)) / 9)
-    assert math.isnan(val_loss.summary(nats[:1], counts[:1], 0).stderr)
-    assert math.isnan(val_loss.summary(nats[:1], counts[:1], 0).bits_per_byte)
+    assert math.isnan(val_loss.summarize_losses(nats[:1], counts[:1], 0).stderr)
+    assert math.isnan(val_loss.summarize_losses(nats[:1], counts[:1], 0).bits_per_byte)
 
 
 def test_the_head_sees_scored_positions_alone(monkeypatch):
@@ -187,7 +187,7 @@ def test_the_head_sees_scored_positions_alone(monkeypatch):
     loss = val_loss.linear_cross_entropy
     monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
     tokens = Tokens([np.arange(41, dtype=np.uint16)])
-    result = measure(model, Corpus("", tokens, overlapping(41, 16, 4)), np.ones(64, np.int64))
+    result = measure_loss(model, Corpus("", tokens, make_windows(41, 16, 4)), np.ones(64, np.int64))
     assert sum(rows) == 40 == result.tokens
 
 
@@ -246,7 +246,7 @@ def test_bad_input(trained, tmp_path, capsys, fake_ranks):
     assert "half-prepared" in error("--data", tmp_path / "half")
     file = trained / "eval/step_00000004/val_loss.json"
     file.write_text("not JSON\n")
-    assert "val_loss.json: not what eval.val_loss writes" in error()
+    assert "val_loss.json: not written by eval.val_loss" in error()
     file.unlink()
     for wrong in ("0", "some"):
         with pytest.raises(SystemExit, match="2"):

@@ -21,7 +21,7 @@ from data.loader import count_windows, fixed_windows
 from eval.pages import markdown, write
 from eval.routing.counts import MIN_COUNT, compare, count, describe
 from eval.routing.pictures import draw, visible
-from eval.trained import add_arguments, load_run
+from eval.trained import add_run_arguments, load_run
 from router import ROUTERS
 from runtime import distributed
 
@@ -41,7 +41,7 @@ def open_set(name, trained):
     if not folder.is_dir() and Path(config.data.dir, folder).is_dir():
         folder = Path(config.data.dir, folder)
     meta = read_meta(folder)
-    if fingerprint(meta)["tokenizer"] != trained.facts["tokenizer"]:
+    if fingerprint(meta)["tokenizer"] != trained.metadata["tokenizer"]:
         raise ValueError(
             f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {config.run.name}; name a set that "
             f"was prepared with the run's tokenizer"
@@ -73,7 +73,7 @@ def settle(args):
             mine, theirs = (getattr(one.config.model, key) for one in (trained, other))
             if mine != theirs:
                 raise ValueError(f"{names}: model.{key} is {mine} and {theirs}; name a run with {mine}")
-        if trained.facts["tokenizer"] != other.facts["tokenizer"]:
+        if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
             raise ValueError(f"{names}: they have different tokenizers; name a run with the same")
     return trained, other, tokenizer, *open_set(args.data, trained), device
 
@@ -254,7 +254,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m eval.routing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--other", type=Path, metavar="RUN", help="a run to compare with")
     parser.add_argument(
         "--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)"

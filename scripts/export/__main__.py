@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from data.tokenizer import identity
-from eval.trained import add_arguments, load_run
+from eval.trained import add_run_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
 from runtime.names import to_gpt2, to_hf
@@ -166,7 +166,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m scripts.export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument(
         "--format",

@@ -77,7 +77,7 @@ def of(trained, tokenizer, run, form, dtype):
             else []
         ),
         "## Training",
-        table(("", ""), [*data_rows(config, meta, trained.facts), *loss_rows(trained, run)]),
+        table(("", ""), [*data_rows(config, meta, trained.metadata), *loss_rows(trained, run)]),
         "All settings are in [config.toml](config.toml).",
         "## Evaluation",
         evaluation(run, trained.label),
