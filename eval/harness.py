@@ -1,147 +1,145 @@
-"""The adapter between lm-evaluation-harness and a GPT that lies in memory."""
+"""The client of lm-evaluation-harness for a GPT in memory."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, generate
+from eval.scoring import Scorer
 from runtime import RunError, distributed
 
-MAX_NEW_TOKENS = 256  # where a task does not say
-ROWS = 32  # of a batch of generations
+MAX_NEW_TOKENS = 256  # where a task does not set it
+ROWS = 32  # in a batch of generations
+
+
+class GenerationRequest(NamedTuple):
+    """One text to continue."""
+
+    params: SamplingParams
+    max_new_tokens: int
+    prompt: list[int]
+    stops: list[str]  # the text ends before the first of these
 
 
 class Adapter(TemplateLM):
-    """`scorer` an eval.scoring.Scorer, `tokenizer` one of data.tokenizer. With several ranks all have every request:
-    the work is shared below, and each rank gets all results, so the harness computes the same on all of them."""
+    """lm-evaluation-harness' interface to a Scorer.
 
-    def __init__(self, scorer, tokenizer, seed=0):
+    With several ranks all get every request and all results, so the harness computes the same on each of them; the
+    model's work is split inside.
+    """
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, seed: int = 0) -> None:
         super().__init__()
         self.scorer, self.tokens, self.seed = scorer, tokenizer, seed
         self.max_length, self.warned = scorer.config.block_size, False
+        self.first = scorer.ranks.rank == 0
 
     @property
-    def eot_token_id(self):
+    def eot_token_id(self) -> int:
         return self.tokens.eot
 
-    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.tokens.encode(string)
 
-    def loglikelihood(self, requests, disable_tqdm=False):
-        """Raises RunError of an answer that has no token: the harness' own client stops there, too."""
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Score (context, continuation) texts. Raises RunError for an empty continuation, where HFLM fails too."""
         for context, continuation in (request.args for request in requests):
             if not continuation:
-                raise RunError(f"an empty answer after {context[-60:]!r} cannot be scored: correct the task")
-        return super().loglikelihood(requests, disable_tqdm=True)  # one bar, that of the scores, is enough
+                raise RunError(f"an empty answer after {context[-60:]!r} cannot be scored; correct the task")
+        return super().loglikelihood(requests, disable_tqdm=True)  # the Scorer has a bar
 
-    def _loglikelihood_tokens(self, requests, **kwargs):
+    def _loglikelihood_tokens(self, requests: Sequence[tuple], **kwargs: Any) -> list[tuple[float, bool]]:
         for (context, continuation), _, ids in requests:
             if not ids:
                 raise RunError(
-                    f"{continuation!r} after {context[-60:]!r} makes one token with what is before it, so it has none "
-                    f"of its own to be scored: put a space between them in the task"
+                    f"{continuation!r} after {context[-60:]!r} shares its only token with the context, so no "
+                    f"token is left to score; put a space between them in the task"
                 )
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
-        scores = self.scorer.score(pairs, "scored" if self.first else None)
+        scores = [tuple(score) for score in self.scorer.score(pairs, "scored" if self.first else None)]
         for (key, _, _), score in zip(requests, scores, strict=True):
-            self.cache_hook.add_partial("loglikelihood", key, tuple(score))
-        return [tuple(score) for score in scores]
+            self.cache_hook.add_partial("loglikelihood", key, score)
+        return scores
 
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts, in disjoint windows."""
         pairs, counts = [], []
         for (text,) in (request.args for request in requests):
-            ids = self.tok_encode(text)
-            windows = list(get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1))
-            pairs += map(make_disjoint_window, windows)
-            counts.append(len(windows))
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            parts = [make_disjoint_window(window) for window in windows]
+            pairs += parts
+            counts.append(len(parts))
         scores = iter(self.scorer.score(pairs, None if disable_tqdm or not self.first else "scored"))
         return [sum(next(scores).loglikelihood for _ in range(count)) for count in counts]
 
-    def generate_until(self, requests, disable_tqdm=False):
-        """Continuations up to the first stop sequence, by the harness' names of options: until, max_gen_toks,
-        do_sample, temperature, top_k, top_p, repetition_penalty. A context loses its first tokens where it and
-        max_gen_toks are more than block_size, and there are at most half a block of new tokens."""
-        wishes = [self.wish(request.args) for request in requests]
-        order = sorted(range(len(wishes)), key=lambda i: (wishes[i].choice, wishes[i].most, -len(wishes[i].ids)))
-        rows = [order[i : i + ROWS] for i in range(0, len(order), ROWS)]
-        parts = [part for batch in rows for part in alike(batch, wishes)]
-        ranks = self.scorer.ranks
-        numbers = {part[0]: number for number, part in enumerate(parts)}
-        found = {}
-        mine = parts if ranks is None else parts[ranks.rank :: ranks.world_size]
-        with tqdm(
-            total=sum(map(len, mine)), desc="generated", disable=None if self.first and not disable_tqdm else True
-        ) as bar:
-            for part in mine:
-                found |= dict(zip(part, self.continue_all([wishes[i] for i in part], numbers[part[0]]), strict=True))
-                bar.update(len(part))
-        if ranks is not None and ranks.world_size > 1:
-            for other in distributed.gather(found, ranks.control):
-                found |= other
-        return [found[i] for i in range(len(requests))]
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue texts up to their first stop sequence.
 
-    def wish(self, args):
-        context, options = args
-        options = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
-        until = handle_stop_sequences(options["until"], eos=None)
-        most = min(options["max_gen_toks"], max(1, self.max_length // 2))
-        if most < options["max_gen_toks"] and self.first and not self.warned:
-            print(f"note: {options['max_gen_toks']} new tokens are asked for, {most} are made: half the model's block")
+        Takes the harness' options until, max_gen_toks, do_sample, temperature, top_k, top_p and repetition_penalty. At
+        most half of block_size are new tokens; a context longer than the rest loses its first tokens.
+        """
+        todo = [self.parse_request(*request.args) for request in requests]
+        order = sorted(range(len(todo)), key=lambda i: (*todo[i][:2], -len(todo[i].prompt)))
+        batches = []
+        for _, group in groupby(order, key=lambda i: todo[i][:2]):  # equal params and max_new_tokens
+            members = list(group)
+            batches += [members[i : i + ROWS] for i in range(0, len(members), ROWS)]
+        ranks, found = self.scorer.ranks, {}
+        mine = list(enumerate(batches))[ranks.rank :: ranks.world_size]
+        total, hidden = sum(len(members) for _, members in mine), disable_tqdm or not self.first
+        with tqdm(total=total, desc="generated", disable=hidden or None) as bar:
+            for number, members in mine:
+                texts = self._continue_batch([todo[i] for i in members], self.seed + number)
+                found.update(zip(members, texts, strict=True))
+                bar.update(len(members))
+        for part in distributed.gather(found, ranks.control):
+            found.update(part)
+        return [found[i] for i in range(len(todo))]
+
+    def parse_request(self, context: str, given: dict[str, Any]) -> GenerationRequest:
+        """Read the harness' options. Raises ValueError if one is out of range."""
+        options = dict[str, Any](normalize_gen_kwargs(given, MAX_NEW_TOKENS))
+        wanted: int = options["max_gen_toks"]
+        count = min(wanted, max(1, self.max_length // 2))
+        if count < wanted and self.first and not self.warned:
+            print(f"note: {wanted} new tokens are asked for, {count} are generated: half of the model's block_size")
             self.warned = True
-        choice = SamplingParams(
+        params = SamplingParams(
             options["temperature"] if options["do_sample"] else 0,
             options.get("top_k") or 0,
             options.get("top_p") or 1.0,
             options.get("repetition_penalty") or 1.0,
         )
-        choice.check()
-        ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
-        return GenerationRequest(ids, [stop for stop in until if stop], most, choice)
+        params.check()
+        prompt = self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id]
+        stops = [stop for stop in handle_stop_sequences(options["until"], eos=None) if stop]
+        return GenerationRequest(params, count, prompt, stops)
 
-    def continue_all(self, wishes, number):
-        """The texts of wishes that are alike in `most` and `choice`, a batch of that number."""
-        first = wishes[0]
-        generator = torch.Generator(self.scorer.device).manual_seed(self.seed + number)
-        drawn, texts, over = [[] for _ in wishes], [""] * len(wishes), [False] * len(wishes)
-        prompts = [wish.ids for wish in wishes]
+    def _continue_batch(self, batch: list[GenerationRequest], seed: int) -> list[str]:
+        """The continuations of requests with equal params and max_new_tokens."""
+        generator = torch.Generator(self.scorer.device).manual_seed(seed)
+        ids, texts, ended = [[] for _ in batch], [""] * len(batch), [False] * len(batch)
+        params, count, *_ = batch[0]
+        prompts = [request.prompt for request in batch]
         limits = generator, self.tokens.vocab_size, self.eot_token_id
         with self.scorer.autocast():
-            for tokens in generate(self.scorer.model, prompts, first.most, first.choice, *limits):
+            for tokens in generate(self.scorer.model, prompts, count, params, *limits):
                 for row, token in enumerate(tokens):
-                    if token is None or token == self.eot_token_id or over[row]:
-                        over[row] = True
+                    if token is None or token == self.eot_token_id or ended[row]:
+                        ended[row] = True
                         continue
-                    drawn[row].append(token)
-                    texts[row] = self.tokens.decode(drawn[row])
-                    places = [place for stop in wishes[row].until if (place := texts[row].find(stop)) >= 0]
-                    if places:
-                        texts[row], over[row] = texts[row][: min(places)], True
-                if all(over):
+                    ids[row].append(token)
+                    texts[row] = self.tokens.decode(ids[row])
+                    if found := [at for stop in batch[row].stops if (at := texts[row].find(stop)) >= 0]:
+                        texts[row], ended[row] = texts[row][: min(found)], True
+                if all(ended):
                     break
         return texts
-
-    @property
-    def first(self):
-        return self.scorer.ranks is None or self.scorer.ranks.rank == 0
-
-
-class GenerationRequest(NamedTuple):
-    ids: list[int]
-    until: list[str]
-    most: int
-    choice: SamplingParams
-
-
-def alike(batch, wishes):
-    """The members of `batch`, in order, in lists that are alike in `most` and `choice`."""
-    parts = []
-    for i in batch:
-        if parts and wishes[parts[-1][-1]][2:] == wishes[i][2:]:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts

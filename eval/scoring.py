@@ -1,86 +1,108 @@
-"""Log-likelihoods of continuations: the arithmetic under eval.downstream and eval.val_loss.
+"""Log-likelihoods of continuations, for eval.downstream.
 
-Work is sorted by length, so that little of a batch is padding; a context that several continuations share goes through
-the model once; the LM head sees no position but those that are scored.
+Batches hold sequences of similar length, so little of them is padding. A context shared by several continuations goes
+through the model once. The LM head sees only the positions that are scored.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import Cache
+from model import GPT, Cache
 from runtime import distributed
 
-TOKENS = 8192  # a batch, at most: 16 rows of 512
+TOKENS = 8192  # in a batch, at most: 16 rows of 512
 CACHED = 2  # times as many in the cache
-LOGITS = 2**24  # held at once
+LOGITS = 2**24  # in memory at once
+
+Pair = tuple[Sequence[int], Sequence[int]]  # context and continuation
+Group = tuple[Sequence[int], list[int]]  # a context, and the indices of the pairs that share it
 
 
 class Score(NamedTuple):
-    """Of a continuation: its log-likelihood in nats, and whether each of its tokens was the likeliest."""
+    """What the model says of a continuation."""
 
-    loglikelihood: float
-    greedy: bool
+    loglikelihood: float  # nats
+    greedy: bool  # whether each of its tokens was the most likely one
 
 
 class Scorer:
-    """`model` is a GPT in evaluation mode on its device; `ranks`, if there are several, share the work and all get all
-    results. `dtype` is autocast's."""
+    """Scores continuations with a GPT. Several ranks split the work, and each gets all results."""
 
-    def __init__(self, model, dtype=torch.float32, ranks=None, tokens=TOKENS):
-        self.model, self.config, self.ranks = model, model.config, ranks
+    def __init__(
+        self,
+        model: GPT,
+        dtype: torch.dtype = torch.float32,
+        ranks: distributed.Ranks | None = None,
+        tokens: int = TOKENS,
+    ) -> None:
+        """Prepare to score.
+
+        Args:
+            model: in evaluation mode, on its device.
+            dtype: autocast's.
+            ranks: the processes that split the work; None: this one alone.
+            tokens: in a batch, at most.
+        """
+        self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
+        self.ranks = ranks or distributed.Ranks(0, 1, self.device)
         self.autocast = nullcontext if dtype == torch.float32 else lambda: torch.autocast(self.device.type, dtype)
 
-    def score(self, pairs, progress=None):
-        """[Score] of (context, continuation) pairs, lists of ids, neither empty; in their order.
+    def score(self, pairs: Sequence[Pair], progress: str | None = None) -> list[Score]:
+        """Score each continuation after its context.
 
         A pair longer than block_size + 1 loses its first tokens, as in lm-evaluation-harness. A continuation longer
-        than block_size, which the harness refuses, is scored in pieces of half that, each after what comes before it.
-        `progress`: words before a bar, none without.
+        than block_size, which the harness refuses, is scored in pieces of half that length, each after its prefix.
+
+        Args:
+            pairs: (context, continuation), lists of token ids; neither empty.
+            progress: the label of a progress bar; None: no bar.
         """
-        pieces = [in_pieces(*pair, self.config.block_size) for pair in pairs]
-        scores = iter(self.score_pieces([piece for parts in pieces for piece in parts], progress))
+        pieces = [split_continuation(*pair, self.config.block_size) for pair in pairs]
+        scores = iter(self._score_pieces([piece for parts in pieces for piece in parts], progress))
         whole = ([next(scores) for _ in parts] for parts in pieces)
         return [Score(sum(part.loglikelihood for part in parts), all(part.greedy for part in parts)) for parts in whole]
 
-    def score_pieces(self, pairs, progress):
-        """The same of pairs whose continuations fit."""
-        alone, groups = [], defaultdict(list)
+    def _score_pieces(self, pairs: Sequence[Pair], progress: str | None) -> list[Score]:
+        """Score pairs whose continuations fit into the block."""
+        members = defaultdict(list)
         for i, (context, continuation) in enumerate(pairs):
             keep = self.config.block_size + 1 - len(continuation)
-            groups[tuple(context[-keep:])].append(i)
-        for context in [context for context, members in groups.items() if len(members) == 1]:
-            alone.append((context, groups.pop(context)))
-        several = [part for group in groups.items() for part in in_parts(*group, pairs, self.tokens)]
-        work = [(self.whole, batch) for batch in batches(alone, pairs, self.tokens)]
-        work += [(self.shared, batch) for batch in batches(several, pairs, self.tokens)]
-        mine = work if self.ranks is None else work[self.ranks.rank :: self.ranks.world_size]
-        found = {}
-        total = sum(len(members) for _, batch in mine for _, members in batch)
+            members[tuple(context[-keep:])].append(i)
+        groups = [part for group in members.items() for part in split_group(*group, pairs, self.tokens)]
+        alone, shared = ([group for group in groups if (len(group[1]) > 1) == several] for several in (False, True))
+        work = [(self._score_alone, batch) for batch in make_batches(alone, pairs, self.tokens)]
+        work += [(self._score_shared, batch) for batch in make_batches(shared, pairs, self.tokens)]
+        work = work[self.ranks.rank :: self.ranks.world_size]
+        total = sum(len(members) for _, batch in work for _, members in batch)
+        found: dict[int, Score] = {}
         bar = tqdm(total=total, desc=progress, disable=None if progress else True)
         with bar, torch.inference_mode(), self.autocast():
-            for function, batch in mine:
-                scores = function(batch, pairs)
+            for score_batch, batch in work:
+                scores = score_batch(batch, pairs)
                 found.update(scores)
                 bar.update(len(scores))
-        if self.ranks is not None and self.ranks.world_size > 1:
-            for part in distributed.gather(found, self.ranks.control):
-                found.update(part)
+        for part in distributed.gather(found, self.ranks.control):
+            found.update(part)
         return [found[i] for i in range(len(pairs))]
 
-    def whole(self, batch, pairs):
-        """{i: Score}, context and continuation in one pass, filled up on the right."""
+    def _score_alone(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:
+        """Context and continuation in one pass, padded on the right."""
+        members = [i for _, (i,) in batch]
         rows = [[*context, *pairs[i][1]][:-1] for context, (i,) in batch]
-        x, _ = self.model.hidden(self.pad(rows))
-        where = [(row, len(rows[row]) - n, n) for row, n in enumerate(len(pairs[i][1]) for _, (i,) in batch)]
-        return self.read(x, where, [i for _, (i,) in batch], pairs)
+        x, _ = self.model.hidden(self._pad(rows))
+        first = [len(row) - len(pairs[i][1]) for row, i in zip(rows, members, strict=True)]
+        return self._score_columns(x, first, members, pairs)
 
-    def shared(self, batch, pairs):
-        """{i: Score}, contexts in one pass, filled up on the left, their continuations in a second."""
+    def _score_shared(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:
+        """Contexts in one pass, padded on the left; their continuations in a second."""
         contexts = [context for context, _ in batch]
         width = max(map(len, contexts))
         start = torch.tensor([width - len(context) for context in contexts], device=self.device)
@@ -88,70 +110,80 @@ class Scorer:
         members = [i for _, members in batch for i in members]
         rest = [pairs[i][1][:-1] for i in members]
         cache = Cache(self.config, start, width, self.dtype)
-        first = self.model.hidden(self.pad(contexts, left=True), cache)[0][:, -1:]  # (rows, 1, C)
+        first = self.model.hidden(self._pad(contexts, left=True), cache)[0][:, -1:]  # (rows, 1, C)
         x = first[owners]
         if longest := max(map(len, rest)):
             cache = cache.rows(torch.tensor(owners, device=self.device), width + longest)
-            x = torch.cat([x, self.model.hidden(self.pad(rest), cache)[0]], 1)
-        return self.read(x, [(row, 0, len(tokens) + 1) for row, tokens in enumerate(rest)], members, pairs)
+            x = torch.cat([x, self.model.hidden(self._pad(rest), cache)[0]], 1)
+        return self._score_columns(x, [0] * len(members), members, pairs)
 
-    def read(self, x, where, members, pairs):
-        """{i: Score} from the residual stream x (rows, T, C): of (row, first, n) the n columns from `first` on predict
-        the continuation of a member."""
-        columns = torch.cat([torch.arange(first, first + n) + row * x.shape[1] for row, first, n in where])
+    def _score_columns(
+        self, x: Tensor, first: list[int], members: list[int], pairs: Sequence[Pair]
+    ) -> dict[int, Score]:
+        """Scores {index of a pair: Score} from the residual stream.
+
+        Args:
+            x: (rows, T, C). In row r the columns from first[r] on predict the continuation of the pair members[r].
+            first: one column per row.
+            members: one index per row.
+            pairs: all pairs.
+        """
+        lengths = [len(pairs[i][1]) for i in members]
+        starts = [column + row * x.shape[1] for row, column in enumerate(first)]
+        columns = torch.cat([torch.arange(at, at + n) for at, n in zip(starts, lengths, strict=True)])
         targets = torch.tensor([token for i in members for token in pairs[i][1]], device=self.device)
         x = x.flatten(0, 1)[columns.to(self.device)]  # (tokens, C)
         sums, right = [], []
-        for part, wanted in zip(
-            x.split(step := max(1, LOGITS // len(self.model.head))), targets.split(step), strict=True
-        ):
+        step = max(1, LOGITS // len(self.model.head))
+        for part, wanted in zip(x.split(step), targets.split(step), strict=True):
             logits = self.model.logits(part).float()
             sums.append(logits.gather(1, wanted[:, None])[:, 0].double() - logits.logsumexp(1).double())
             right.append(logits.argmax(1) == wanted)
-        lengths = [n for _, _, n in where]
-        sums, right = (torch.cat(parts).cpu().split(lengths) for parts in (sums, right))
-        return {i: Score(s.sum().item(), r.all().item()) for i, s, r in zip(members, sums, right, strict=True)}
+        by_row = zip(members, *(torch.cat(parts).cpu().split(lengths) for parts in (sums, right)), strict=True)
+        return {i: Score(s.sum().item(), bool(r.all())) for i, s, r in by_row}
 
-    def pad(self, rows, left=False):
-        """Lists of ids -> (rows, longest), filled up with 0."""
-        width = max(map(len, rows))
-        filled = [[0] * (width - len(row)) + list(row) if left else [*row] + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(filled, device=self.device)
+    def _pad(self, rows: Sequence[Sequence[int]], left: bool = False) -> Tensor:
+        """Lists of ids -> (rows, longest) int64, padded with 0."""
+        tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        padded = pad_sequence(tensors, batch_first=True, padding_side="left" if left else "right")
+        return padded.to(self.device)
 
 
-def in_pieces(context, continuation, block):
-    """[(context, continuation)] with continuations of at most `block` tokens."""
+def split_continuation(context: Sequence[int], continuation: Sequence[int], block: int) -> list[Pair]:
+    """Cut a continuation longer than `block` into pairs with continuations of half that length."""
     if len(continuation) <= block:
         return [(context, continuation)]
     ids, half = [*context, *continuation], max(1, block // 2)
     return [(ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)]
 
 
-def in_parts(context, members, pairs, tokens):
-    """[(context, some of the members)] such that each fits a batch: its continuations, and its rows of the cache."""
+def split_group(context: Sequence[int], members: Iterable[int], pairs: Sequence[Pair], tokens: int) -> Iterator[Group]:
+    """Split the pairs that share a context into groups that fit a batch, both its tokens and its cache."""
     members = sorted(members, key=lambda i: -len(pairs[i][1]))
     while members:
-        long = len(pairs[members[0]][1])
-        rows = max(1, min(tokens // long, CACHED * tokens // (len(context) + long)))
+        longest = len(pairs[members[0]][1])
+        rows = max(1, min(tokens // longest, CACHED * tokens // (len(context) + longest)))
         yield context, members[:rows]
         members = members[rows:]
 
 
-def batches(groups, pairs, tokens):
-    """[(context, members)] sorted by length, longest first, in lists of at most `tokens` tokens, filling included, and
-    at most CACHED times as many in the cache of those that share contexts."""
+def make_batches(groups: Iterable[Group], pairs: Sequence[Pair], tokens: int) -> Iterator[list[Group]]:
+    """Yield batches of groups, longest first.
 
-    def size(group):
+    A batch has at most `tokens` tokens, padding included, and at most CACHED times as many in the cache.
+    """
+
+    def measure(group: Group) -> tuple[int, int, int]:
         context, members = group
         return len(context), max(len(pairs[i][1]) for i in members), len(members)
 
-    batch, wide, long, rows = [], 0, 0, 0
-    for group in sorted(groups, key=lambda group: (sum(size(group)[:2]), size(group)), reverse=True):
-        context, continuation, members = size(group)
-        wide, long, rows = max(wide, context), max(long, continuation), rows + members
-        if batch and ((len(batch) + 1) * wide + rows * long > tokens or rows * (wide + long) > CACHED * tokens):
+    batch, width, longest, rows = [], 0, 0, 0
+    for group in sorted(groups, key=lambda group: (sum(measure(group)[:2]), measure(group)), reverse=True):
+        context, continuation, members = measure(group)
+        width, longest, rows = max(width, context), max(longest, continuation), rows + members
+        if batch and ((len(batch) + 1) * width + rows * longest > tokens or rows * (width + longest) > CACHED * tokens):
             yield batch
-            batch, wide, long, rows = [], context, continuation, members
+            batch, width, longest, rows = [], context, continuation, members
         batch.append(group)
     if batch:
         yield batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_scripts import small_model
 
-from eval.scoring import CACHED, Scorer, batches, in_parts
+from eval.scoring import CACHED, Scorer, make_batches, split_group
 
 
 def by_hand(model, context, continuation):
@@ -73,12 +73,12 @@ def test_a_context_that_very_many_share_is_no_batch_of_its_own():
     """Such as the beginnings of all documents, whose context is end-of-text alone."""
     rng = random.Random(0)
     pairs = [([1], [rng.randrange(64) for _ in range(rng.randint(1, 12))]) for _ in range(300)]
-    parts = list(in_parts((1,), list(range(300)), pairs, 64))
+    parts = list(split_group((1,), list(range(300)), pairs, 64))
     assert sorted(i for _, members in parts for i in members) == list(range(300))
     for context, members in parts:
         long = max(len(pairs[i][1]) for i in members)
         assert len(members) * long <= 64 and len(members) * (len(context) + long) <= CACHED * 64
-    made = list(batches([*parts, (tuple([2] * 15), [0, 1])], pairs, 64))
+    made = list(make_batches([*parts, (tuple([2] * 15), [0, 1])], pairs, 64))
     assert all(sum(len(members) for _, members in batch) <= 64 for batch in made)
     model = small_model()
     wanted = [by_hand(model, *pair)[0] for pair in pairs[:20]]
@@ -89,7 +89,7 @@ def test_a_context_that_very_many_share_is_no_batch_of_its_own():
 def test_batches_hold_little_padding():
     pairs = [([0] * length, [1] * 3) for length in random.Random(0).choices(range(1, 200), k=500)]
     groups = [(tuple(context), [i]) for i, (context, _) in enumerate(pairs)]
-    made = list(batches(groups, pairs, 4096))
+    made = list(make_batches(groups, pairs, 4096))
     assert sorted(i for batch in made for _, (i,) in batch) == list(range(500))
     held = sum(len(batch) * max(len(context) + 3 for context, _ in batch) for batch in made)
     assert held < 1.1 * sum(len(context) + 3 for context, _ in pairs)

@@ -9,7 +9,7 @@ import torch
 
 import configure
 from data.tokenizer import load_tokenizer
-from eval.downstream import TASKS, check_tasks, fetch, harness, index_of, spec_of
+from eval.downstream import TASKS, build_task_manager, check_tasks, load_documents, write_task_spec
 from eval.trained import load_run
 from model import GPT
 from runtime import RunError, distributed
@@ -25,19 +25,18 @@ SHAPE = ("n_layer=6", "n_head=8", "n_embd=256", "top_k=8", "expert_hidden=128", 
 def bench_eval(args, overrides):
     """Log-likelihoods of the paper's tasks by both, in turns: items/s, the largest difference, and whether any answer
     differs. The model is a run, exported for HFLM, or without one a random GPT-2."""
-    lm_eval, TaskManager = harness()
+    manager = build_task_manager(TASKS)
     from lm_eval.models.huggingface import HFLM
 
     from eval.harness import Adapter
     from eval.scoring import Scorer
 
-    manager = index_of(TASKS, lm_eval, TaskManager)
     check_tasks(manager, TASKS, args.tasks_dir)
     device = distributed.pick_device(args.device)
     with tempfile.TemporaryDirectory() as scratch:
         ours, theirs, tokenizer, hf_tokenizer = models_of(args, Path(scratch), overrides)
-        specs = {name: spec_of(manager, name, args.tasks_dir, scratch) for name in TASKS}
-        fetch(manager, specs, args.tasks_dir)
+        specs = {name: write_task_spec(manager, name, args.tasks_dir, scratch) for name in TASKS}
+        load_documents(manager, specs, args.tasks_dir)
         tasks = {name: requests_of(manager, spec, args.limit) for name, spec in specs.items()}
     theirs, length = theirs.to(device), ours.config.block_size
     adapter = Adapter(Scorer(ours.to(device)), tokenizer)
