@@ -1,11 +1,10 @@
-"""eval/routing.py: what it counts against loops over tokens, its measures by hand, agreement, and the command."""
+"""eval/routing: counts against loops over tokens, measures by hand, agreement, and the command."""
 
 import itertools
 import json
 import math
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,25 +19,25 @@ from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval.routing import counts as routing_counts
+from eval.routing import page, pictures
 from eval.routing.counts import (
-    Agreement,
-    best_matching,
-    coactivation,
-    commonest_pairs,
-    compare,
-    count,
-    describe,
-    elsewhere,
-    entropy_of,
-    information,
-    strongest,
-    tokens_of,
+    LayerCounts,
+    coactivation_shares,
+    compare_choices,
+    count_routing,
+    describe_layer,
+    divergence_from_text,
+    find_pairs,
+    find_tokens,
+    mean_strongest,
+    record_routing,
+    shuffled_baseline,
     vocabulary_specialization,
-    watched,
 )
-from eval.routing.pictures import side_by_side, visible
+from eval.routing.page import build_token_table, format_token
+from eval.routing.pictures import order_by_similarity
 from model import GPT
-from router import ROUTERS
+from router import ROUTERS, Routing
 from runtime.metrics import read
 
 MIXTURES = [name for name, spec in ROUTERS.items() if spec]
@@ -77,21 +76,21 @@ def random_choices(N, E, K, seed):
 def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)  # two windows a batch
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")
-    idx, seen_by_layer = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0], {}
+    idx = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
     often = Counter(idx.ravel().tolist())
     least = sorted(often.values())[len(often) // 2]
     monkeypatch.setattr(routing_counts, "MIN_COUNT", least)
-    tally, agreement, ids, seen = count(model, tokens, fixed_windows(tokens, 32, 12))
-    layers = describe(tally, ids, seen, ByteTokenizer())
-    with torch.no_grad(), watched(model, seen_by_layer.__setitem__):
-        model.hidden(torch.from_numpy(idx))
+    counted, ids, seen = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    layers = [describe_layer(layer, ids, seen, ByteTokenizer()) for layer in counted]
+    with torch.no_grad():
+        routing_by_layer = record_routing(model, torch.from_numpy(idx))
     text = idx.ravel().tolist()
-    others = torch.cat([elsewhere(batch) for batch in torch.from_numpy(idx).split(2)]).flatten().tolist()
-    assert agreement is None and tally.tokens == len(text) == 384
+    others = torch.cat([shuffled_baseline(batch) for batch in torch.from_numpy(idx).split(2)]).flatten().tolist()
+    assert [layer.tokens for layer in counted] == [len(text)] * len(counted) and len(text) == 384
+    assert not any(layer.agreement.any() for layer in counted)
     assert dict(zip(ids.tolist(), seen.tolist(), strict=True)) == {x: n for x, n in often.items() if n >= least}
     assert seen.tolist() == sorted(seen.tolist(), reverse=True) and len(often) > len(ids) > 5
-    for number, layer in enumerate(layers):
-        decided = seen_by_layer[number]
+    for layer, decided in zip(layers, routing_by_layer, strict=True):
         loads, both = Counter(), Counter()
         first, any_of, first_by_chance, any_by_chance = Counter(), Counter(), Counter(), Counter()
         entropies, sums, norms, zeros = [], [], [], 0
@@ -144,9 +143,9 @@ def test_gates_that_are_kept_are_a_bounded_sample(tiny, monkeypatch):
     monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
     monkeypatch.setattr(routing_counts, "GATE_TOKENS", 50)
     model, tokens = tiny_model(tiny)
-    tally, *_ = count(model, tokens, fixed_windows(tokens, 32, 12))
-    assert [sum(map(len, parts)) for parts in tally.gates] == [48, 48]  # 8 of 64 in each of 6 batches
-    assert tally.tokens == 384
+    layers, *_ = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    assert [torch.cat(layer.gates, 1).shape for layer in layers] == [(2, 48)] * 2  # 8 of 64 in each of 6 batches
+    assert [layer.tokens for layer in layers] == [384] * 2
 
 
 @pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
@@ -157,57 +156,50 @@ def test_long_windows_go_in_pairs(number, sizes, tiny, monkeypatch):
     model, tokens = tiny_model(tiny)
     hidden, rows = model.hidden, []
     monkeypatch.setattr(model, "hidden", lambda idx: (rows.append(len(idx)), hidden(idx))[1])
-    count(model, tokens, fixed_windows(tokens, 32, number))
+    count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, number))
     assert rows == sizes
 
 
 def test_chance_is_another_window_and_position():
     x = torch.arange(4 * 32).view(4, 32)
-    y = elsewhere(x)
+    y = shuffled_baseline(x)
     assert y.flatten().sort().values.equal(x.flatten()) and not (y // 32 == x // 32).any()
     assert (y % 32 == x % 32).float().mean() < 0.2
-    assert elsewhere(x[..., None].expand(4, 32, 2))[..., 1].equal(y)
+    assert shuffled_baseline(x[..., None].expand(4, 32, 2))[..., 1].equal(y)
 
 
 # --- measures by hand -----------------------------------------------------------------------------------------------
 
 
 def test_measures_by_hand():
-    assert entropy_of(np.array([2, 0, 2, 4])) == pytest.approx(1.5 * math.log(2))
     together = np.array([[4, 3, 1, 0], [3, 6, 3, 0], [1, 3, 4, 0], [0, 0, 0, 0]])  # 7 tokens, two experts each
-    shares = coactivation(together)
+    shares = coactivation_shares(together)
     assert np.isnan(shares.diagonal()).all() and np.isnan(shares[3]).all()
     assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
-    assert strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
-    pairs = commonest_pairs(np.array([[4, 3, 1], [3, 4, 1], [1, 1, 2]]), 8)
+    assert mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
+    pairs = find_pairs(np.array([[4, 3, 1], [3, 4, 1], [1, 1, 2]]), 8)
     assert pairs == [{"experts": [0, 1], "tokens": 3, "lift": 1.5}]  # of 4 · 4 / 8; the others are as loads give
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
     assert vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
     e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
-    assert information(rows) == pytest.approx([e0, e1])
-    assert information(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
-    (told,) = tokens_of(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
+    assert divergence_from_text(rows) == pytest.approx([e0, e1])
+    assert divergence_from_text(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
+    (told,) = find_tokens(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
     assert told == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4), "specialization": 1}
 
 
 @pytest.mark.parametrize("E", [1, 2, 3, 6])
-def test_best_matching_is_the_best_of_all_permutations(E):
-    draw = np.random.default_rng(E)
+def test_matching_is_the_best_of_all_permutations(E):
+    random = np.random.default_rng(E)
     for top in (2, 9, 10**6):  # with ties, and without
-        for _ in range(15):
-            gain = draw.integers(0, top, (E, E))
-            found = best_matching(gain)
-            assert sorted(found) == list(range(E))
-            best = max(sum(gain[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(E)))
-            assert sum(gain[i, j] for i, j in enumerate(found)) == best
-
-
-def test_best_matching_finds_a_hidden_permutation_of_many():
-    draw = np.random.default_rng(0)
-    hidden, gain = draw.permutation(200), draw.integers(0, 1000, (200, 200))
-    gain[np.arange(200), hidden] += 1000
-    assert best_matching(gain).tolist() == hidden.tolist()
+        agreement = random.integers(1, top, (2, E, E))
+        found = compare_choices(agreement, top_k=1)
+        assert sorted(found["matching"]) == list(range(E))
+        for counts, key in zip(agreement, ("matched", "matched_by_chance"), strict=True):
+            orders = itertools.permutations(range(E))
+            best = max(sum(counts[i, j] for i, j in enumerate(order)) for order in orders)
+            assert found[key] == pytest.approx(best / counts.sum())
 
 
 def test_partners_stand_side_by_side():
@@ -216,7 +208,7 @@ def test_partners_stand_side_by_side():
     lift = np.where(group[:, None] == group, 2.0, -9.0)
     lift[9], lift[:, 9] = np.nan, np.nan
     np.fill_diagonal(lift, np.nan)
-    order = side_by_side(lift)
+    order = order_by_similarity(lift)
     assert sorted(order) == list(range(10)) and order[-1] == 9
     assert (np.diff(group[order[:-1]]) != 0).sum() == 2
 
@@ -225,10 +217,8 @@ def test_partners_stand_side_by_side():
 
 
 def agreement_of(model, other, tokens, top_k=2):
-    _, counted, _, _ = count(model, tokens, fixed_windows(tokens, 32, 12), other)
-    return [
-        compare(*layer, top_k) for layer in zip(counted.pairs.numpy(), counted.pairs_by_chance.numpy(), strict=True)
-    ]
+    layers, _, _ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    return [compare_choices(layer.agreement.numpy(), top_k) for layer in layers]
 
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
@@ -253,20 +243,24 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
 
 def test_independent_choices_agree_by_chance():
     E, K, N = 16, 4, 8192
-    counted = Agreement(SimpleNamespace(n_layer=1, n_expert=E), "cpu")
+
+    def compare(mine, theirs):
+        counts = LayerCounts(E, 1, 1, torch.device("cpu"))
+        routings = (Routing(torch.ones(N, K), experts, *torch.ones(2, N, E)) for experts in (mine, theirs))
+        first, second = routings
+        counts.add(first, torch.zeros(32, N // 32, dtype=torch.int64), second)
+        return counts.agreement, compare_choices(counts.agreement.numpy(), K)
+
     mine, theirs = (random_choices(N, E, K, seed) for seed in (0, 1))
-    counted.add(0, mine.view(32, -1, K), theirs.view(32, -1, K))
-    assert counted.pairs[0, 3, 5] == sum(3 in a and 5 in b for a, b in zip(mine.tolist(), theirs.tolist(), strict=True))
-    found = compare(counted.pairs[0].numpy(), counted.pairs_by_chance[0].numpy(), K)
+    agreement, found = compare(mine, theirs)
+    assert agreement[0, 3, 5] == sum(3 in a and 5 in b for a, b in zip(mine.tolist(), theirs.tolist(), strict=True))
     assert found["same_number"] == pytest.approx(K / E, abs=0.01)
     assert found["same_number_by_chance"] == pytest.approx(K / E, abs=0.01)
     assert K / E < found["matched"] < 1.1 * K / E  # the best numbers of many are a little above
     assert found["matched"] == pytest.approx(found["matched_by_chance"], abs=0.01)
-    half = theirs.clone()
-    half[: N // 2] = mine[: N // 2]
-    counted.add(0, mine.view(32, -1, K), half.view(32, -1, K))
-    found = compare(counted.pairs[0].numpy(), counted.pairs_by_chance[0].numpy(), K)
-    assert found["same_number"] == found["matched"] == pytest.approx(0.25 + 0.75 * K / E, abs=0.01)
+    theirs[: N // 2] = mine[: N // 2]
+    _, found = compare(mine, theirs)
+    assert found["same_number"] == found["matched"] == pytest.approx(0.5 + 0.5 * K / E, abs=0.01)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -285,16 +279,16 @@ def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
     assert (found["step"], found["windows"], found["tokens"], found["router"]) == (4, 6, 192, "kern")
     for layer in found["agreement"]:
         assert layer["same_number_by_chance"] < layer["same_number"] <= layer["matched"] < 1
-    page, pictures = (out / "routing.md").read_text(), sorted(file.stem for file in out.glob("*.png"))
-    assert pictures == ["agreement", "coactivation", "gates", "layers", "loads", "tokens"]
-    assert all(f"({name}.png)" in page for name in pictures)
-    assert "# Routing of kern at step 4" in page and "## Agreement with kern, step_00000002" in page
-    assert (out / "routing.html").read_text().count("data:image/png") == 6
+    text, names = (out / "routing.md").read_text(), sorted(file.stem for file in out.glob("*.png"))
+    assert names == ["coactivation", "layers", "loads", "tokens"]
+    assert all(f"({name}.png)" in text for name in names) and "{" not in text
+    assert "# Routing of kern at step 4" in text and "## Agreement with kern, step_00000002" in text
+    assert (out / "routing.html").read_text().count("data:image/png") == 4
 
 
 def test_command_takes_another_set_and_a_mean(made, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(routing, "draw", lambda found, out: {})
-    monkeypatch.setattr(routing, "page", lambda found, pictures: [("p", f"{found['average']} {found['checkpoint']}")])
+    monkeypatch.setattr(pictures, "plot_routing", lambda found, out: None)
+    monkeypatch.setattr(page, "build_page", lambda found: [("p", f"{found['average']} {found['checkpoint']}")])
     words = [str(made / "kern"), "--average", "2", "--windows", "99", "--data", "tiny"]
     assert routing.main(words) == 0 and (made / "kern/eval/step_00000004_mean2/routing/routing.json").is_file()
     assert routing.main([*words[:-1], str(corpus / "tiny"), "--out", str(tmp_path)]) == 0
@@ -307,14 +301,14 @@ def test_command_takes_another_set_and_a_mean(made, corpus, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("{runs}/dense", "dense is dense and has no router; name a run of a mixture"),
+        ("{runs}/dense", "dense is dense and has no router; name a run with another model.router"),
         ("{runs}/kern --other {runs}/dense", "dense is dense and has no router"),
         ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
-        ("{runs}/kern --windows 1", "--windows 1: expected 2 or more, as chance is measured with another window"),
-        ("{runs}/kern --windows 2", "no token comes 10 times among 64 tokens; raise --windows"),
-        ("{runs}/kern --data {runs}/one-window", "one validation window of 32 tokens, but chance needs another"),
-        ("{runs}/kern --out {runs}/kern/config.toml", "kern/config.toml: a file; name a folder"),
-        ("{runs}/kern --out {runs}/kern/config.toml/x", "x: cannot be made .Not a directory.; name another folder"),
+        ("{runs}/kern --windows 1", "--windows 1: chance is measured with another window; give 2 or more"),
+        ("{runs}/kern --windows 2", "no token occurs 10 times among 64 tokens; raise --windows"),
+        ("{runs}/kern --data {runs}/one-window", "one validation window of 32 tokens, chance needs two"),
+        ("{runs}/kern --out {runs}/kern/config.toml", "kern/config.toml: File exists; name another folder with --out"),
+        ("{runs}/kern --out {runs}/kern/config.toml/x", "x: Not a directory; name another folder"),
         ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
         ("{runs}/kern --data nothing", "nothing: no such data set"),
         ("{runs}/kern --data {runs}/other-set", "tokenizer .'bytes'. is not that of kern; name a set"),
@@ -339,17 +333,18 @@ def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
     assert re.search(message, said.err), said.err
 
 
-def test_tokens_are_shown_so_that_one_sees_them():
-    assert [visible(text, 7) for text in (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30)] == [
-        "␣the",
-        "↵⇥",
-        "#7",
-        "\\x00",
-        "é",
-        "x" * 19 + "…",
-    ]
+def test_tokens_are_shown_in_quotes():
+    texts = (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30)
+    expected = ["' the'", r"'\n\t'", "#7", r"'\x00'", "'é'", "'" + "x" * 19 + "…'"]
+    assert [format_token({"text": text, "id": 7}) for text in texts] == expected
     token = {"id": 42, "text": " **", "share": 0.5, "lift": 2.0}
     expert = {"nats": 1.0, "nats_by_chance": 0.25, "tokens": [token]}
     idle = {"nats": 9.0, "nats_by_chance": 0.0, "tokens": []}
-    table = routing.experts({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
-    assert table[2] == [["0, 0", "1.98", "0.75", "␣∗∗ 50% 2.0×", *[""] * 5]]  # the rare one tells nothing
+    table = build_token_table({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
+    assert table[2] == [["0, 0", "1.98", "0.75", "' ∗∗' 50% 2.0×", *[""] * 5]]  # the rare one is left out
+
+
+def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys):
+    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
+    assert routing.main(["no-such-run"]) == 2
+    assert "matplotlib, scipy not installed: pip install -r requirements-report.txt" in capsys.readouterr().err

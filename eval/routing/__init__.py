@@ -1,0 +1,1 @@
+"""Analyse what the routers of a trained run do: python -m eval.routing."""
