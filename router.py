@@ -1,31 +1,35 @@
-"""Routers: one formula, one line of data per router, and the losses that balance experts.
+"""Routers: one formula, one line of data per router, and the losses that balance the experts' loads.
 
     g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
 KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 2509.25913, Sec. 3.4) is φ = relu after
-an l2 norm over all logits, times a learnable γ. To add a router, add a line to ROUTERS; every config, sweep and test
-then knows its name.
+an l2 norm over all logits, times a learnable γ. To add a router, add one line to ROUTERS: configs, sweeps and tests
+find its name there.
+
+Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported models can ship it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-EPS = 1e-8  # the paper's ε; 0 in float16, one reason why routers compute in float32
+EPS = 1e-8  # the paper's ε; it rounds to 0 in float16, one reason why routers compute in float32
 
-PHI = {
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda s: s,
     "relu": F.relu,
-    "exp": lambda s: (s - s.detach().amax(-1, keepdim=True)).exp(),  # up to a factor, which the post norm removes
+    "exp": lambda s: (s - s.detach().amax(-1, keepdim=True)).exp(),  # scaled per token; the post norm removes the scale
     "sqrtexp": lambda s: (0.5 * (s - s.detach().amax(-1, keepdim=True))).exp(),
     "sigmoid": F.sigmoid,
     "tanh": F.tanh,
-    "sqrtsoftplus": lambda s: F.softplus(s).clamp_min(1e-30).sqrt(),  # sqrt has no gradient at 0
+    "sqrtsoftplus": lambda s: F.softplus(s).clamp_min(1e-30).sqrt(),  # sqrt has an infinite gradient at 0
 }
 NORMS = ("none", "l1 over all", "l2 over all", "l1 over topk", "l2 over topk")
 
@@ -34,21 +38,21 @@ NORMS = ("none", "l1 over all", "l2 over all", "l1 over topk", "l2 over topk")
 class RouterSpec:
     """One router as data: the terms of the formula above.
 
-    Norms run over `all` E logits or over the `topk` survivors. With `pre` over topk the survivors are picked by their
-    raw logits. c is a number, or "monte_carlo" (`monte_carlo_scale`).
+    A norm is over `all` E logits or over the `topk` chosen ones. With `pre` over topk, experts are chosen by their raw
+    logits. c is a number, or "monte_carlo" for `monte_carlo_scale`.
 
     Raises:
-        ValueError: an unknown φ or norm, or a combination that means nothing.
+        ValueError: an unknown φ or norm, or a combination that has no meaning.
     """
 
     phi: str
     pre: str = "none"
     post: str = "none"
-    gamma: bool = False  # a learnable scalar γ, initially 1
-    bias: bool = False  # the router bias b, initially 0
-    c: float | str = 1.0
+    gamma: bool = False  # a learnable scalar γ, initialised to 1
+    bias: bool = False  # the router bias b, initialised to 0
+    c: float | Literal["monte_carlo"] = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.phi not in PHI:
             raise ValueError(f"phi {self.phi!r} is not one of {', '.join(PHI)}")
         for norm in (self.pre, self.post):
@@ -62,6 +66,7 @@ class RouterSpec:
 
 KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)
 
+# A dict literal: configure/schema.py parses its keys from this source without importing torch.
 ROUTERS: dict[str, RouterSpec | None] = {
     "dense": None,  # no router: one MLP of hidden top_k · expert_hidden, equal active parameters (paper's baseline)
     "softmax": RouterSpec("exp", post="l1 over all"),  # paper's baseline; Switch, OLMoE
@@ -71,7 +76,7 @@ ROUTERS: dict[str, RouterSpec | None] = {
     "kern-norelu": replace(KERN, phi="identity"),  # App. "The Effect of ReLU"
     "kern-after": replace(KERN, pre="l2 over topk"),  # App. "The Importance of Considering All Router Logit"
     "kern-mc": replace(KERN, c="monte_carlo"),  # App. "The Effect of KERN Initialization"
-    "kern-nogamma": replace(KERN, gamma=False),  # control: is it the learnable scale?
+    "kern-nogamma": replace(KERN, gamma=False),  # control: the effect of the learnable scale
     "kern-nobias": replace(KERN, bias=False),  # the paper's formula has b, its listing shows none
     "softmax-renorm": RouterSpec("exp", post="l1 over topk"),  # Mixtral
     "sigmoid-renorm": RouterSpec("sigmoid", post="l1 over topk"),  # DeepSeek-V3, with train.bias_update_rate
@@ -84,23 +89,29 @@ ROUTERS: dict[str, RouterSpec | None] = {
 class Routing(NamedTuple):
     """What a router decides for N tokens. All but `experts` in fp32 (fp64 for fp64 inputs)."""
 
-    weights: torch.Tensor  # (N, K) gates of the chosen experts
-    experts: torch.Tensor  # (N, K) int64, distinct per token, by falling score
-    scores: torch.Tensor  # (N, E) what experts are chosen by, before c, γ and β
-    logits: torch.Tensor  # (N, E) W x + b
+    weights: Tensor  # (N, K) gates of the chosen experts
+    experts: Tensor  # (N, K) int64, distinct per token, by descending score
+    scores: Tensor  # (N, E) scores that experts are chosen by, before c, γ and β
+    logits: Tensor  # (N, E) W x + b
 
 
 class Router(nn.Module):
-    """x (N, C) -> Routing. Always in fp32, autocast off: in fp16 squares overflow at 256 and ε is 0, so zero logits
-    give NaN.
+    """Choose K of E experts for every token and weight them by the gates of the formula above.
 
-    Ties go to the lower index. A token with no positive KERN score gets gates of exactly 0: its MoE output is 0, the
-    residual stream passes it on. `DeadTokenGradient` has the router's gradient from it. `selection_bias` (β) shifts
-    the choice of experts, never the gates, and has no gradient (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2); it stays
-    0 unless `update_selection_bias` is called. `gate_scale` is a factor of c: a control for the gates' initial scale.
+    It computes in fp32 with autocast off: in fp16, squares overflow at 256 and ε is 0, so zero logits give NaN. Ties go
+    to the lower index. A token without a positive KERN score gets gates of exactly 0: its MoE output is 0, so the
+    residual stream passes it on, and `DeadTokenGradient` supplies the router's gradient.
     """
 
-    def __init__(self, n_embd, n_expert, top_k, spec, gate_scale=1.0):
+    c: Tensor  # (1,) constant of the formula, a buffer
+    selection_bias: Tensor  # (E,) β: shifts the choice of experts, never the gates; 0 unless update_selection_bias runs
+
+    def __init__(self, n_embd: int, n_expert: int, top_k: int, spec: RouterSpec, gate_scale: float = 1.0) -> None:
+        """Build a router of `spec`; `gate_scale` multiplies c, to control the initial scale of the gates.
+
+        Raises:
+            ValueError: top_k is not between 1 and n_expert.
+        """
         super().__init__()
         if not 1 <= top_k <= n_expert:
             raise ValueError(f"top_k {top_k} must lie between 1 and n_expert {n_expert}")
@@ -115,78 +126,82 @@ class Router(nn.Module):
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Routing:
+        """Route tokens x (N, C) of any floating dtype."""
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
             phi = PHI[self.spec.phi]
-            if self.spec.pre.endswith("topk"):
+            if self.spec.pre.endswith("topk"):  # choose by raw logits, then normalise the chosen ones
                 scores = logits
-                experts = top_k_indices(scores + self.selection_bias, self.top_k)
-                weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))
+                experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+                weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))  # (N, K)
             else:
-                scores = phi(normalize(logits, self.spec.pre))
+                scores = phi(normalize(logits, self.spec.pre))  # (N, E)
                 if self.spec.post.endswith("all"):
                     scores = normalize(scores, self.spec.post)
-                experts = top_k_indices(scores + self.selection_bias, self.top_k)
-                weights = scores.gather(-1, experts)
+                experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+                weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
             if self.spec.post.endswith("topk"):
                 weights = normalize(weights, self.spec.post)
             if self.spec.phi == "relu":
                 weights = DeadTokenGradient.apply(weights, logits)
-            factor = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
             if not self.unscaled:
-                weights = weights * factor
+                scale = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
+                weights = weights * scale
             return Routing(weights, experts, scores, logits)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"top_k={self.top_k}, {self.spec}"
 
 
 class DeadTokenGradient(torch.autograd.Function):
-    """weights (N, K), logits (N, E) -> weights, unchanged. Backward, a token whose gates are all 0 lifts its logits.
+    """Pass weights (N, K) through; backward, give logits (N, E) a gradient for tokens whose gates are all 0.
 
-    ReLU gives such a token no gradient, so a router without a positive score would be dead for ever. But the gates'
-    own gradients tell whether more of the chosen experts would lower the loss. Where they do in the mean, that mean
-    goes to the mean of the E logits: all rise alike, in the order they are in, until the best is positive and plain
-    ReLU takes over. Not through the norm, which no common shift passes, and never downwards, where gates stay 0.
+    ReLU gives such a token no gradient, so a router without a positive score would stay dead. The gates' own gradients
+    still say whether more of the chosen experts would lower the loss. If their mean is negative, it becomes the
+    gradient of the mean of the E logits: all logits rise together, in unchanged order, until the best is positive and
+    plain ReLU takes over. It bypasses the norm, which removes any common shift, and never lowers logits, since the
+    gates would stay 0.
 
-    Ours, the paper is silent; docs/paper.md has the measurements. At initialisation a token has no positive score with
-    probability 2^-E, so at the paper's 64 experts nothing changes: other tokens' gradients get exactly 0 added.
+    This rule is ours; docs/paper.md has the measurements. At initialisation a token has no positive score with
+    probability 2^-E, so at the paper's 64 experts nothing changes: the other tokens' gradients get exactly 0 added.
     """
 
     @staticmethod
-    def forward(ctx, weights, logits):
+    def forward(ctx: Any, weights: Tensor, logits: Tensor) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.n_expert = logits.shape[-1]
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx, d_weights):
-        (weights,) = ctx.saved_tensors
-        dead = weights.sum(-1, keepdim=True) == 0
-        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)  # below 0: descent raises logits
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # *grads there
+        (weights,) = ctx.saved_tensors  # (N, K)
+        dead = weights.sum(-1, keepdim=True) == 0  # (N, 1)
+        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)  # (N, 1), negative: descent raises the logits
         rise = torch.where(dead, rise / (weights.shape[-1] * ctx.n_expert), 0)
         return d_weights, rise.expand(-1, ctx.n_expert)
 
 
-def normalize(s, norm):
-    """s / (‖s‖ + ε) over the last dimension, by the norm that `norm` begins with."""
+def normalize(s: Tensor, norm: str) -> Tensor:
+    """Divide s (..., n) by ‖s‖ + ε over the last dimension; `norm` is one of NORMS and its start names the norm."""
     if norm == "none":
         return s
     if norm.startswith("l1"):
         return s / (s.abs().sum(-1, keepdim=True) + EPS)
-    return L2.apply(s)
+    return L2Normalize.apply(s)
 
 
-class L2(torch.autograd.Function):
-    """s / (‖s‖₂ + ε) over the last dimension. By hand, in 14 operators where autograd takes 20. Squares are summed in
-    fp64: in fp32 those of logits beyond 1e19 overflow."""
+class L2Normalize(torch.autograd.Function):
+    """s / (‖s‖₂ + ε) over the last dimension, with a backward pass of its own: 14 operators where autograd takes 20.
+
+    Squares are summed in fp64: in fp32 those of logits beyond 1e19 overflow.
+    """
 
     @staticmethod
-    def forward(ctx, s):
-        norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True, dtype=torch.float64)
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True, dtype=torch.float64)  # (N, 1)
         norm = norm.clamp_max_(torch.finfo(s.dtype).max).to(s.dtype)
         out = s / (norm + EPS)
         ctx.save_for_backward(out, norm)
@@ -194,58 +209,61 @@ class L2(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  # *grads there
         out, norm = ctx.saved_tensors
-        along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))  # 0 where s is 0
+        along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))  # (N, 1), 0 where s is 0
         return torch.addcmul(d_out, out, along, value=-1) / (norm + EPS)
 
 
 @torch.no_grad()
-def top_k_indices(scores, k):
-    """(N, E) -> (N, k) int64 indices of the largest scores, largest first; ties go to the lower index.
+def top_k_indices(scores: Tensor, k: int) -> Tensor:
+    """Return (N, k) int64 indices of the k largest of scores (N, E), largest first; ties go to the lower index.
 
-    torch.topk leaves the order of ties open. Here each fp32 score becomes an integer of the same order with the index
-    below it, so no two are equal; a stable sort gives the same and took 2.8 times as long on a CPU (docs/LOG.md).
+    torch.topk leaves the order of ties undefined. Here each fp32 score becomes an int64 of the same order with the
+    index in its low bits, so no two are equal. A stable sort gives the same and took 2.8 times as long on a CPU
+    (docs/LOG.md).
     """
     n = scores.shape[-1]
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 a 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement sorts like the floats
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats
     index = torch.arange(n - 1, -1, -1, device=scores.device)
     return torch.topk((order.long() << 32) | index, k, dim=-1).indices
 
 
 @cache
-def monte_carlo_scale(n_expert, top_k, samples=200_000, seed=0):
-    """The paper's Monte-Carlo constant (App. "Implementation Details"): E[1 / ‖top_k of relu(y)‖₂], y uniform on the
-    unit sphere.
+def monte_carlo_scale(n_expert: int, top_k: int, samples: int = 200_000, seed: int = 0) -> float:
+    """Estimate the paper's constant c = E[1 / ‖top_k of relu(y)‖₂], y uniform on the unit sphere.
 
-    With it gates have about unit l2 norm at initialisation; (64, 8) gives 1.713. Mended against the listing: drawn from
-    a seeded generator, so that every rank has the same constant, and averaged over the samples with a positive score,
-    where the listing gives inf (one sample in 2^n_expert has none). Strictly the expectation is infinite for any
-    number of experts (docs/theory.md): that of samples whose positive scores are all near 0. At 32 experts and more
-    they are too rare to matter; below some 16 the mean is finite and repeatable, but no scale to trust.
+    With it gates have about unit l2 norm at initialisation; (64, 8) gives 1.713. Two faults of the listing are fixed:
+    the generator is seeded, so that every rank has the same constant, and the mean is over samples with a positive
+    score, where the listing gives inf (one sample in 2^n_expert has none). Strictly the expectation is infinite for any
+    number of experts (docs/theory.md), because of samples whose positive scores are all near 0. From 32 experts on
+    these are too rare to matter; below about 16 the mean is finite and repeatable, but not a meaningful scale.
 
-    Returns a float.
+    Source: App. "Implementation Details".
     """
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
-    for _ in range(20):
+    for _ in range(20):  # in parts, to bound the memory
         y = torch.randn(samples // 20, n_expert, generator=generator, device="cpu")
-        kept = normalize(y, "l2 over all").relu().topk(top_k).values
-        norms = torch.linalg.vector_norm(kept, dim=-1)
+        gates = normalize(y, "l2 over all").relu().topk(top_k).values  # (samples / 20, top_k)
+        norms = torch.linalg.vector_norm(gates, dim=-1)
         norms = norms[norms > 0]
         total, count = total + (1 / norms).sum().item(), count + len(norms)
     return total / count
 
 
 class NormRouter(nn.Module):
-    """The paper's module as listed (App. "Implementation Details"): logits (..., E) in, scores (..., E) out; top-k is
-    the caller's.
+    """The paper's module as listed: logits (..., E) in, scores (..., E) in fp32 out; top-k is left to the caller.
 
     A drop-in for `logits.softmax(-1)` in other codebases. `initial_method` is "one" or "monte_carlo".
+
+    Source: App. "Implementation Details".
     """
 
-    def __init__(self, initial_method="one", total_expert=64, top_k=8, eps=EPS):
+    scale_initial: Tensor
+
+    def __init__(self, initial_method: str = "one", total_expert: int = 64, top_k: int = 8, eps: float = EPS) -> None:
         super().__init__()
         if initial_method not in ("one", "monte_carlo"):
             raise ValueError(f"initial_method {initial_method!r} is not 'one' or 'monte_carlo'")
@@ -254,52 +272,67 @@ class NormRouter(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.eps = eps
 
-    def forward(self, logits):
+    def forward(self, logits: Tensor) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
             s = logits.to(torch.promote_types(logits.dtype, torch.float32))
             s = s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + self.eps)
             return self.scale * self.scale_initial * s.relu()
 
 
-def expert_loads(experts, n_expert):
-    """(N, K) chosen experts -> (E,) int64, the number of tokens that chose each."""
+def expert_loads(experts: Tensor, n_expert: int) -> Tensor:
+    """Count the tokens that chose each expert: experts (N, K) int64 -> (E,) int64."""
     flat = experts.flatten()
     return torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def token_distribution(routing):
-    """(N, E) routing scores, negative ones cut off, normalised to sum to 1 per token. For softmax these are its
-    probabilities."""
+def token_distribution(routing: Routing) -> Tensor:
+    """Normalise the routing scores, negative ones set to 0, to sum to 1 per token: (N, E).
+
+    For softmax these are its probabilities.
+    """
     positive = routing.scores.relu()
     return positive / (positive.sum(-1, keepdim=True) + EPS)
 
 
-def balance_loss(distribution, loads):
-    """Load-balancing loss of Switch (arXiv 2101.03961, eq. 4): E · Σ_e f_e P_e, 1 when balanced, E when one expert
-    takes all.
+def balance_loss(distribution: Tensor, loads: Tensor) -> Tensor:
+    """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E when one expert takes every token.
 
-    f_e is the share of the N·K choices that fell on expert e (`loads`, (E,), no gradient), P_e the mean of
-    `token_distribution` (N, E): scores are normalised per token, so the loss moves scores against each other and cannot
-    push KERN's γ or scale down.
+    Scores are normalised per token, so the loss moves them against each other and cannot shrink KERN's γ or scale.
+
+    Args:
+        distribution: (N, E) `token_distribution`; P_e is its mean over tokens. Carries the gradient.
+        loads: (E,) int64, tokens per expert; f_e is their share of the N·K choices. No gradient.
+
+    Returns:
+        () scalar, dimensionless.
+
+    Source: Switch Transformer (arXiv 2101.03961), eq. 4.
     """
     share = loads.to(distribution.dtype) / loads.sum()
     return len(loads) * torch.dot(share, distribution.mean(0))
 
 
 @torch.no_grad()
-def entropy(distribution):
-    """Mean over tokens of the entropy of `token_distribution` (N, E), in nats."""
+def entropy(distribution: Tensor) -> Tensor:
+    """Mean entropy per token in nats, a scalar (), of `token_distribution` (N, E)."""
     return -(distribution * distribution.clamp_min(1e-30).log()).sum(-1).mean()
 
 
-def z_loss(routing):
-    """Router z-loss of ST-MoE (arXiv 2202.08906, eq. 5): the mean over tokens of logsumexp(logits)²."""
+def z_loss(routing: Routing) -> Tensor:
+    """Router z-loss, a scalar (): mean over tokens of logsumexp(logits)². Source: ST-MoE (arXiv 2202.08906), eq. 5."""
     return torch.logsumexp(routing.logits, dim=-1).square().mean()
 
 
 @torch.no_grad()
-def update_selection_bias(selection_bias, loads, rate):
-    """β_e += rate · sign(mean load - load of e), in place (DeepSeek-V3, arXiv 2412.19437, Sec. 2.1.2): once per
-    optimizer step, with `loads` (E,) summed over all its tokens on all ranks."""
+def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float) -> None:
+    """Once per optimizer step, in place: β_e += rate · sign(mean load - load of e).
+
+    Args:
+        selection_bias: (E,) β of one router.
+        loads: (E,) tokens per expert, summed over all tokens of the step on all ranks.
+        rate: step size, `train.bias_update_rate`.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), Sec. 2.1.2.
+    """
     loads = loads.to(selection_bias.dtype)
     selection_bias.add_(rate * torch.sign(loads.mean() - loads))
