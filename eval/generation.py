@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import GPT, Cache
+from model import GPT, KVCache
 
 GREEDY = 1e-4  # a temperature below this takes the most likely token: dividing logits by it could overflow
 
@@ -95,11 +95,11 @@ def generate(
     for row, prompt in zip(seen, prompts, strict=True):
         row[list(prompt)] = True
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    new, cache = idx, Cache(model.config, start, block)
+    new, cache = idx, KVCache(model.config, start, block)
     for _ in range(count):
         if cache.length + new.shape[1] > block:
             new = idx[:, -block:]
-            cache = Cache(model.config, (start - (idx.shape[1] - block)).clamp(min=0), block)
+            cache = KVCache(model.config, (start - (idx.shape[1] - block)).clamp(min=0), block)
         logits = model(new, past=cache).logits[:, -1, :vocab_size]
         token = sample_token(logits, params, generator, seen[:, : logits.shape[1]])
         yield [None if done else t for t, done in zip(token.tolist(), ended.tolist(), strict=True)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import GPT, Cache
+from model import GPT, KVCache
 from runtime import distributed
 
 TOKENS = 8192  # in a batch, at most: 16 rows of 512
@@ -109,11 +109,11 @@ class Scorer:
         owners = [row for row, (_, members) in enumerate(batch) for _ in members]
         members = [i for _, members in batch for i in members]
         rest = [pairs[i][1][:-1] for i in members]
-        cache = Cache(self.config, start, width, self.dtype)
+        cache = KVCache(self.config, start, width, self.dtype)
         first = self.model.hidden(self._pad(contexts, left=True), cache)[0][:, -1:]  # (rows, 1, C)
         x = first[owners]
         if longest := max(map(len, rest)):
-            cache = cache.rows(torch.tensor(owners, device=self.device), width + longest)
+            cache = cache.select_rows(torch.tensor(owners, device=self.device), width + longest)
             x = torch.cat([x, self.model.hidden(self._pad(rest), cache)[0]], 1)
         return self._score_columns(x, [0] * len(members), members, pairs)
 

@@ -13,7 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import configure
 import train
 from eval import generation
-from model import GPT, Cache, parameter_shapes
+from model import GPT, KVCache, parameter_shapes
 from runtime import memory
 from scripts import plan, sample
 
@@ -116,9 +116,9 @@ def test_cached_logits_are_those_of_whole_passes(pos, router):
     start = torch.tensor([11 - len(row) for row in rows])
     idx = torch.tensor([[0] * (11 - len(row)) + row for row in rows])
     with torch.no_grad():
-        cache = Cache(model.config, start, 4)
+        cache = KVCache(model.config, start, 4)
         model(idx[:, :4], past=cache)
-        cache = cache.rows(torch.tensor([2, 0, 1, 0]), 11)
+        cache = cache.select_rows(torch.tensor([2, 0, 1, 0]), 11)
         for first, last in ((4, 9), (9, 10), (10, 11)):
             logits = model(idx[[2, 0, 1, 0], first:last], past=cache).logits[:, 0]
             wanted = [model(torch.tensor([rows[i][: last - start[i]]])).logits[0, 0] for i in (2, 0, 1, 0)]
