@@ -1,0 +1,55 @@
+"""`scripts.bench scaling`: train.py itself on several numbers of ranks."""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import configure
+from data.prepare import cores
+from runtime import RunError, distributed
+from runtime.metrics import read
+from scripts.bench.harness import Benchmark
+
+
+def bench_scaling(args: Namespace, overrides: list[str]) -> None:
+    """Train for --steps on each number of --ranks, with one micro-batch per rank and step. Raises RunError."""
+    config = configure.load(args.config, overrides)
+    device = distributed.pick_device(config.train.device)
+    words = " ".join([args.config, *overrides])
+    notes = [f"medians of runs of {args.steps} steps, without the first fifth; efficiency: tokens/s per rank, relative"]
+    if device.type == "cpu":
+        notes.append("ranks on one CPU share its cores: this shows that it works, not how it scales")
+    bench = Benchmark(args, device, f"{words}, {cores()} cores", *notes)
+    rates = {ranks: [] for ranks in args.ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(args.rounds):
+            for ranks in args.ranks:
+                name = f"{ranks}-{turn}"
+                settings = {
+                    "run.dir": folder,
+                    "run.name": name,
+                    "train.batch_size": ranks * config.train.micro_batch_size,
+                    "train.max_steps": args.steps,
+                    "optim.warmup_steps": 1,
+                    "eval.interval": args.steps,
+                    "eval.windows": max(args.ranks),
+                    "log.interval": args.steps // 5,
+                }
+                torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+                command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py", args.config, *overrides]
+                command += [f"--{key}={value}" for key, value in settings.items()]
+                threads = {} if device.type == "cuda" else {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+                done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
+                if done.returncode:
+                    raise RunError(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
+                lines = read(Path(folder, name, "metrics.jsonl"))
+                rates[ranks] += [line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line][1:]
+    median = {ranks: statistics.median(values) for ranks, values in rates.items()}
+    base = median[args.ranks[0]] / args.ranks[0]
+    bench.add_table(
+        ["ranks", "tokens/s", "efficiency"], [[ranks, rate, rate / ranks / base] for ranks, rate in median.items()]
+    )

@@ -1,0 +1,252 @@
+"""`scripts.bench step`, `experts`, `length`, `router` and `save`: whole training steps, and parts of them."""
+
+import math
+import statistics
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import configure
+from configure.schema import Config, Model
+from model import GPT, count_parameters, flops_per_token
+from router import ROUTERS, Router
+from runtime import RunError, checkpoint, distributed
+from runtime.parallel import compile_blocks
+from runtime.updates import Updates
+from scripts.bench.harness import DTYPES, Benchmark, divide, synchronize, time_once
+from scripts.bench.peers import PEERS
+from train import build_optimizer
+
+NOTES = (
+    "ratio: time over the first row's; peak GB: with weights and AdamW's state",
+    "MFU: tokens/s · (6 per token and active weight, head included, + 12·L·T·C) / the data sheet's dense peak",
+)
+
+
+@cache
+def build(config: Config, device: torch.device, make: Callable[[Model], nn.Module]) -> tuple[nn.Module, Any]:
+    """Build a model and its optimizer once for all steps that share them."""
+    torch.manual_seed(config.run.seed)
+    with device:
+        model = make(config.model)
+    for block in getattr(model, "blocks", ()):
+        block.checkpointing = config.train.activation_checkpointing
+    return model, build_optimizer(model, config.optim)
+
+
+@dataclass
+class Step:
+    """A training step as train.py does it, without auxiliary losses, on one micro-batch of random tokens.
+
+    Everything is built in the first call: a model that does not fit is skipped like a step that fails.
+    """
+
+    config: Config
+    device: torch.device
+    dtype: torch.dtype  # of autocast
+    make: Callable[[Model], nn.Module] = GPT
+    shape: tuple[int, int] = (0, 0)  # (B, T) of the micro-batch; without, the config's
+    compile: bool = False
+    update: bool = True  # clip gradients and run AdamW, besides forward and backward
+
+    def __post_init__(self) -> None:
+        self.shape = self.shape if any(self.shape) else get_shape(self.config)
+
+    @cached_property
+    def parts(self) -> tuple[Callable[..., Any], Any, Updates, Tensor]:
+        """The compiled model, the optimizer, its updates, and x and y (2, B, T)."""
+        model, optimizer = build(self.config, self.device, self.make)
+        if self.compile and self.make is GPT:
+            compile_blocks(model)
+        elif self.compile:
+            model = torch.compile(model)
+        clip, scaled = self.config.optim.grad_clip, self.dtype == torch.float16
+        tokens = torch.randint(self.config.model.vocab_size, (2, *self.shape), device=self.device)
+        return model, optimizer, Updates(optimizer, self.device, scaled=scaled, grad_clip=clip), tokens
+
+    def __call__(self) -> None:
+        runner, optimizer, updates, (x, y) = self.parts
+        try:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                loss = runner(x, y).loss
+            (loss * updates.scale).backward()
+            if self.update:  # at rate 0: weights, and with them the routing, stay those of the start
+                updates.step(0, 0.0, loss.detach())
+        finally:  # also when memory ran out
+            optimizer.zero_grad(set_to_none=True)
+
+    def count_parameters(self) -> list[float | None]:
+        """Count all and active parameters, in millions; of another implementation only all are known."""
+        if self.make is GPT:
+            return [count / 1e6 for count in count_parameters(self.config.model)]
+        return [sum(p.numel() for p in build(self.config, self.device, self.make)[0].parameters()) / 1e6, None]
+
+    def compute_mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation; None where the device's peak or the model's FLOPs are unknown."""
+        if self.make is not GPT:
+            return None
+        flops = flops_per_token(self.config.model.model_copy(update={"block_size": self.shape[1]}))
+        return divide(flops * tokens_per_second, distributed.peak_flops(self.device, self.dtype))
+
+    def measure_peak(self) -> float | None:
+        """GB (2^30 bytes) at the peak of a step, without other models on the device; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        held = sum(3 * p.nbytes for p in build(self.config, self.device, self.make)[0].parameters())  # and two moments
+        synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self()
+        return (torch.cuda.max_memory_allocated(self.device) - before + held) / 2**30
+
+
+def time_steps(bench: Benchmark, names: list[str], steps: dict[tuple, Step]) -> None:
+    """Time `steps` in turn; `names` are the columns of their keys."""
+    torch._dynamo.config.recompile_limit = 1000  # dynamo silently gives up on a piece of code after 8 graphs
+    median = bench.time(steps, may_fail=[key for key, step in steps.items() if step.make is not GPT])
+    rows = []
+    for key, seconds in median.items():
+        step, rate = steps[key], math.prod(steps[key].shape) / seconds
+        row = [*key, 1000 * seconds, rate, divide(seconds, median.get(next(iter(steps)))), step.compute_mfu(rate)]
+        rows.append([*row, step.measure_peak(), *step.count_parameters()])
+    bench.add_table([*names, "ms", "tokens/s", "ratio", "MFU", "peak GB", "M total", "M active"], rows)
+    if median:
+        last = list(median)[-1]
+        bench.profile(steps[last], f"a step of {', '.join(map(str, last))}")
+
+
+def get_shape(config: Config) -> tuple[int, int]:
+    """Get (B, T) of a micro-batch."""
+    return config.train.micro_batch_size, config.model.block_size
+
+
+def start(
+    args: Namespace, overrides: list[str], config: Config, *notes: str
+) -> tuple[Benchmark, dict[str, torch.dtype]]:
+    """Start a benchmark of `config` on its device, in --dtype or its own. Raises RunError."""
+    tokens = math.prod(get_shape(config))
+    title = f"{' '.join([args.config, *overrides])}, {tokens:,} tokens per step"
+    bench = Benchmark(args, distributed.pick_device(config.train.device), title, *notes)
+    own = distributed.pick_dtype(config.train.dtype, bench.device)
+    names = getattr(args, "dtype", None) or [name for name, dtype in DTYPES.items() if dtype == own]
+    if args.what != "step" and len(names) > 1:
+        raise RunError(f"{args.what} takes one --dtype, not {', '.join(names)}")
+    return bench, bench.pick_dtypes(names)
+
+
+def bench_step(args: Namespace, overrides: list[str]) -> None:
+    """Time a training step of each of --routers and --peers, in each --dtype, with and without --compile."""
+    configs = [configure.load(args.config, [*overrides, f"--model.router={router}"]) for router in args.routers]
+    bench, dtypes = start(args, overrides, configs[0], *NOTES)
+    for mode in sorted(args.compile or ["on" if configs[0].train.compile else "off"]):  # a compiled model stays so
+        for name, dtype in dtypes.items():
+            make = partial(Step, device=bench.device, dtype=dtype, compile=mode == "on")
+            steps = {(config.model.router, name, mode): make(config) for config in configs}
+            steps |= {(peer, name, mode): make(configs[0], make=PEERS[peer]) for peer in args.peers}
+            time_steps(bench, ["router", "dtype", "compile"], steps)
+
+
+def bench_experts(args: Namespace, overrides: list[str]) -> None:
+    """Time a training step at each number of --experts, of which equally many are active."""
+    configs = [configure.load(args.config, [*overrides, f"--model.n_expert={E}"]) for E in args.experts]
+    if ROUTERS[configs[0].model.router] is None:
+        raise RunError("dense has no experts: set --model.router=kern")
+    bench, dtypes = start(args, overrides, configs[0], *NOTES, "AdamW and clipping take all experts, active or not")
+    (dtype,) = dtypes.values()
+    make = partial(Step, device=bench.device, dtype=dtype, compile=configs[0].train.compile)
+    steps: dict[tuple, Step] = {("step", config.model.n_expert): make(config) for config in configs}
+    steps |= {("forward+backward", config.model.n_expert): make(config, update=False) for config in configs}
+    time_steps(bench, ["part", "experts"], steps)
+
+
+def bench_length(args: Namespace, overrides: list[str]) -> None:
+    """Time a training step of --routers at context --lengths, with equally many tokens each."""
+    given = configure.load(args.config, [*overrides, f"--model.router={args.routers[0]}"])
+    tokens, longest = math.prod(get_shape(given)), max(args.lengths)
+    if tokens % longest:
+        raise RunError(
+            f"a micro-batch of {tokens} tokens does not divide into sequences of {longest}: set "
+            f"--train.micro_batch_size, or other --lengths"
+        )
+    bench, dtypes = start(args, overrides, given, *NOTES)
+    (dtype,) = dtypes.values()
+    steps: dict[tuple, Step] = {}
+    for router in args.routers:
+        config = configure.load(args.config, [*overrides, f"--model.router={router}", f"--model.block_size={longest}"])
+        make = partial(Step, config, bench.device, dtype, compile=config.train.compile)
+        steps |= {(router, T): make(shape=(tokens // T, T)) for T in args.lengths}
+    time_steps(bench, ["router", "length"], steps)
+
+
+def bench_router(args: Namespace, overrides: list[str]) -> None:
+    """Time each router alone, forward and with backward, beside a training step of kern's model."""
+    routers = [router for router in args.routers if ROUTERS[router]]
+    if not routers:
+        raise RunError("dense has no router: name others")
+    config = configure.load(args.config, [*overrides, "--model.router=kern"])
+    model, base = config.model, "softmax" if "softmax" in routers else routers[0]
+    N, C, E, K = math.prod(get_shape(config)), model.n_embd, model.n_expert, model.top_k
+    note = (
+        f"gates in fp32, without balance losses; ratio: time over {base}'s; a step of kern has {model.n_layer} routers"
+    )
+    bench, dtypes = start(args, overrides, config, note)
+    ((name, dtype),) = dtypes.items()
+    device = bench.device
+    x = torch.randn(N, C, device=device, requires_grad=True)  # fp32, which LayerNorm returns under autocast too
+    d_weights = torch.randn(N, K, device=device)
+    modules = {router: Router(C, E, K, ROUTERS[router]).to(device) for router in routers}
+
+    def both(router: str) -> None:
+        torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
+
+    functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in routers}
+    functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in routers}
+    functions["step", "kern"] = Step(config, device, dtype, compile=config.train.compile)
+    median = bench.time(functions)
+    step, rows = median.get(("step", "kern")), []
+    for router in routers:
+        seconds = median[router, "both"]
+        row = [router, 1000 * median[router, "forward"], 1000 * seconds, seconds / median[base, "both"]]
+        rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
+    if step:
+        rows.append([f"step, {name}", None, None, None, 1000 * step, 1.0])
+    columns = ["router", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
+    bench.add_table(columns, rows)
+    profiled = "kern" if "kern" in routers else routers[-1]
+    bench.profile(functions[profiled, "both"], f"router {profiled}, forward and backward")
+
+
+def bench_save(args: Namespace, overrides: list[str]) -> None:
+    """Time training steps while a checkpoint is written and while none is, and the pause for the copy."""
+    config = configure.load(args.config, overrides)
+    bench, dtypes = start(args, overrides, config, "a save per round, and the steps during it and after it")
+    (dtype,) = dtypes.values()
+    device, step = bench.device, Step(config, bench.device, dtype, compile=config.train.compile)
+    seconds: dict[str, list[float]] = {"step": [], "step while saving": [], "pause for the copy": [], "save": []}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        saver = checkpoint.Saver(folder, distributed.Ranks(0, 1, device), sharded=False, keep=1, on_error="stop")
+        for _ in range(2):
+            step()
+        for turn in range(args.rounds):
+            copy = partial(saver.save, turn, *build(config, device, GPT), {}, {})
+            pause, during = time_once(copy, device), []
+            while saver.pending and not saver.pending.done():
+                during.append(time_once(step, device))
+            seconds["pause for the copy"].append(pause)
+            seconds["save"].append(pause + sum(during))
+            seconds["step while saving"] += during[:-1]  # the save ended within the last one
+            seconds["step"] += [time_once(step, device) for _ in range(max(3, len(during)))]
+        saver.finish()
+        size = sum(path.stat().st_size for path in Path(folder, f"step_{args.rounds - 1:08d}").iterdir())
+    median = {name: statistics.median(values) for name, values in seconds.items() if values}
+    rows = [[name, 1000 * time, time / median["step"]] for name, time in median.items()]
+    bench.add_table(["what", "ms", "ratio"], rows)
+    print(f"a checkpoint has {size / 1e6:,.0f} MB")
