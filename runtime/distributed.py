@@ -1,46 +1,50 @@
-"""Processes and devices: who this rank is, what it computes on, sums over all ranks, and what they agree upon."""
+"""Devices and ranks: what a rank computes on, and the collectives between ranks."""
 
 import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime import RankError, RunError
 
-# Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets; the first name found in the device name holds.
+# Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets. The first key found in the device's name counts.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 class Ranks(NamedTuple):
+    """This rank among those of the job."""
+
     rank: int
     world_size: int
     device: torch.device
     local_size: int = 1  # ranks on this node
-    control: dist.ProcessGroup | None = None  # gloo, for a few words between ranks that are no work for a GPU
+    control: dist.ProcessGroup | None = None  # gloo, for small messages between hosts; None on one rank
 
 
-def world_size():
-    """Ranks of this job, as torchrun tells them; 1 without it."""
+def world_size() -> int:
+    """Ranks of this job, from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def local_size():
+def local_size() -> int:
     """Ranks of this job on this node; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def pick_device(name):
-    """The device of this rank for "auto", "cuda" or "cpu". Raises RunError if there is no such device."""
+def pick_device(name: str) -> torch.device:
+    """This rank's device for "auto", "cuda" or "cpu". Raises RankError if it does not exist."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if not available:
         raise RankError(
-            "cuda was asked for, but torch finds no CUDA device here; set --train.device=auto or cpu (--device, where "
-            "the command has that), or install a torch build with CUDA and check nvidia-smi"
+            "train.device = cuda, but torch finds no CUDA device: set --train.device=auto or cpu (--device, in "
+            "commands that have it), or install a torch build with CUDA and check nvidia-smi"
         )
     if local_rank >= available:
         raise RankError(
@@ -49,9 +53,11 @@ def pick_device(name):
     return torch.device("cuda", local_rank)
 
 
-def pick_dtype(name, device):
-    """The torch.dtype of "float16", "bfloat16", "float32", or "auto": bfloat16 where `device` multiplies it fast, else
-    float32."""
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute type for "float16", "bfloat16", "float32" or "auto".
+
+    "auto" is bfloat16 where `device` has fast instructions for it, else float32.
+    """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -62,64 +68,66 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
-def cpu_capabilities():
-    """What the CPU can do, by name; empty where torch cannot tell."""
+def cpu_capabilities() -> Mapping[str, Any]:
+    """The CPU's name and instruction sets; empty in versions of torch that do not report them."""
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
-def device_name(device):
-    """Such as "NVIDIA H200" or "AMD EPYC"."""
+def device_name(device: torch.device) -> str:
+    """The device's product name, such as "NVIDIA H200" or "AMD EPYC"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return str(cpu_capabilities().get("cpu_name", "CPU"))
 
 
-def peak_flops(device, dtype):
-    """Peak FLOP/s of one device at `dtype`, or None where it is not known."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of one device at `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name(device)), None)
 
 
-def memory_bytes(device):
-    """Memory of a CUDA device; None for a CPU, which swaps."""
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of a CUDA device; None for a CPU, which can swap."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def start(device, timeout_minutes=10):
-    """Join the process group if there is more than one rank: NCCL on CUDA, gloo on CPU. Returns Ranks.
+def start(device: torch.device, timeout_minutes: float = 10) -> Ranks:
+    """Join the process group if there are several ranks: NCCL on CUDA, gloo on CPU.
 
-    A rank that waits for the others longer than the timeout fails, and torchrun then ends the job. Raises RunError if
-    NCCL is missing.
+    Args:
+        device: this rank's.
+        timeout_minutes: a rank that waits longer for the others fails, and torchrun then ends the job.
+
+    Raises:
+        RunError: NCCL is missing.
     """
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    if on_cuda:
         torch.cuda.set_device(device)
     if world_size() == 1:
         return Ranks(0, 1, device)
-    if device.type == "cuda" and not dist.is_nccl_available():
+    if on_cuda and not dist.is_nccl_available():
         raise RunError(
-            "many ranks on CUDA devices need NCCL, which this torch was built without; install a torch build for Linux "
+            "several ranks on CUDA devices need NCCL, which this torch build lacks; install a torch build for Linux "
             "with CUDA, or start one rank"
         )
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
-    )
-    control = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)  # of all ranks, so of this one too
     return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
 
 
-def be_deterministic():
-    """Ask torch for the same bits each time, on CUDA too; an operation that cannot give them raises RuntimeError. Call
-    it before CUDA is touched."""
+def be_deterministic() -> None:
+    """Make torch bitwise reproducible, or raise RuntimeError in an operation that cannot be. Call before using CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
-def gather(value, group):
-    """[`value` of each rank], on every rank of `group`; alone without one."""
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """`value` of each rank of `group` in rank order, on every rank; [value] if group is None."""
     if group is None:
         return [value]
     found = [None] * dist.get_world_size(group)
@@ -127,17 +135,17 @@ def gather(value, group):
     return found
 
 
-def any_rank(flags, ranks):
-    """`flags`, some bools, each true on all ranks if it is on one. Waits for the hosts, not for their GPUs."""
+def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
+    """For each of `flags` whether it is set on any rank. Waits for the hosts, not for their GPUs."""
     if ranks.control is None:
-        return flags
-    sums = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(sums, group=ranks.control)
-    return [bool(count) for count in sums.tolist()]
+        return list(flags)
+    counts = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(counts, group=ranks.control)
+    return counts.bool().tolist()
 
 
-def agree(what, ranks):
-    """Raises RunError, on all ranks, if `what`, a few words, is not the same on all of them."""
+def agree(what: str, ranks: Ranks) -> None:
+    """Raises RunError, on all ranks, if the text `what` differs between ranks."""
     found = gather(what, ranks.control)
     for rank, words in enumerate(found):
         if words != found[0]:
@@ -147,13 +155,14 @@ def agree(what, ranks):
             )
 
 
-def sum_over_ranks(tensor):
+def sum_over_ranks(tensor: Tensor) -> Tensor:
     """`tensor`, summed over all ranks in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
-def stop():
+def stop() -> None:
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,7 @@
-"""Weights to begin a run with (train.init_from): those of a GPT-2 checkpoint of Hugging Face, of an exported model
-(scripts.export), or of another run's last checkpoint.
+"""Initial weights of a run (train.init_from): a GPT-2 checkpoint of Hugging Face, an exported model, or another run.
 
-They are read from this machine alone, and checked, before anything else of the run begins. Only a run without a
-checkpoint of its own looks at them. What is read executes nothing.
+They are read from a local folder and checked before anything else of the run begins. A run that resumes from a
+checkpoint of its own does not look at them. Reading them executes nothing.
 """
 
 import json
@@ -10,23 +9,31 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 import configure
+from configure import Config
 from configure.schema import Model
-from data.bins import fingerprint, open_tokenizer, read_meta, sha256_of
+from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
 from data.tokenizer import TOKENIZERS, identity
 from model import GPT
 from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.names import from_gpt2, from_hf
 
-FORMATS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is read, in one file or in several
-GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the tanh form; ours is the exact one
-EXPORTED = {  # key of [model]: that of NanoKernConfig
+FORMATS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; each may be split into several files
+GPT2 = {  # key of GPT2Config: its default, and what else is close enough to what model.py computes
+    "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+}
+EXPORTED = {  # key of [model]: key of NanoKernConfig (scripts/export/configuration_nanokern.py)
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
@@ -36,114 +43,88 @@ EXPORTED = {  # key of [model]: that of NanoKernConfig
 } | {key: key for key in ("vocab_size", "router", "n_expert", "gate_scale", "pos", "bias")}
 
 
-class Source(NamedTuple):
-    """What lies in the folder that train.init_from names."""
-
-    kind: str  # in words
-    model: Model  # whose weights they are
-    state: dict[str, torch.Tensor]  # by their names in model.py
-    notes: list[str]  # what is computed otherwise there
-
-
 class Weights(NamedTuple):
-    state: dict[str, torch.Tensor]  # by their names in model.py; of a table of embeddings the first rows, maybe
-    words: str  # where they are from, and what of the model is not among them
+    """Weights found in a folder."""
+
+    source: str  # in words, such as "a run at step 4"
+    model: Model  # the model they belong to
+    state: dict[str, Tensor]  # by model.py's names; an embedding may have fewer rows than the run's model
+    notes: list[str]  # to print: where they come from, and what the run's model does differently
 
 
-def read(config):
-    """The Weights that a run of `config` begins with; None if train.init_from is empty. Raises RunError if they are not
-    all there, do not fit `config.model`, naming all overrides that it takes, or belong to another tokenizer than the
-    data set's."""
+def read(config: Config) -> Weights | None:
+    """Read and check the weights that train.init_from names; None if it is empty.
+
+    Raises:
+        RunError: they are incomplete, do not fit config.model (the message has every override that is needed), or
+            belong to another tokenizer than the data set's.
+    """
     if not config.train.init_from:
         return None
-    place = Path(config.train.init_from)
-    data = Path(config.data.dir, config.data.name)
+    place, data = Path(config.train.init_from), Path(config.data.dir, config.data.name)
     try:
-        if not place.exists():
-            on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(place))
-            raise RunError(
-                "no such folder. Weights are read from this machine alone"
-                + (f"; from the Hugging Face hub: hf download {place} --local-dir {place.name}" if on_hub else "")
-            )
-        if not place.is_dir():
-            raise RunError("not a folder; give the one that holds it")
-        if (place / "config.json").is_file():
-            source = of_transformers(place, config.model, data)
-        elif (place / "config.toml").is_file():
-            source = of_run(place, data)
-        else:
-            raise RunError(
-                f"neither a config.json (with {FORMATS[0]}) nor a run's config.toml is in it; give a folder that "
-                f"transformers or scripts.export wrote, or a run such as runs/quickstart-kern"
-            )
-        for name, tensor in source.state.items():
+        weights = _read_folder(place, config.model, data)
+        for name, tensor in weights.state.items():
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                raise RunError(f"{name} ({tensor.dtype}) holds what is no finite number; take other weights")
-        needed = overrides(source, config.model)
+                raise RunError(f"{name} ({tensor.dtype}) is not floating point, or contains NaN or Inf; use others")
+        needed = _find_overrides(weights, config.model)
         if needed:
-            raise RunError(f"{source.kind}, whose weights do not fit this model. Add {' '.join(needed)}")
-        state, notes = match(source, config.model)
-        words = "; ".join([f"{folder.path_of(config)}: begins with {place}, {source.kind}", *notes])
-        return Weights(state, words)
+            raise RunError(f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}")
     except (RunError, configure.ConfigError) as error:
-        of_node = os.environ.get("LOCAL_RANK") == "0"  # another node may lack the folder; one of its ranks says so
+        of_node = os.environ.get("LOCAL_RANK") == "0"  # one rank per node reports: another node may have the folder
         raise (RankError if of_node else RunError)(f"train.init_from = {place}: {error}") from error
+    weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
+    _drop_unused(weights, config.model)
+    return weights
 
 
 @torch.no_grad()
-def fill(model, weights, ranks):
-    """Move `weights` into a GPT, so that none are left, and say so. Raises RunError, on all ranks, if it is then not
-    the same on each."""
+def fill(model: GPT, weights: Weights, ranks: distributed.Ranks) -> None:
+    """Move `weights` into `model`, which empties weights.state, and print the notes.
+
+    Raises:
+        RunError: on all ranks, if the model then differs between ranks.
+    """
     own = model.state_dict()
     while weights.state:
         name, tensor = weights.state.popitem()
         own[name][: len(tensor)].copy_(tensor)
     checksum = sum(int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in own.values())
     if len(set(distributed.gather(checksum, ranks.control))) > 1:
-        raise RunError(
-            "train.init_from holds other weights for one rank than for another: copy one folder to all nodes"
-        )
+        raise RunError("train.init_from holds different weights on different ranks: copy one folder to all nodes")
     if ranks.rank == 0:
-        print(weights.words)
+        print("; ".join(weights.notes))
 
 
-def match(source, model):
-    """(what of the weights of `source` a GPT of the settings `model` takes, what is to be said of that)."""
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in GPT(model).state_dict().items()}
-    state, notes = dict(source.state), list(source.notes)
+def _drop_unused(weights: Weights, model: Model) -> None:
+    """Reduce weights.state to what a GPT of `model` takes, and note what is missing, unused or different."""
+    state, notes, own = weights.state, weights.notes, _meta_state(model)
     for key in ("router", "top_k", "gate_scale"):
-        before, now = getattr(source.model, key), getattr(model, key)
+        before, now = getattr(weights.model, key), getattr(model, key)
         if before != now and ROUTERS[model.router] is not None:
-            notes.append(f"model.{key} was {before} there and is {now} here")
+            notes.append(f"model.{key} changes from {before} to {now}")
     unused = []
     for name in list(state):
-        other_router = source.model.router != model.router and name.endswith("selection_bias")
-        if name.endswith("router.c"):  # a constant, which the config gives
+        other_router = weights.model.router != model.router and name.endswith("selection_bias")
+        if name.endswith("router.c"):  # a constant that follows from the config
             del state[name]
-        elif name not in shapes or other_router:
+        elif name not in own or other_router:
             unused += [name] if state.pop(name).any() else []
     if "wpe.weight" in state and len(state["wpe.weight"]) > model.block_size:
-        notes.append(f"the first {model.block_size} of {len(state['wpe.weight'])} positions")
+        notes.append(f"only the first {model.block_size} of {len(state['wpe.weight'])} positions are used")
         state["wpe.weight"] = state["wpe.weight"][: model.block_size]
     rows = len(state["wte.weight"])
     if rows < model.vocab_size:
-        notes.append(f"ids {rows} to {model.vocab_size - 1} are not among them and stay as drawn")
-    fixed = ("router.c", "selection_bias")
-    kept = [name for name in shapes if name not in state and not name.endswith(fixed)]
-    for names, meaning in ((kept, "not there, at first values here"), (unused, "not used here")):
-        notes += [f"{meaning}: {', '.join(kinds(names))}"] if names else []
-    return state, notes
+        notes.append(f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation")
+    missing = [name for name in own if name not in state and not name.endswith(("router.c", "selection_bias"))]
+    for names, meaning in ((missing, "missing, so initialised as usual"), (unused, "not used")):
+        kinds = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in names)  # each once, not in each block
+        notes += [f"{meaning}: {', '.join(kinds)}"] if kinds else []
 
 
-def kinds(names):
-    """Names of weights without their block's number, once each."""
-    return list(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in names))
-
-
-def overrides(source, model):
-    """What to add to a command line so that the weights of `source` fit into `model`; nothing if they do."""
-    theirs, keys = source.model, ["n_layer", "n_head", "n_embd", "pos", "tie_embeddings"]
+def _find_overrides(weights: Weights, model: Model) -> list[str]:
+    """The overrides under which `weights` fit into `model`; none if they fit already."""
+    theirs, keys = weights.model, ["n_layer", "n_head", "n_embd", "pos", "tie_embeddings"]
     dense, was_dense = ROUTERS[model.router] is None, ROUTERS[theirs.router] is None
     keys += ["router"] if dense != was_dense else []
     if not was_dense:
@@ -154,168 +135,170 @@ def overrides(source, model):
     keys += ["vocab_size"] if theirs.vocab_size > model.vocab_size else []
     keys += ["block_size"] if theirs.pos == "learned" and theirs.block_size < model.block_size else []
     needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
-    biases = [name for name in source.state if name.endswith(".bias") and not name.endswith("router.bias")]
-    if not model.bias and any(source.state[name].any() for name in biases):
+    biases = [name for name in weights.state if name.endswith(".bias") and not name.endswith("router.bias")]
+    if not model.bias and any(weights.state[name].any() for name in biases):
         needed["bias"] = True
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
 
 
-# ---- a run
+def _meta_state(model: Model) -> dict[str, Tensor]:
+    """Parameters and buffers of a GPT on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return GPT(model).state_dict()
 
 
-def of_run(place, data):
+def _read_folder(place: Path, model: Model, data: Path) -> Weights:
+    """The weights in `place`, of whichever kind, for a run of `model` on the data set `data`."""
+    if not place.is_dir():
+        on_hub = not place.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(place))
+        raise RunError(
+            "no such folder. Weights are only read from this machine"
+            + (f"; from the Hugging Face hub: hf download {place} --local-dir {place.name}" if on_hub else "")
+        )
+    if (place / "config.json").is_file():
+        return _read_transformers(place, model, data)
+    if (place / "config.toml").is_file():
+        return _read_run(place, data)
+    raise RunError(
+        f"contains neither a config.json (with {FORMATS[0]}) nor a run's config.toml; give a folder that transformers "
+        f"or scripts.export wrote, or a run such as runs/quickstart-kern"
+    )
+
+
+def _read_run(place: Path, data: Path) -> Weights:
     config = configure.load(place / "config.toml")
     steps = checkpoint.steps(place / "checkpoints")
     if not steps:
         raise RunError("a run without a checkpoint; train it first")
     with torch.device("meta"):
         model = GPT(config.model)
-    facts = checkpoint.load_model(place / "checkpoints", steps[-1], model.to_empty(device="cpu"))
+    metadata = checkpoint.load_model(place / "checkpoints", steps[-1], model.to_empty(device="cpu"))
     meta = read_meta(data)
-    if facts.get("tokenizer") != fingerprint(meta)["tokenizer"]:
-        known = (name for name in TOKENIZERS if sha256_of(identity(name)) == facts.get("tokenizer"))
-        raise _other_tokenizer(next(known, "another"), data, meta)
-    return Source(f"a run at step {steps[-1]}", config.model, model.state_dict(), [])
+    if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
+        known = (name for name in TOKENIZERS if sha256_of(identity(name)) == metadata.get("tokenizer"))
+        raise _wrong_tokenizer(next(known, "another"), data, meta)
+    return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [])
 
 
-def _other_tokenizer(theirs, data, meta):
-    return RunError(
-        f"its tokenizer is {theirs}, that of the data set {data} is {meta.tokenizer['name']}. Prepare the text with "
-        f"the tokenizer of the weights (python -m data.prepare … --tokenizer), or begin with other weights"
-    )
-
-
-# ---- what transformers, or scripts.export, wrote
-
-
-def of_transformers(place, model, data):
-    """`model` tells how a GPT-2's hidden width is called here: top_k times expert_hidden."""
-    settings = read_json(place / "config.json")
-    kind = settings.get("model_type")
+def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
+    """A folder that transformers or scripts.export wrote. A dense MLP's width is described by model.top_k."""
+    settings = _read_json(place / "config.json")
+    kind, notes = settings.get("model_type"), []
+    if kind not in ("gpt2", "nanokern"):
+        raise RunError(f"config.json: model_type is {kind!r}, expected gpt2 or nanokern; use other weights")
     try:
         if kind == "gpt2":
-            described, notes = of_gpt2(settings, model)
-        elif kind == "nanokern":
-            described, notes = of_export(settings, model), []
+            notes = _check_gpt2(settings)
+            keys = {key: settings[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+            keys |= {"block_size": settings["n_positions"], "router": "dense", "pos": "learned", "bias": True}
+            hidden = settings.get("n_inner") or 4 * settings["n_embd"]
         else:
-            raise RunError(f"config.json: model_type is {kind!r}; weights are taken of gpt2 and nanokern alone")
-        state = (from_gpt2 if kind == "gpt2" else from_hf)(read_tensors(place))
+            keys = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
+            hidden = settings["intermediate_size"]
+        if keys["router"] == "dense":
+            top_k = 1 if hidden % model.top_k else model.top_k
+            keys |= {"top_k": top_k, "expert_hidden": hidden // top_k}
+        described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", True))
+        state = (from_gpt2 if kind == "gpt2" else from_hf)(_read_tensors(place))
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise RunError(f"config.json: {'; '.join(faults)}. No model here can have these weights") from error
+        raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
     except KeyError as error:
-        raise RunError(f"{error} is missing, so it is not whole; fetch it again") from error
-    except ValueError as error:
-        raise RunError(f"{error}; weights are taken of language models alone, and of those all") from error
+        raise RunError(f"{error} is missing; download the folder again") from error
     if described.tie_embeddings:
-        state.pop("lm_head.weight", None)  # older files hold it a second time
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in GPT(described).state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for name in [*shapes, *found]:
-        if shapes.get(name) != found.get(name):
+        state.pop("lm_head.weight", None)  # older files store the tied weight twice
+    expected = _meta_state(described)
+    for name in expected | state:
+        found, wanted = (tuple(of[name].shape) if name in of else None for of in (state, expected))
+        if found != wanted:
             raise RunError(
-                f"config.json and weights do not belong together: {name} is {found.get(name, 'missing')}, expected "
-                f"{shapes.get(name, 'none')}; fetch both again"
+                f"config.json and the weights do not match: {name} is {found or 'missing'}, expected "
+                f"{wanted or 'none'}; download both again"
             )
-    check_vocabulary(place, settings, described.vocab_size, data)
-    return Source("a GPT-2 checkpoint" if kind == "gpt2" else "an exported model", described, state, notes)
+    _check_vocabulary(place, settings, described.vocab_size, data)
+    return Weights("a GPT-2 checkpoint" if kind == "gpt2" else "an exported model", described, state, notes)
 
 
-def of_gpt2(settings, model):
-    """(Model, what is computed otherwise) of a GPT2Config as a dict."""
-    for key, usual in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        if settings.get(key, usual) is not usual:
-            raise RunError(f"config.json: {key} is {settings[key]}, which no model here computes; take other weights")
-    activation, epsilon = settings.get("activation_function", GELU[0]), settings.get("layer_norm_epsilon", 1e-5)
-    if activation not in ("gelu", *GELU):
-        raise RunError(f"config.json: activation_function is {activation!r}, ours is GELU; take other weights")
-    notes = [] if activation == "gelu" else [f"{activation} there is the exact GELU here, up to 5e-4 apart"]
-    notes += [] if epsilon == 1e-5 else [f"layer_norm_epsilon was {epsilon} there and is 1e-05 here"]
-    described = {key: settings[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    described |= {"block_size": settings["n_positions"], "router": "dense", "pos": "learned", "bias": True}
-    described |= width(settings.get("n_inner") or 4 * settings["n_embd"], model)
-    return Model(**described, tie_embeddings=settings.get("tie_word_embeddings", True)), notes
+def _check_gpt2(settings: dict[str, Any]) -> list[str]:
+    """Notes on what model.py computes differently from a GPT2Config. Raises RunError if that is more than rounding."""
+    found = {key: settings.get(key, allowed[0]) for key, allowed in GPT2.items()}
+    for key, allowed in GPT2.items():
+        if found[key] not in allowed:
+            raise RunError(f"config.json: {key} is {found[key]!r}, expected {allowed[0]!r}; use other weights")
+    activation, epsilon = found["activation_function"], settings.get("layer_norm_epsilon", 1e-5)
+    notes = [] if activation == "gelu" else [f"{activation} is computed as exact GELU, up to 5e-4 apart"]
+    return notes + ([] if epsilon == 1e-5 else [f"layer_norm_epsilon changes from {epsilon} to 1e-05"])
 
 
-def of_export(settings, model):
-    """Model of a NanoKernConfig (scripts/export/configuration_nanokern.py) as a dict."""
-    described = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
-    described |= width(settings["intermediate_size"], model) if settings["router"] == "dense" else {}
-    return Model(**described, tie_embeddings=settings.get("tie_word_embeddings", True))
-
-
-def width(hidden, model):
-    """A dense MLP's hidden width in two keys, by the top_k of `model` if it divides it."""
-    top_k = 1 if hidden % model.top_k else model.top_k
-    return {"top_k": top_k, "expert_hidden": hidden // top_k}
-
-
-def read_tensors(place):
-    """{name: tensor} of the first of FORMATS that is there. Of safetensors nothing is loaded before it is used."""
+def _read_tensors(place: Path) -> dict[str, Tensor]:
+    """All tensors of the first of FORMATS in `place`. safetensors files are only loaded when used."""
     for name in FORMATS:
         if (place / name).is_file():
-            return read_file(place / name)
+            return _read_tensor_file(place / name)
         index = place / f"{name}.index.json"
         if index.is_file():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
-                raise RunError(f"{index.name} lists no files of this folder; fetch it again")
-            return {name: tensor for file in set(files.values()) for name, tensor in read_file(place / file).items()}
-    raise RunError(f"no weights in it, neither {' nor '.join(FORMATS)}; fetch it again")
+            table = _read_json(index).get("weight_map")
+            files = {str(file) for file in table.values()} if isinstance(table, dict) else {"/"}
+            if any(Path(file).name != file for file in files):
+                raise RunError(f"{index.name} lists no files of this folder; download it again")
+            return {key: tensor for file in files for key, tensor in _read_tensor_file(place / file).items()}
+    raise RunError(f"no weights in it, neither {' nor '.join(FORMATS)}; download it again")
 
 
-def read_file(path):
-    """{name: tensor}. Nothing but tensors is read, and nothing executed."""
+def _read_tensor_file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise RunError(f"{path.name} is missing; fetch it again")
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:  # training needs it for this alone
-        raise RunError("safetensors is not installed: pip install safetensors") from error
+        raise RunError(f"{path.name} is missing; download it again")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise RunError(f"{path.name} cannot be read ({type(error).__name__}: cut off, or no such file)") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise RunError(f"{path.name} holds more than tensors; save it with save_pretrained of transformers")
+        raise RunError(f"{path.name} is damaged or not a weights file ({type(error).__name__}); replace it") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise RunError(f"{path.name} contains more than tensors; save it with save_pretrained of transformers")
     return tensors
 
 
-def read_json(path):
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path.name} cannot be read ({error}); fetch it again") from error
+        raise RunError(f"{path.name} is unreadable ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise RunError(f"{path.name} holds no settings; fetch it again")
+        raise RunError(f"{path.name} is not a JSON object; download it again")
     return value
 
 
-def check_vocabulary(place, settings, rows, data):
-    """Raises RunError if it can be told that ids of the weights, `rows` of them, are not those of the data set: by
-    their number, by the id that ends a document, and by the vocabulary beside them, token by token of printable
-    ASCII."""
+def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
+    """Raises RunError if the ids of the weights are visibly not those of the data set.
+
+    Compares their number (`rows`), the id that ends a document, and where a vocabulary file is present every token of
+    printable ASCII.
+    """
     meta = read_meta(data)
     ids, end = meta.tokenizer["vocab_size"], settings.get("eos_token_id")
     if rows < ids:
-        raise _other_tokenizer(f"one of {rows} ids", data, meta)
-    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:  # beyond lies GPT2Config's default
-        raise _other_tokenizer(f"one whose texts end with id {end}", data, meta)
-    if (place / "tokenizer.json").is_file():
-        described = read_json(place / "tokenizer.json").get("model")
-        vocabulary = described.get("vocab") if isinstance(described, dict) else None
-    elif (place / "vocab.json").is_file():
-        vocabulary = read_json(place / "vocab.json")
-    else:
+        raise _wrong_tokenizer(f"one of {rows} ids", data, meta)
+    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:  # GPT2Config's default may be above `rows`
+        raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
+    files = [place / name for name in ("tokenizer.json", "vocab.json") if (place / name).is_file()]
+    if not files:
         return
+    vocabulary = _read_json(files[0])
+    if files[0].name == "tokenizer.json":
+        described = vocabulary.get("model")
+        vocabulary = described.get("vocab") if isinstance(described, dict) else None
     if not isinstance(vocabulary, dict):
-        raise _other_tokenizer("not a byte-level one", data, meta)
+        raise _wrong_tokenizer("not a byte-level one", data, meta)
     tokenizer = open_tokenizer(data)
     for text, number in vocabulary.items():
         printable = re.fullmatch("[!-~Ġ]+", text)  # Ġ: a space, in the files of byte-level tokenizers
         if printable and number in range(ids) and tokenizer.decode([number]) != text.replace("Ġ", " "):
-            raise _other_tokenizer(f"one whose id {number} is {text!r}", data, meta)
+            raise _wrong_tokenizer(f"one whose id {number} is {text!r}", data, meta)
+
+
+def _wrong_tokenizer(theirs: str, data: Path, meta: Meta) -> RunError:
+    return RunError(
+        f"its tokenizer is {theirs}, that of the data set {data} is {meta.tokenizer['name']}. Prepare the text with "
+        f"the tokenizer of the weights (python -m data.prepare … --tokenizer), or use other weights"
+    )

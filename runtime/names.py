@@ -1,12 +1,16 @@
-"""Names of weights: those of model.py, of modeling_nanokern.py and of transformers' GPT-2.
+"""Weight names of model.py, of modeling_nanokern.py and of transformers' GPT-2, and conversions between them.
 
-Functions of {name: tensor} that need torch alone. model.py has one projection for queries, keys and values, one above
-the other, as GPT-2 has; modeling_nanokern.py has three. GPT-2 keeps matrices the other way round (in, out).
+model.py and GPT-2 have one matrix for queries, keys and values, modeling_nanokern.py has three. GPT-2 stores matrices
+transposed, as (in, out).
 """
 
 import re
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
+from runtime import RunError
 
 HF = {  # module of model.py: module of modeling_nanokern.py
     "wte": "model.embed_tokens",
@@ -15,7 +19,7 @@ HF = {  # module of model.py: module of modeling_nanokern.py
     "lm_head": "lm_head",
     "ln_1": "input_layernorm",
     "ln_2": "post_attention_layernorm",
-    "attn.qkv": "self_attn.qkv_proj",  # in three: q_proj, k_proj, v_proj
+    "attn.qkv": "self_attn.qkv_proj",  # stored as q_proj, k_proj, v_proj
     "attn.proj": "self_attn.o_proj",
     "mlp.w_in": "mlp.up_proj",
     "mlp.w_out": "mlp.down_proj",
@@ -35,13 +39,15 @@ GPT2 = {  # module of model.py: module of transformers' GPT-2
     "mlp.w_out": "mlp.c_proj",
 }
 EXPERTS = {"w_in": "up_proj", "w_out": "down_proj"}  # (E, C, H) and (E, H, C) in both
-MATRICES = ("attn.qkv", "attn.proj", "mlp.w_in", "mlp.w_out")  # what GPT-2 transposes
-BIASED = ("ln_1", "ln_2", "ln_f", *MATRICES)  # what always has a bias in GPT-2
-MASKS = re.compile(r".*\.attn\.(bias|masked_bias)")  # no weights: GPT-2's causal masks in older files
+TRANSPOSED = ("attn.qkv", "attn.proj", "mlp.w_in", "mlp.w_out")  # (in, out) in GPT-2
+BIASED = ("ln_1", "ln_2", "ln_f", *TRANSPOSED)  # modules that always have a bias in GPT-2
+MASKS = re.compile(r".*\.attn\.(bias|masked_bias)")  # not weights: GPT-2's causal masks in older files
+
+State = Mapping[str, Tensor]
 
 
-def to_hf(state):
-    """Names of model.py -> those of modeling_nanokern.py. Raises ValueError of a name unknown here."""
+def to_hf(state: State) -> dict[str, Tensor]:
+    """Rename weights of model.py to those of modeling_nanokern.py. Raises RunError for an unknown name."""
     out = {}
     for name, tensor in state.items():
         new = _rename(name, "blocks.", HF, "model.layers.")
@@ -54,8 +60,13 @@ def to_hf(state):
     return out
 
 
-def from_hf(state):
-    """Names of modeling_nanokern.py -> those of model.py. Raises ValueError of a name unknown here."""
+def from_hf(state: State) -> dict[str, Tensor]:
+    """Rename weights of modeling_nanokern.py to those of model.py.
+
+    Raises:
+        RunError: a name is unknown.
+        KeyError: of q_proj, k_proj and v_proj only some are in `state`.
+    """
     names, experts = {new: old for old, new in HF.items()}, {new: old for old, new in EXPERTS.items()}
     out = {}
     for name, tensor in state.items():
@@ -68,23 +79,28 @@ def from_hf(state):
     return out
 
 
-def to_gpt2(state):
-    """Names of model.py, of a dense model with learned positions -> those of GPT-2, matrices the other way round, zeros
-    for biases that are not there. Raises ValueError of a name that GPT-2 has no place for."""
+def to_gpt2(state: State) -> dict[str, Tensor]:
+    """Rename weights of a dense model with learned positions to GPT-2's; biases it lacks become zeros.
+
+    Raises:
+        RunError: GPT-2 has no weight for a name.
+    """
     out = {}
     for name, tensor in state.items():
         new, module = _rename(name, "blocks.", GPT2, "transformer.h."), _module(name)
-        turned = module in MATRICES and name.endswith(".weight")
-        out[new] = tensor.t().contiguous() if turned else tensor
-        bias = name.removesuffix("weight") + "bias"
-        if module in BIASED and name.endswith(".weight") and bias not in state:
+        is_weight = name.endswith(".weight")
+        out[new] = tensor.t().contiguous() if is_weight and module in TRANSPOSED else tensor
+        if is_weight and module in BIASED and name.removesuffix("weight") + "bias" not in state:
             out[new.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
     return out
 
 
-def from_gpt2(state):
-    """Names of GPT-2, with or without `transformer.`, -> those of model.py with biases, matrices turned round. Causal
-    masks, which old files hold, are left out. Raises ValueError of a name unknown here."""
+def from_gpt2(state: State) -> dict[str, Tensor]:
+    """Rename weights of GPT-2, with or without the prefix `transformer.`, to those of model.py with biases.
+
+    Raises:
+        RunError: a name is unknown.
+    """
     names = {new: old for old, new in GPT2.items()}
     out = {}
     for name, tensor in state.items():
@@ -92,19 +108,19 @@ def from_gpt2(state):
             continue
         full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         new = _rename(full, "transformer.h.", names, "blocks.")
-        out[new] = tensor.t().contiguous() if _module(new) in MATRICES and new.endswith(".weight") else tensor
+        out[new] = tensor.t().contiguous() if _module(new) in TRANSPOSED and new.endswith(".weight") else tensor
     return out
 
 
-def _module(name):
-    """blocks.3.attn.qkv.weight -> attn.qkv"""
+def _module(name: str) -> str:
+    """blocks.3.attn.qkv.weight -> attn.qkv."""
     return re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
 
 
-def _rename(name, blocks, modules, new_blocks):
-    """`name` with its module's name replaced by that of the table, `blocks` 3. by `new_blocks` 3."""
+def _rename(name: str, blocks: str, modules: Mapping[str, str], new_blocks: str) -> str:
+    """Replace the prefix `blocks` by `new_blocks` and the module by its name in `modules`; keep layer and leaf."""
     layer = re.match(re.escape(blocks) + r"(\d+)\.", name)
     module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
     if module not in modules:
-        raise ValueError(f"{name}: no weight of that name is known here")
+        raise RunError(f"{name}: no weight of that name is known; use an unmodified GPT-2 or exported language model")
     return f"{new_blocks}{layer[1]}.{modules[module]}.{leaf}" if layer else f"{modules[module]}.{leaf}"

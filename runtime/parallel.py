@@ -1,76 +1,94 @@
-"""How ranks share one model: DDP gives each a copy, FSDP2 a part of every tensor. Both average gradients in fp32."""
+"""Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor. Both average gradients in fp32."""
 
 import inspect
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-# torch 2.13 renamed what keeps rank 0's buffers from overwriting the others' in every forward pass.
-_DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-BUFFERS_STAY = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
+from model import GPT
+from runtime.distributed import Ranks
+
+# Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the option that does it.
+_NAMES = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
 
 
-def distribute(model, parallel, ranks, dtype, compile=False):
-    """What to call in place of `model`, which is moved to the device: itself on one rank, DDP around it ("ddp"), or
-    itself with its parameters sharded ("fsdp": over all ranks; "hsdp": over those of a node, each node with all of it).
-    `dtype` is what autocast computes in."""
+def distribute(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, compile: bool = False) -> nn.Module:
+    """Move `model` to the device, shard or wrap it, and return the module to call instead.
+
+    Args:
+        model: changed in place.
+        parallel: "ddp" wraps it if there are several ranks; "fsdp" shards it over all ranks; "hsdp" shards it over the
+            ranks of a node and replicates it across nodes.
+        ranks: this rank.
+        dtype: the type autocast computes in.
+        compile: whether to compile each block.
+    """
     if compile:
         compile_blocks(model)
     if parallel in ("fsdp", "hsdp"):
-        shard(model, parallel, ranks, dtype)
+        _shard(model, parallel, ranks, dtype)
         return model
     model.to(ranks.device)
     if ranks.world_size > 1:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, **{BUFFERS_STAY: False})
+        return DistributedDataParallel(model, **DDP_OPTIONS)
     return model
 
 
-def compile_blocks(model):
-    """torch.compile each block of a GPT, in place. They share one graph, so compiling takes as long for one as for all,
-    and DDP and FSDP2 see gradients come block by block."""
+def compile_blocks(model: GPT) -> None:
+    """torch.compile each block in place.
+
+    Blocks share one graph, so compiling takes as long for one as for all, and DDP and FSDP2 still receive gradients
+    block by block.
+    """
     for block in model.blocks:
         block.compile()
 
 
-def shard(model, parallel, ranks, dtype):
-    """Shards every parameter of a GPT along its first dimension, which of the experts' weights is the expert.
+def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
-    One group per block, one for its experts or MLP, and one for the rest. Experts are gathered in `dtype`, in which
-    autocast would multiply them anyhow; all else in fp32, so that router, LayerNorms and residual stream are computed
-    as under DDP.
+    Each block is a group, its experts or MLP another. Experts are gathered in `dtype`, to which autocast would cast
+    them anyway; the rest in fp32, so that router, LayerNorms and residual stream compute as under DDP.
     """
     shape, names = (ranks.world_size,), ("shard",)
     if parallel == "hsdp":
         shape, names = (ranks.world_size // ranks.local_size, ranks.local_size), ("replicate", "shard")
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
-    as_is = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        fully_shard(getattr(block.mlp, "experts", block.mlp), mesh=mesh, mp_policy=cast)
-        fully_shard(block, mesh=mesh, mp_policy=as_is)
-    fully_shard(model, mesh=mesh, mp_policy=as_is)
+        mlp = block.get_submodule("mlp")
+        fully_shard(getattr(mlp, "experts", mlp), mesh=mesh, mp_policy=cast)
+        fully_shard(block, mesh=mesh, mp_policy=keep)
+    fully_shard(model, mesh=mesh, mp_policy=keep)
 
 
-def warm_up_ddp_buckets(runner, x):
-    """A backward pass of zeros through DDP, with inputs (B, T) like those of training.
+def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
+    """Run a backward pass of zeros through DDP; `x` (B, T) int64 is shaped like training inputs.
 
-    After its first one DDP lays out its buckets anew, and a sum over three ranks or more is rounded by where in a
-    bucket it stands: a resumed run would differ in its first step from one that went on.
+    DDP reorders its buckets after its first backward pass, and a sum over three ranks or more is rounded differently at
+    another place in a bucket. Without this a resumed run's first step would differ from an uninterrupted run's.
     """
     if isinstance(runner, DistributedDataParallel):
         (runner(x, x)[1] * 0).backward()
 
 
-def set_gradient_sync(runner, last):
-    """Tells DDP whether the next backward pass is the step's last, the one that averages gradients over ranks. FSDP2
-    averages in each, so that no rank ever holds a whole gradient."""
+def set_gradient_sync(runner: nn.Module, last: bool) -> None:
+    """Make DDP average gradients over ranks in the next backward pass only if it is the step's `last`.
+
+    FSDP2 averages in every pass, since no rank has room for the full gradients.
+    """
     if isinstance(runner, DistributedDataParallel):
         runner.require_backward_grad_sync = last
 
 
-def full_tensor(tensor):
-    """A sharded tensor's full value, which every rank must ask for; any other tensor as it is."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full value of a sharded tensor, which every rank must call; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""runtime/initial.py: runs that begin with the weights of GPT-2 checkpoints, exports and runs; what is refused."""
+"""runtime/initial.py: runs that start from GPT-2 checkpoints, exports and runs, and weights that are refused."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from runtime.names import to_gpt2
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 GPT2 = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 16}
 GPT2 |= {"activation_function": "gelu", "bos_token_id": 256, "eos_token_id": 256}
-DENSE = ["model.router=dense", "model.bias=true"]  # what fits it
+DENSE = ["model.router=dense", "model.bias=true"]  # the model that fits GPT2
 
 
-def gpt2(**update):
+def make_gpt2(**update):
     """A GPT-2 of transformers whose LayerNorms are not 1 and whose biases are not 0."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # ranks, which import this file, need none of it
+    from transformers import GPT2Config, GPT2LMHeadModel  # not at the top: ranks import this file too
 
     torch.manual_seed(1)
     model = GPT2LMHeadModel(GPT2Config(**GPT2 | update)).eval()
@@ -40,30 +40,31 @@ def gpt2(**update):
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
+def gpt2(tmp_path_factory):
     """A folder with such a checkpoint."""
     place = tmp_path_factory.mktemp("gpt2")
-    gpt2().save_pretrained(place)
+    make_gpt2().save_pretrained(place)
     return place
 
 
 @pytest.fixture
-def copy(there, tmp_path):
-    """One of its own for a test that damages it."""
-    return shutil.copytree(there, tmp_path / "copy")
+def copy(gpt2, tmp_path):
+    """A copy of it that a test may damage."""
+    return shutil.copytree(gpt2, tmp_path / "copy")
 
 
-def begun(config):
-    """(the GPT that a run of `config` begins with, what is said of it)."""
+def start(config):
+    """The GPT that a run of `config` starts with, and the line printed about it."""
     weights = initial.read(config)
     torch.manual_seed(config.run.seed)
     model = GPT(config.model).eval()
     initial.fill(model, weights, ALONE)
     assert weights.state == {}
-    return model, weights.words
+    return model, "; ".join(weights.notes)
 
 
 def refused(config):
+    """The error about train.init_from, in one line."""
     with pytest.raises(RunError) as caught:
         initial.read(config)
     text = str(caught.value)
@@ -76,122 +77,115 @@ def logits(model, idx):
         return model.logits(model.hidden(idx)[0])
 
 
-def ids(T, vocab_size=257):
-    return torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
+def ids(T):
+    return torch.randint(257, (2, T), generator=torch.Generator().manual_seed(0))
 
 
 # ---- GPT-2 checkpoints of transformers
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "bin shards", "bare names"])
-def test_logits_are_those_of_transformers(tiny, tmp_path, form, tie):
-    theirs, place = gpt2(tie_word_embeddings=tie), tmp_path / "gpt2"
-    theirs.save_pretrained(place, max_shard_size="20KB" if "shards" in form else "1GB")
-    if "bin" in form or form == "bare names":  # as older versions wrote them, masks and tied head included
-        state = {
-            name.removeprefix("transformer.") if "bare" in form else name: t for name, t in theirs.state_dict().items()
-        }
-        state["h.0.attn.bias" if "bare" in form else "transformer.h.0.attn.masked_bias"] = torch.ones(1)
-        for file in place.glob("model*"):
-            file.unlink()
-        names = sorted(state)
-        parts = [names[::2], names[1::2]] if "shards" in form else [names]
-        files = [f"pytorch_model-{i}.bin" for i in range(2)] if "shards" in form else ["pytorch_model.bin"]
-        for file, part in zip(files, parts, strict=True):
-            torch.save({name: state[name] for name in part}, place / file)
-        if "shards" in form:
-            table = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-            (place / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+@pytest.mark.parametrize("form, tie", [("safetensors", False), ("shards", True), ("bin", True), ("bin shards", False)])
+def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
+    theirs, place = make_gpt2(tie_word_embeddings=tie), tmp_path / "gpt2"
+    theirs.save_pretrained(place, max_shard_size="20KB" if form == "shards" else "1GB")
     assert form != "shards" or len([*place.glob("model-*.safetensors")]) > 2
+    if "bin" in form:  # as older versions wrote it, with masks and the tied head; OpenAI's files have bare names
+        (place / "model.safetensors").unlink()
+        state = theirs.state_dict() | {"transformer.h.0.attn.masked_bias": torch.ones(1)}
+        if form == "bin":
+            torch.save(state, place / "pytorch_model.bin")
+        else:
+            state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+            files = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(state)}
+            for file in set(files.values()):
+                torch.save({name: state[name] for name in state if files[name] == file}, place / file)
+            (place / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
-    model, words = begun(config)
+    model, words = start(config)
     assert_close(logits(model, ids(32)), theirs(ids(32)).logits.detach(), rtol=0, atol=1e-5)
-    assert words == f"{folder.path_of(config)}: begins with {place}, a GPT-2 checkpoint"
+    assert words == f"{folder.path_of(config)}: starts from {place}, a GPT-2 checkpoint"
 
 
-def test_more_ids_and_fewer_positions(tiny, there):
-    config = tiny(f"train.init_from={there}", *DENSE, "model.vocab_size=320", "model.block_size=20", "run.seed=3")
-    model, words = begun(config)
-    found = logits(model, ids(20))
-    assert_close(found[..., :257], gpt2()(ids(20)).logits.detach(), rtol=0, atol=1e-5)
+def test_more_ids_and_fewer_positions(tiny, gpt2):
+    config = tiny(f"train.init_from={gpt2}", *DENSE, "model.vocab_size=320", "model.block_size=20", "run.seed=3")
+    model, words = start(config)
+    assert_close(logits(model, ids(20))[..., :257], make_gpt2()(ids(20)).logits.detach(), rtol=0, atol=1e-5)
     torch.manual_seed(3)
     assert torch.equal(model.wte.weight[257:], GPT(config.model).wte.weight[257:])
-    assert words.endswith("; the first 20 of 32 positions; ids 257 to 319 are not among them and stay as drawn")
+    assert "; only the first 20 of 32 positions are used; ids 257 to 319 are missing" in words
 
 
-def test_what_is_computed_otherwise_is_said(tiny, tmp_path):
-    theirs = gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
+def test_differences_in_computation_are_printed(tiny, tmp_path):
+    theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
     theirs.half().save_pretrained(tmp_path / "gpt2")
-    model, words = begun(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
-    assert "gelu_new there is the exact GELU here, up to 5e-4 apart; layer_norm_epsilon was 0.0001" in words
+    model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
+    assert "gelu_new is computed as exact GELU, up to 5e-4 apart; layer_norm_epsilon changes from 0.0001" in words
     difference = (logits(model, ids(32)) - theirs.float()(ids(32)).logits).abs().max()
     assert 1e-5 < difference < 0.02
     assert model.wte.weight.dtype == torch.float32
 
 
-def test_biases_of_0_need_no_place_and_a_place_needs_no_biases(tiny, tmp_path):
-    """What scripts.export writes of a model without biases."""
+def test_zero_biases_fit_a_model_without(tiny, tmp_path):
     config = tiny("model.router=dense", f"train.init_from={tmp_path / 'gpt2'}")
-    without = GPT(config.model).eval()
-    theirs = gpt2()
-    theirs.load_state_dict(to_gpt2(without.state_dict()), strict=False)
+    wanted, theirs = GPT(config.model).eval(), make_gpt2()
+    theirs.load_state_dict(to_gpt2(wanted.state_dict()), strict=False)
     theirs.save_pretrained(tmp_path / "gpt2")
-    model, words = begun(config)
-    assert torch.equal(logits(model, ids(32)), logits(without, ids(32))) and words.endswith("a GPT-2 checkpoint")
-    torch.manual_seed(0)
-    source = run(tiny("model.router=dense", "run.name=source", "train.max_steps=1", "optim.warmup_steps=0"))
-    model, words = begun(tiny(*DENSE, f"train.init_from={tmp_path / 'runs/source'}"))
+    model, words = start(config)
+    assert torch.equal(logits(model, ids(32)), logits(wanted, ids(32))) and words.endswith("a GPT-2 checkpoint")
+
+
+def test_missing_biases_start_at_zero(tiny, tmp_path):
+    run(tiny("model.router=dense", "run.name=source", "train.max_steps=1", "optim.warmup_steps=0"))
+    model, words = start(tiny(*DENSE, f"train.init_from={tmp_path / 'runs/source'}"))
     assert words.endswith(
-        "a run at step 1; not there, at first values here: ln_1.bias, attn.qkv.bias, attn.proj.bias, ln_2.bias, "
+        "a run at step 1; missing, so initialised as usual: ln_1.bias, attn.qkv.bias, attn.proj.bias, ln_2.bias, "
         "mlp.w_in.bias, mlp.w_out.bias, ln_f.bias"
     )
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
-    assert source
 
 
 # ---- exports and runs
 
 
-MOVED = ["train.bias_update_rate=0.01", "model.gate_scale=2.0", "model.router=kern"]  # γ, b and selection bias
+MOVED = ["train.bias_update_rate=0.01", "model.gate_scale=2.0", "model.router=kern"]  # γ, b and selection bias move
 
 
 @pytest.fixture
 def source(tiny):
-    """The Config of a run of whose router everything has moved."""
+    """The Config of a run in whose router everything has moved."""
     config = tiny("run.name=source", *MOVED)
     run(config)
     return config
 
 
-def begin_with(tiny, source, *overrides):
+def start_from(tiny, source, *overrides):
     return tiny(*MOVED, f"train.init_from={folder.path_of(source)}", *overrides)
 
 
-def test_a_run_begins_where_another_ended(tiny, source, capsys):
-    config = begin_with(tiny, source, "run.seed=7")
+def test_run_starts_where_another_ended(tiny, source, capsys):
+    config = start_from(tiny, source, "run.seed=7")
     first = run(config)[0]
     last = read(folder.path_of(source) / "metrics.jsonl")[-1]
     assert (first["step"], last["step"]) == (0, 4)
     assert first["val/window_losses"] == last["val/window_losses"]
-    place, its = folder.path_of(source), folder.path_of(config)
-    assert f"{its}: begins with {place}, a run at step 4\n" in capsys.readouterr().out
+    line = f"{folder.path_of(config)}: starts from {folder.path_of(source)}, a run at step 4\n"
+    assert line in capsys.readouterr().out
     assert run(tiny(*MOVED, "run.name=random", "run.seed=7"))[0]["val/loss"] > first["val/loss"]
 
 
-def test_resumed_it_needs_the_folder_no_more(tiny, source, capsys):
-    config = begin_with(tiny, source, "train.checkpoint_interval=2")
+def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
+    config = start_from(tiny, source, "train.checkpoint_interval=2")
     run(config)
     undisturbed = end(config)
     shutil.rmtree(checkpoint.folder_of(checkpoints(config), 4))
     shutil.rmtree(folder.path_of(source))
-    assert capsys.readouterr().out.count("begins with") == 1
+    assert capsys.readouterr().out.count("starts from") == 1
     run(config)
-    assert "begins with" not in capsys.readouterr().out
+    assert "starts from" not in capsys.readouterr().out
     assert end(config) == undisturbed
-    with pytest.raises(RunError, match="(?s)holds a run with another config:.*train.init_from: .*source' -> ''"):
+    with pytest.raises(RunError, match="(?s)train.init_from: .*source' -> ''"):
         train.train(tiny(*MOVED))
-    fresh = begin_with(tiny, source, "run.name=fresh")
+    fresh = start_from(tiny, source, "run.name=fresh")
     with pytest.raises(RunError, match="no such folder"):
         train.train(fresh)
     assert not folder.path_of(fresh).exists()
@@ -206,43 +200,37 @@ EXPORTED = {
 
 
 @pytest.mark.parametrize("settings", EXPORTED.values(), ids=EXPORTED)
-def test_an_export_begins_as_its_run_ended(tiny, tmp_path, settings):
+def test_export_starts_where_its_run_ended(tiny, tmp_path, settings):
     theirs = tiny("run.name=source", *settings)
     run(theirs)
-    place = tmp_path / "export"
-    assert export.main([str(folder.path_of(theirs)), str(place)]) == 0
-    model, words = begun(tiny(*settings, f"train.init_from={place}", "run.seed=7"))
-    wanted = load_model(folder.path_of(theirs)).model
-    for name, tensor in wanted.state_dict().items():
+    assert export.main([str(folder.path_of(theirs)), str(tmp_path / "export")]) == 0
+    model, words = start(tiny(*settings, f"train.init_from={tmp_path / 'export'}", "run.seed=7"))
+    for name, tensor in load_model(folder.path_of(theirs)).model.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert words.endswith(("an exported model", "a GPT-2 checkpoint"))
 
 
 def test_another_router_takes_what_it_has_in_common(tiny, source):
     wanted = load_model(folder.path_of(source)).model.state_dict()
-    model, words = begun(begin_with(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5"))
+    model, words = start(start_from(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5"))
     for name, tensor in model.state_dict().items():
-        alike = torch.equal(tensor, wanted[name])
-        assert alike != name.endswith(("router.c", "selection_bias")), name
-    assert not any(tensor.any() for name, tensor in model.state_dict().items() if name.endswith("selection_bias"))
+        assert torch.equal(tensor, wanted[name]) != name.endswith(("router.c", "selection_bias")), name
+        assert not (name.endswith("selection_bias") and tensor.any())
     assert words.endswith(
-        "a run at step 4; model.router was kern there and is sigmoid here; model.top_k was 2 there and is 1 here; "
-        "model.gate_scale was 2.0 there and is 1.5 here; not used here: mlp.router.bias, mlp.router.gamma, "
-        "mlp.router.selection_bias"
+        "a run at step 4; model.router changes from kern to sigmoid; model.top_k changes from 2 to 1; model.gate_scale "
+        "changes from 2.0 to 1.5; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
     )
-    after = begin_with(tiny, theirs := tiny("run.name=plain", "model.router=softmax"), "model.gate_scale=1.0")
-    run(theirs)
-    assert begun(after)[1].endswith(
-        "model.router was softmax there and is kern here; not there, at first values here: mlp.router.bias, "
-        "mlp.router.gamma"
+    run(plain := tiny("run.name=plain", "model.router=softmax"))
+    assert start(start_from(tiny, plain, "model.gate_scale=1.0"))[1].endswith(
+        "model.router changes from softmax to kern; missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
     )
 
 
-# ---- on many ranks
+# ---- several ranks
 
 
 def train_on_ranks(file, place, rank_1_place):
-    """Both ways of sharing, then rank 1 with other weights."""
+    """DDP, FSDP2, then rank 1 with other weights."""
     rank = int(os.environ["RANK"])
     for parallel in ("ddp", "fsdp", "other"):
         meet_in(Path(f"{file}-{parallel}"))
@@ -257,14 +245,13 @@ def train_on_ranks(file, place, rank_1_place):
             distributed.stop()
 
 
-def test_two_ranks_begin_alike(tiny, tiny_file, source):
-    other = tiny("run.name=other-source", *MOVED, "run.seed=1")
-    run(other)
+def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
+    run(other := tiny("run.name=other-source", *MOVED, "run.seed=1"))
     places = [folder.path_of(config) for config in (source, other)]
     for rank in start_ranks(2, train_on_ranks, tiny_file, *places):
         code, printed = rank.wait(120)
         assert code == 0, printed
-        assert printed.count("train.init_from holds other weights for one rank than for another") == 1
+        assert printed.count("train.init_from holds different weights on different ranks") == 1
     wanted = column(read(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
     for parallel in ("ddp", "fsdp"):
         lines = read(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
@@ -275,32 +262,27 @@ def test_two_ranks_begin_alike(tiny, tiny_file, source):
 # ---- what is refused
 
 
-def added(text):
+def remedy(text):
     """The overrides that an error names."""
     return text.partition(" Add ")[2].split()
 
 
-def test_all_that_differs_is_named_at_once(tiny, there):
-    other = [
-        "model.n_layer=1",
-        "model.n_head=4",
-        "model.n_embd=16",
-        "model.block_size=40",
-        "model.tie_embeddings=false",
-    ]
-    other += ["model.top_k=3", "model.expert_hidden=9", f"train.init_from={there}"]
+def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
+    wrong = "n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 expert_hidden=9"
+    other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
     text = refused(tiny(*other))
     assert text.endswith(
         "a GPT-2 checkpoint, whose weights do not fit this model. Add --model.n_layer=2 --model.n_head=2 "
         "--model.n_embd=32 --model.tie_embeddings=true --model.router=dense --model.top_k=1 --model.expert_hidden=16 "
         "--model.block_size=32 --model.bias=true"
     )
-    begun(tiny(*other, *added(text)))
-    assert added(refused(tiny("model.router=dense", f"train.init_from={there}"))) == ["--model.bias=true"]
-    assert added(refused(tiny(*DENSE, f"train.init_from={there}", "model.n_head=4"))) == ["--model.n_head=2"]
+    start(tiny(*other, *remedy(text)))
+    assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == ["--model.bias=true"]
+    make_gpt2(vocab_size=300).save_pretrained(tmp_path / "gpt2")
+    assert remedy(refused(tiny(*DENSE, f"train.init_from={tmp_path / 'gpt2'}"))) == ["--model.vocab_size=300"]
 
 
-def test_all_that_differs_from_a_mixture_is_named_at_once(tiny, source):
+def test_all_overrides_for_a_mixture_are_named_at_once(tiny, source):
     more = ["model.n_expert=4", "model.top_k=4", "model.expert_hidden=4"]
     remedies = {
         ("model.router=dense",): "--model.router=kern",
@@ -309,154 +291,131 @@ def test_all_that_differs_from_a_mixture_is_named_at_once(tiny, source):
         ("model.n_expert=16", "model.top_k=16"): "--model.n_expert=8 --model.top_k=2",
         ("model.pos=rope",): "--model.pos=learned",
     }
-    for other, remedy in remedies.items():
-        text = refused(begin_with(tiny, source, *other))
-        assert text.endswith(f"a run at step 4, whose weights do not fit this model. Add {remedy}"), other
-        begun(begin_with(tiny, source, *other, *added(text)))
-
-
-def test_more_ids_than_the_model_has(tiny, tmp_path):
-    gpt2(vocab_size=300).save_pretrained(tmp_path / "gpt2")
-    config = tiny(*DENSE, f"train.init_from={tmp_path / 'gpt2'}")
-    assert added(refused(config)) == ["--model.vocab_size=300"]
+    for other, wanted in remedies.items():
+        text = refused(start_from(tiny, source, *other))
+        assert text.endswith(f"a run at step 4, whose weights do not fit this model. Add {wanted}"), other
+        start(start_from(tiny, source, *other, *remedy(text)))
 
 
 def edit(file, **update):
-    """Of a JSON file; None removes a key."""
+    """Change keys of a JSON file; None removes one."""
     table = json.loads(file.read_text()) | update
     file.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
 
 
-def weights(place, **update):
-    """In model.safetensors; None removes one."""
-    state = load_file(place / "model.safetensors") | {f"transformer.{key}": value for key, value in update.items()}
-    save_file({key: value for key, value in state.items() if value is not None}, place / "model.safetensors")
+def setting(**update):
+    return lambda place: edit(place / "config.json", **update)
 
 
-def sharded(place, files):
-    (place / "model.safetensors").unlink()
-    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+def weight(name, tensor):
+    file = "model.safetensors"
+    return lambda place: save_file(load_file(place / file) | {f"transformer.{name}": tensor}, place / file)
 
 
-def in_place_of_safetensors(place, value):
-    (place / "model.safetensors").unlink()
-    torch.save(value, place / "pytorch_model.bin")
+def text_in(file, text):
+    return lambda place: (place / file).write_text(text)
 
 
+def shards(files):
+    def damage(place):
+        (place / "model.safetensors").unlink()
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    return damage
+
+
+def pickled(value):
+    def damage(place):
+        (place / "model.safetensors").unlink()
+        torch.save(value, place / "pytorch_model.bin")
+
+    return damage
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
 FAULTS = {
-    "no config": (lambda p: (p / "config.json").unlink(), "neither a config.json (with model.safetensors) nor a run's"),
-    "no json": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read (Expecting"),
-    "a list": (lambda p: (p / "config.json").write_text("[]"), "config.json holds no settings"),
-    "another model": (lambda p: edit(p / "config.json", model_type="llama"), "model_type is 'llama'"),
-    "no layers": (lambda p: edit(p / "config.json", n_layer=None), "'n_layer' is missing"),
-    "text": (lambda p: edit(p / "config.json", n_head="2"), "n_head: Input should be a valid integer"),
-    "wide": (lambda p: edit(p / "config.json", vocab_size=128256), "vocab_size: Input should be less than or equal"),
-    "relu": (lambda p: edit(p / "config.json", activation_function="relu"), "activation_function is 'relu'"),
-    "scaled": (
-        lambda p: edit(p / "config.json", scale_attn_by_inverse_layer_idx=True),
-        "scale_attn_by_inverse_layer_idx is True",
-    ),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
-    "cut off": (
-        lambda p: os.truncate(p / "model.safetensors", 20_000),
-        "model.safetensors cannot be read (SafetensorError",
-    ),
-    "git lfs": (
-        lambda p: (p / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"),
-        "model.safetensors cannot be read (SafetensorError",
-    ),
-    "a shard is missing": (
-        lambda p: sharded(p, {"wte.weight": "model-1.safetensors"}),
-        "model-1.safetensors is missing",
-    ),
-    "a shard elsewhere": (lambda p: sharded(p, {"wte.weight": "../x.safetensors"}), "lists no files of this folder"),
-    "no list of shards": (lambda p: sharded(p, None), "lists no files of this folder"),
-    "more layers": (lambda p: edit(p / "config.json", n_layer=3), "blocks.2.ln_1.weight is missing, expected (32,)"),
-    "another width": (
-        lambda p: edit(p / "config.json", n_inner=8),
-        "blocks.0.mlp.w_in.weight is (16, 32), expected (8, 32)",
-    ),
-    "fewer layers": (lambda p: edit(p / "config.json", n_layer=1), "blocks.1.attn.qkv.bias is (96,), expected none"),
-    "a classifier": (
-        lambda p: weights(p, **{"score.weight": torch.zeros(2, 32)}),
-        "score.weight: no weight of that name",
-    ),
-    "not a number": (
-        lambda p: weights(p, **{"ln_f.bias": torch.full((32,), torch.nan)}),
-        "ln_f.bias (torch.float32) holds",
-    ),
-    "integers": (
-        lambda p: weights(p, **{"ln_f.bias": torch.ones(32, dtype=torch.int8)}),
-        "ln_f.bias (torch.int8) holds",
-    ),
-    "not tensors": (lambda p: in_place_of_safetensors(p, {"model": {}}), "pytorch_model.bin holds more than tensors"),
+    "neither a config.json (with model.safetensors) nor a run's": lambda p: (p / "config.json").unlink(),
+    "config.json is unreadable (Expecting": text_in("config.json", "{"),
+    "config.json is not a JSON object": text_in("config.json", "[]"),
+    "model_type is 'llama'": setting(model_type="llama"),
+    "'n_layer' is missing": setting(n_layer=None),
+    "n_head: Input should be a valid integer": setting(n_head="2"),
+    "vocab_size: Input should be less than or equal": setting(vocab_size=128256),
+    "activation_function is 'relu'": setting(activation_function="relu"),
+    "scale_attn_by_inverse_layer_idx is True": setting(scale_attn_by_inverse_layer_idx=True),
+    "neither model.safetensors nor pytorch_model.bin": lambda p: (p / "model.safetensors").unlink(),
+    "model.safetensors is damaged or not": lambda p: os.truncate(p / "model.safetensors", 20_000),
+    "not a weights file (SafetensorError)": text_in("model.safetensors", LFS),
+    "model-1.safetensors is missing": shards({"wte.weight": "model-1.safetensors"}),
+    "index.json lists no files of this folder": shards({"wte.weight": "../x.safetensors"}),
+    "lists no files of this folder": shards(None),
+    "blocks.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
+    "blocks.0.mlp.w_in.weight is (16, 32), expected (8, 32)": setting(n_inner=8),
+    "blocks.1.attn.qkv.bias is (96,), expected none": setting(n_layer=1),
+    "score.weight: no weight of that name": weight("score.weight", torch.zeros(2, 32)),
+    "ln_f.bias (torch.float32) is not": weight("ln_f.bias", torch.full((32,), torch.nan)),
+    "ln_f.bias (torch.int8) is not floating point": weight("ln_f.bias", torch.ones(32, dtype=torch.int8)),
+    "pytorch_model.bin contains more than tensors": pickled({"model": {}}),
 }
 
 
-@pytest.mark.parametrize(("damage", "says"), FAULTS.values(), ids=FAULTS)
-def test_a_faulty_checkpoint(tiny, copy, damage, says):
-    damage(copy)
+@pytest.mark.parametrize("says", FAULTS)
+def test_faulty_checkpoint_is_refused(tiny, copy, says):
+    FAULTS[says](copy)
     assert says in refused(tiny(*DENSE, f"train.init_from={copy}"))
 
 
 def test_nothing_is_executed(tiny, copy, canary):
-    in_place_of_safetensors(copy, {"wte.weight": Payload(canary)})
-    assert "pytorch_model.bin cannot be read (UnpicklingError" in refused(tiny(*DENSE, f"train.init_from={copy}"))
+    pickled({"wte.weight": Payload(canary)})(copy)
+    assert "not a weights file (UnpicklingError)" in refused(tiny(*DENSE, f"train.init_from={copy}"))
 
 
-def test_a_place_without_weights(tiny, tmp_path, source, monkeypatch):
+def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused(tiny("train.init_from=gpt2")).endswith("hub: hf download gpt2 --local-dir gpt2")
-    text = refused(tiny("train.init_from=openai-community/gpt2"))
-    assert text.endswith("hub: hf download openai-community/gpt2 --local-dir gpt2")
-    assert refused(tiny(f"train.init_from={tmp_path}/gone")).endswith("from this machine alone")
+    for name in ("gpt2", "openai-community/gpt2"):
+        assert refused(tiny(f"train.init_from={name}")).endswith(f"hub: hf download {name} --local-dir gpt2")
     file = folder.path_of(source) / "config.toml"
-    assert "not a folder; give the one that holds it" in refused(tiny(f"train.init_from={file}"))
+    for place in (f"{tmp_path}/gone", file):
+        assert refused(tiny(f"train.init_from={place}")).endswith(
+            "no such folder. Weights are only read from this machine"
+        )
+    (shard,) = checkpoints(source).glob("*/*.distcp")
+    os.truncate(shard, 1000)
+    assert "damaged, " in refused(start_from(tiny, source))
     shutil.rmtree(checkpoints(source))
-    assert "a run without a checkpoint; train it first" in refused(begin_with(tiny, source))
+    assert "a run without a checkpoint; train it first" in refused(start_from(tiny, source))
     file.write_text("[model]\nn_layers = 2")
     with pytest.raises(RunError, match="did you mean 'model.n_layer'"):
-        initial.read(begin_with(tiny, source))
+        initial.read(start_from(tiny, source))
 
 
-def test_a_damaged_checkpoint_of_a_run(tiny, source):
-    (file,) = checkpoints(source).glob("*/*.distcp")
-    os.truncate(file, 1000)
-    assert "damaged, " in refused(begin_with(tiny, source))
-
-
-def test_weights_of_another_tokenizer(tiny, copy, source, tmp_path, corpus):
+def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):
     config = tiny(*DENSE, f"train.init_from={copy}")
-    begun(config)
-    vocabulary = {text: number for number, text in enumerate(map(chr, range(256)))} | {"<|endoftext|>": 256}
-    described = {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
-    (copy / "tokenizer.json").write_text(json.dumps(described))
-    begun(config)
-    for wrong, says in (
-        (vocabulary | {"a": 98, "b": 97}, "'a'"),
-        (vocabulary | {"Ġthe": 33}, "'Ġthe'"),
-        ([["a", 0.5]], "not"),
-    ):
-        described["model"]["vocab"] = wrong
-        (copy / "tokenizer.json").write_text(json.dumps(described))
-        text = refused(config)
-        assert says in text and f"that of the data set {corpus / 'tiny'} is bytes. Prepare the text with" in text
+    right = {text: number for number, text in enumerate(map(chr, range(256)))} | {"<|endoftext|>": 256}
+    wrong = {"'a'": right | {"a": 98, "b": 97}, "'Ġthe'": right | {"Ġthe": 33}, "not a byte-level": [["a", 0.5]]}
+    for says, vocabulary in ({None: right} | wrong).items():
+        model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+        (copy / "tokenizer.json").write_text(json.dumps({"model": model}))
+        if vocabulary is right:
+            start(config)
+        else:
+            text = refused(config)
+            assert says in text and f"that of the data set {corpus / 'tiny'} is bytes. Prepare the text with" in text
     (copy / "tokenizer.json").unlink()
     (copy / "vocab.json").write_text(json.dumps({"b": 97}))
     assert "its tokenizer is one whose id 97 is 'b'" in refused(config)
     (copy / "vocab.json").unlink()
-    edit(copy / "config.json", eos_token_id=50256)  # GPT2Config's default says nothing of so few ids
-    begun(config)
+    edit(copy / "config.json", eos_token_id=50256)  # GPT2Config's default, beyond these ids
+    start(config)
     edit(copy / "config.json", eos_token_id=0)
     assert "its tokenizer is one whose texts end with id 0" in refused(config)
-    gpt2(vocab_size=200, eos_token_id=None).save_pretrained(copy)
+    make_gpt2(vocab_size=200, eos_token_id=None).save_pretrained(copy)
     assert "its tokenizer is one of 200 ids" in refused(config)
 
 
-def test_a_run_of_another_tokenizer(tiny, source, corpus, tmp_path):
+def test_run_of_another_tokenizer_is_refused(tiny, source, corpus, tmp_path):
     shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    table = json.loads((tmp_path / "data/tiny/meta.json").read_text())
-    table["tokenizer"]["hash"] = "0" * 64
-    (tmp_path / "data/tiny/meta.json").write_text(json.dumps(table))
-    text = refused(begin_with(tiny, source, f"data.dir={tmp_path / 'data'}"))
+    meta = tmp_path / "data/tiny/meta.json"
+    edit(meta, tokenizer=json.loads(meta.read_text())["tokenizer"] | {"hash": "0" * 64})
+    text = refused(start_from(tiny, source, f"data.dir={tmp_path / 'data'}"))
     assert "its tokenizer is bytes, that of the data set" in text
