@@ -21,8 +21,8 @@ import torch
 from configure.schema import KEYS
 from eval.generation import SamplingParams, check_prompt_length, generate
 from eval.trained import load_run
-from runtime.output import text_table
 from runtime import distributed
+from runtime.output import text_table
 from scripts.report.__main__ import COLUMNS, row
 from scripts.report.claims import differences, interval
 from scripts.report.runs import Arm, Setting, identity_of, load

@@ -24,7 +24,7 @@ from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import checkpoint, distributed, folder
-from scripts.export.__main__ import export
+from scripts.export.__main__ import export_run
 
 # ---- against HFLM
 
@@ -100,7 +100,7 @@ def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
     """Through the harness' own client, which knows the model as Hugging Face's transformers load it."""
     config = tiny(f"model.router={router}", "optim.lr=0.05")
     train.train(config)
-    trained, tokenizer = export(folder.path_of(config), tmp_path / "export")
+    trained, tokenizer = export_run(folder.path_of(config), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
     theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=32)
@@ -439,6 +439,14 @@ def test_bad_input_is_named(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     said = error(run, "--tasks", "sciq")
     assert "hub (ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "--tasks-dir FOLDER" in said
+
+
+def test_table_of_results_with_gaps(tiny):
+    tasks = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    head, rows = downstream.tabulate_results(tasks, tiny())
+    assert rows[0] == ["group", "", "0.2500", "", "", ""]
+    assert rows[1:] == [["text", "3", "", "", "", ""], ["text: nll", "", "1.0000 ± 0.1000", "", "", ""]]
+    assert {len(row) for row in rows} == {len(head)}
 
 
 def test_a_task_that_does_not_exist(tmp_path):

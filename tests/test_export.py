@@ -1,4 +1,4 @@
-"""scripts/export.py and scripts/export/: models in the form of transformers."""
+"""scripts/export/: models in the form of transformers."""
 
 import importlib
 import json
@@ -21,10 +21,10 @@ from eval import generation
 from eval.trained import Trained
 from model import GPT
 from router import ROUTERS
-from runtime import RunError, folder
+from runtime import folder
 from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
 from scripts.export import check
-from scripts.export.tokenizer_files import merges_of, tokens_of, write_tokenizer
+from scripts.export.tokenizer_files import find_merges, token_bytes, write_tokenizer
 
 TOKENIZER = ByteTokenizer()
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")
@@ -53,7 +53,7 @@ def exported(tiny, tmp_path):
         (run / "config.toml").touch()
         out.mkdir()
         trained = Trained(model, config, 4, 1, {})
-        export.write(trained, TOKENIZER, run, out, form, dtype)
+        export.write_export(trained, TOKENIZER, run, out, form, dtype)
         return trained, out
 
     return make
@@ -155,7 +155,7 @@ def test_routers_stay_in_fp32(exported, dtype):
     theirs = load(out, dtype="auto")
     assert {key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds} == kinds
     idx = torch.arange(30)[None]
-    wanted = logits_of(check.rounded(trained.model, dtype), idx)
+    wanted = logits_of(check.round_weights(trained.model, dtype), idx)
     torch.testing.assert_close(load(out)(idx).logits, wanted, atol=1e-4, rtol=0)
     assert theirs(idx).logits.dtype == dtype
     assert (theirs(idx).logits - wanted).abs().mean() < 0.1 * wanted.std()  # a token may meet another expert
@@ -215,7 +215,7 @@ def test_layout_that_vllm_takes(exported):
 
 
 TEXTS = [
-    *check.ODD,
+    *check.ODD_TEXTS,
     "a" * 900 + " " * 300 + "b",
     "\x00\xad ¡ÿĀ",
     *(chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)),
@@ -239,7 +239,7 @@ def test_bytes_tokenizer(tmp_path):
 def test_merges_are_found_again(tmp_path, fake_ranks):
     compare_on(GPT2Tokenizer(fake_ranks), tmp_path, TEXTS)
     tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
-    assert list(merges_of(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
+    assert list(find_merges(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
 
 
 @pytest.mark.skipif(not REAL_RANKS.is_file(), reason="no GPT-2 ranks: set NANOKERN_RANKS")
@@ -247,9 +247,9 @@ def test_gpt2_tokenizer(tmp_path):
     ranks = REAL_RANKS.read_bytes()
     tokenizer = GPT2Tokenizer(ranks)
     assert tokenizer.hash == RANKS_SHA256
-    house = Path(__file__).parents[1]
-    compare_on(tokenizer, tmp_path, [*TEXTS, *((house / name).read_text() for name in ("README.md", "model.py"))])
-    merges = list(merges_of(tokens_of(ranks)))
+    root = Path(__file__).parents[1]
+    compare_on(tokenizer, tmp_path, [*TEXTS, *((root / name).read_text() for name in ("README.md", "model.py"))])
+    merges = list(find_merges(token_bytes(tokenizer)))
     assert len(merges) == 50_000 and merges[:3] == [[b" ", b"t"], [b" ", b"a"], [b"h", b"e"]]
 
 
@@ -269,9 +269,9 @@ def command(*words):
 
 def test_export_and_check(run, tmp_path, capsys):
     out = tmp_path / "there/out"
-    results = {"arc_easy": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.3, "acc_norm_stderr": 0.02, "documents": 20}}
+    row = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |"
     (run / "eval/step_00000004").mkdir(parents=True)
-    (run / "eval/step_00000004/results.json").write_text(json.dumps({"average": 0.25, "results": results}))
+    (run / "eval/step_00000004/table.md").write_text(row + "\n")
     assert command(run, out, "--check") == 0
     printed = capsys.readouterr().out
     assert "4 windows of 32 tokens of" in printed and "with and without a cache: at most" in printed
@@ -292,9 +292,9 @@ def test_export_and_check(run, tmp_path, capsys):
         "tiny",
     ):
         assert words in card
-    assert "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 |" in card
+    assert row in card and "{" not in card
     assert command(run, out) == 2
-    assert "is there already; name a new folder" in capsys.readouterr().err
+    assert "exists already; name a new folder" in capsys.readouterr().err
     assert command(run, out, "--check") == 0
     assert command(run, out, "--check", "--checkpoint", 2) == 2
     assert "exported with --checkpoint 4 --average 1" in capsys.readouterr().err
@@ -354,11 +354,11 @@ def cut(out):
 )
 def test_what_differs_is_found(exported, harm, words, capsys):
     trained, out = exported()
-    assert check.report(trained, TOKENIZER, "runs/x", out) == 0
+    assert check.check_export(trained, TOKENIZER, "runs/x", out) == 0
     harm(out)
     out = out.rename(out.with_name(harm.__name__))  # transformers keeps the code it knows by a name
     capsys.readouterr()
-    assert check.report(trained, TOKENIZER, "runs/x", out) == 1
+    assert check.check_export(trained, TOKENIZER, "runs/x", out) == 1
     printed = capsys.readouterr()
     assert words in printed.err and words not in printed.out
     assert "remedy: export again, into a new folder: python -m scripts.export runs/x NEW --check" in printed.err
@@ -367,7 +367,7 @@ def test_what_differs_is_found(exported, harm, words, capsys):
 def test_padding_is_found_to_be_drawn(exported, capsys):
     trained, out = exported("model.vocab_size=1024")
     (out / "generation_config.json").write_text("{}")
-    assert check.report(trained, TOKENIZER, "runs/x", out) == 1
+    assert check.check_export(trained, TOKENIZER, "runs/x", out) == 1
     assert "which pads the vocabulary of 257" in capsys.readouterr().err
 
 
@@ -378,7 +378,7 @@ def test_failure_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/kept").touch()  # somebody's
     with monkeypatch.context() as patch:
-        patch.setattr(export.card, "of", full)
+        patch.setattr(export, "format_card", full)
         assert command(run, tmp_path / "out") == 2
     assert "error: [Errno 28] No space left" in capsys.readouterr().err
     assert list(tmp_path.glob("*out*")) == [tmp_path / "out.partial"]
@@ -395,23 +395,23 @@ def test_out_may_be_an_empty_folder_a_link_or_a_detour(run, tmp_path, monkeypatc
     (tmp_path / "link").symlink_to(tmp_path / "behind")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, place in (("empty", "empty"), ("link", "behind"), ("zz/../detour", "detour")):
-        export.export(run, tmp_path / name)
+        export.export_run(run, tmp_path / name)
         assert (tmp_path / place / "README.md").is_file()
     assert command(run, tmp_path / "zz/../detour", "--check") == 0
     assert (tmp_path / "link").is_symlink() and not (tmp_path / "zz").exists()
     assert command(run, tmp_path / "loop") == 2
-    assert "loop: is there already" in capsys.readouterr().err
+    assert "loop: exists already" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path / "here")
     for name in (".", "zz/.."):
         assert command(run, name) == 2
-        assert "here: a working directory or mount cannot be replaced; name a new folder" in capsys.readouterr().err
+        assert "here: is the working directory or a mount point; name a new folder" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert command(run, ".") == 2
-    assert f"{tmp_path}: is there already" in capsys.readouterr().err
+    assert f"{tmp_path}: exists already" in capsys.readouterr().err
 
 
 def test_check_refuses_what_is_not_asked_for(run, tmp_path, capsys):
-    """Another run, another type or form, and a folder that is no whole export."""
+    """Another run, another dtype or form, and a folder that is not a complete export."""
     out = tmp_path / "out"
     assert command(run, out, "--dtype", "bfloat16") == 0
 
@@ -425,35 +425,28 @@ def test_check_refuses_what_is_not_asked_for(run, tmp_path, capsys):
         assert "--average 1 --format nanokern --dtype bfloat16; give these or none" in error(*words)
     body = json.loads((out / "config.json").read_text())
     for part, words in (
-        ({"step": "x"}, "config.json: not of scripts.export"),
-        ({"run": "mine"}, f"exported from run 'mine', but {run} is 'tiny'; name the run that it is of"),
+        ({"step": "x"}, "config.json: missing, or not written by scripts.export"),
+        ({"run": "mine"}, f"exported from run 'mine', but {run} is 'tiny'; name the run it was made from"),
     ):
         (out / "config.json").write_text(json.dumps(body | {"nanokern": body["nanokern"] | part}))
         assert words in error()
     (out / "config.json").write_text("{")
-    assert "config.json: not of scripts.export" in error()
-    (out / "model.safetensors").unlink()
-    assert "out: no model.safetensors, so no whole export; export into a new folder" in error()
+    assert "config.json: missing, or not written by scripts.export; export the run into a new folder" in error()
     (out / "config.json").unlink()
-    assert "out: no config.json and no model.safetensors, so no whole export" in error()
-
-
-def test_card_of_an_evaluation_with_gaps(tmp_path):
-    file = tmp_path / "eval/step_4/results.json"
-    file.parent.mkdir(parents=True)
-    tasks = {"group": {"acc": 0.25, "documents": None}, "other": {"acc": 0.5, "acc_stderr": None}, "text": {"nll": 1.0}}
-    file.write_text(json.dumps({"results": tasks}))
-    rows = export.card.evaluation(tmp_path, "step_4").splitlines()[-2:]
-    assert rows == ["| group |  | 0.2500 |  |", "| other |  | 0.5000 |  |"]
-    for damaged in ('{"results": {"group"', "[]", "{}", '{"results": {"group": {"acc": "much"}}}', '{"results": [1]}'):
-        file.write_text(damaged)
-        with pytest.raises(RunError, match=f"{file}: damaged; write it again .python -m eval.downstream {tmp_path}."):
-            export.card.evaluation(tmp_path, "step_4")
+    assert "config.json: missing" in error()
+    (out / "config.json").write_text(json.dumps(body))
+    (out / "model.safetensors").unlink()
+    assert command(run, out, "--check") == 1
+    said = capsys.readouterr().err
+    assert "out: cannot be loaded or run (OSError: " in said and "model.safetensors" in said
 
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):
     assert command(run, tmp_path / "out", "--format", "gpt2") == 2
-    assert "the run has model.router = kern, which GPT-2 has not; use --format nanokern" in capsys.readouterr().err
+    assert (
+        "the run has model.router = kern, which GPT-2 does not support; use --format nanokern"
+        in capsys.readouterr().err
+    )
     assert command(tmp_path, tmp_path / "out") == 2
     assert "no config.toml, so not a run" in capsys.readouterr().err
 
@@ -472,5 +465,5 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
 )
 def test_form_is_gpt2_where_it_can_be(tiny, overrides, form):
     model = tiny(*overrides).model
-    assert export.settle_format("auto", model) == form
-    assert export.settle_format("nanokern", model) == "nanokern"
+    assert export.choose_form("auto", model) == form
+    assert export.choose_form("nanokern", model) == "nanokern"

@@ -65,12 +65,12 @@ def load_models(args: Namespace, scratch: Path, overrides: list[str]) -> tuple[G
     """Load a run, or else a random GPT-2, here and in transformers: two models, two tokenizers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from scripts.export.__main__ import export
+    from scripts.export.__main__ import export_run
     from scripts.export.tokenizer_files import write_tokenizer
 
     if args.run:
         trained, tokenizer = load_run(args.run)
-        export(args.run, scratch / "export")
+        export_run(args.run, scratch / "export")
         theirs = AutoModelForCausalLM.from_pretrained(scratch / "export", trust_remote_code=True)
         return trained.model, theirs.eval(), tokenizer, AutoTokenizer.from_pretrained(scratch / "export")
     tokenizer = load_tokenizer("gpt2", args.bpe_ranks)

@@ -1,1 +1,1 @@
-"""Models in the form of Hugging Face's transformers: tokenizer files, modelling code, model card, check."""
+"""Export a run to transformers: weights, tokenizer files, modelling code, model card, check."""

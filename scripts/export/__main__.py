@@ -1,34 +1,37 @@
-"""A trained run in the form of Hugging Face's transformers.
+"""Export a trained run to Hugging Face's transformers.
 
-    python -m scripts.export runs/quickstart-kern OUT                       a new folder
-    python -m scripts.export runs/quickstart-kern OUT --check               loaded again and held against the run, too
+    python -m scripts.export runs/quickstart-kern OUT                       into a new folder
+    python -m scripts.export runs/quickstart-kern OUT --check               then load it and compare it with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md (a model card) and
-config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, any other with the code
-that it takes. --check alone is done where OUT is there already: exit code 1 if something differs.
+config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, any other with the code it
+needs. Where OUT exists, --check only compares; exit code 1 if something differs.
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
-from data.tokenizer import identity
-from eval.trained import add_run_arguments, load_run
+from configure.schema import Model
+from data.tokenizer import Tokenizer, identity
+from eval.trained import Trained, add_run_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
 from runtime.names import to_gpt2, to_hf
-from scripts.export import card, check
-from scripts.export.tokenizer_files import write_tokenizer
+from scripts.export.card import format_card
+from scripts.export.check import DTYPES, check_export, import_transformers, load_source
+from scripts.export.tokenizer_files import write_json, write_tokenizer
 
 REPO_ROOT = Path(__file__).parents[2]
-CODE = {  # file in an export: where it is here
+CODE = {  # file in an export: its source here
     "configuration_nanokern.py": "scripts/export/configuration_nanokern.py",
     "modeling_nanokern.py": "scripts/export/modeling_nanokern.py",
     "router.py": "router.py",
@@ -37,79 +40,84 @@ CODE = {  # file in an export: where it is here
 }
 
 
-def export(run, out, step=None, average=1, form="auto", dtype="float32"):
-    """Write the model of `eval.trained.load_model(run, step, average)` into the new folder `out`, as `form`
-    ("nanokern", "gpt2", or auto). Routers stay in fp32 whatever `dtype` is. Returns (Trained, Tokenizer). Raises
-    ValueError if there is no such model, if `out` is not empty or cannot be replaced, or if GPT-2 cannot be it."""
-    out = Path(os.path.realpath(out))  # the folder itself, where it is a link
+def export_run(
+    run: str | Path, out: str | Path, step: int | None = None, average: int = 1, form: str = "auto",
+    dtype: str = "float32",
+) -> tuple[Trained, Tokenizer]:  # fmt: skip
+    """Write a run's model into a new folder, in one rename at the end.
+
+    Args:
+        run: the run folder; `step` and `average` as for `eval.trained.load_model`.
+        out: a new or empty folder.
+        step: the checkpoint's step; None: the last.
+        average: checkpoints to average.
+        form: "nanokern", "gpt2", or "auto": GPT-2 where possible.
+        dtype: of the weights; routers stay in fp32.
+
+    Raises:
+        ValueError: no such model, `out` is not empty or cannot be replaced, or the model does not fit GPT-2.
+    """
+    out = Path(os.path.realpath(out))  # the folder itself, if it is a link
     if is_taken(out):
-        raise RunError(f"{out}: is there already; name a new folder, or add --check to hold it against the run")
+        raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
     if out == Path.cwd() or out.is_mount():
-        raise RunError(
-            f"{out}: a working directory or mount cannot be replaced; name a new folder, such as {out / 'hf'}"
-        )
+        raise RunError(f"{out}: is the working directory or a mount point; name a new folder, such as {out / 'hf'}")
     trained, tokenizer = load_run(run, step, average)
-    form = settle_format(form, trained.config.model)
+    form = choose_form(form, trained.config.model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         partial = Path(private, out.name)
-        partial.mkdir()  # which others may read, unlike the one around it
-        write(trained, tokenizer, Path(run), partial, form, dtype)
+        partial.mkdir()  # readable by others, unlike its parent
+        write_export(trained, tokenizer, Path(run), partial, form, dtype)
         partial.rename(out)
     return trained, tokenizer
 
 
-def is_taken(out):
-    """Whether something is at `out` that is not an empty folder."""
+def is_taken(out: Path) -> bool:
+    """Whether `out` exists and is not an empty folder."""
     return os.path.lexists(out) and (not out.is_dir() or any(out.iterdir()))
 
 
-def settle_format(form, model):
-    """The form to write, where `form` may be auto. Raises ValueError if it is to be GPT-2 and cannot."""
-    stands_in_the_way = [
-        f"model.{key} = {value}"
-        for key, value, wanted in (
-            ("router", model.router, ROUTERS[model.router] is None),
-            ("pos", model.pos, model.pos == "learned"),
-        )
-        if not wanted
-    ]
-    if form == "gpt2" and stands_in_the_way:
+def choose_form(form: str, model: Model) -> str:
+    """Resolve "auto". Raises ValueError if GPT-2 is asked for and the model does not fit it."""
+    obstacles = [f"model.router = {model.router}"] if ROUTERS[model.router] is not None else []
+    obstacles += [f"model.pos = {model.pos}"] if model.pos != "learned" else []
+    if form == "gpt2" and obstacles:
         raise ValueError(
-            f"--format gpt2: the run has {' and '.join(stands_in_the_way)}, which GPT-2 has not; use --format nanokern"
+            f"--format gpt2: the run has {' and '.join(obstacles)}, which GPT-2 does not support; use --format nanokern"
         )
     if form == "auto":
-        return "nanokern" if stands_in_the_way else "gpt2"
+        return "nanokern" if obstacles else "gpt2"
     return form
 
 
-def write(trained, tokenizer, run, folder, form, dtype):
-    """All files of an export, into `folder`."""
+def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path, form: str, dtype: str) -> None:
+    """Write all files of an export into `folder`."""
+    model = trained.config.model
     state = (to_gpt2 if form == "gpt2" else to_hf)(trained.model.state_dict())
     state = {
-        name: tensor.contiguous() if ".router." in name else tensor.to(check.DTYPES[dtype]).contiguous()
+        name: (tensor if ".router." in name else tensor.to(DTYPES[dtype])).contiguous()
         for name, tensor in state.items()
     }
-    save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers asks for this key
-    config = (config_of_gpt2 if form == "gpt2" else config_of_nanokern)(trained.config.model)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
-    own = {"run": trained.config.run.name, "step": trained.step, "average": trained.average}
-    write_json(
-        folder / "config.json", config | ends | {"dtype": dtype, "nanokern": own | {"tokenizer": identity(tokenizer)}}
-    )
-    padding = list(range(tokenizer.vocab_size, trained.config.model.vocab_size))
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors hides it from others
+    source = {"run": trained.config.run.name, "step": trained.step, "average": trained.average}
+    config = (make_gpt2_config if form == "gpt2" else make_nanokern_config)(model) | ends
+    config |= {"dtype": dtype, "nanokern": source | {"tokenizer": identity(tokenizer)}}
+    write_json(folder / "config.json", config)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
+    padding = list(range(tokenizer.vocab_size, model.vocab_size))
     write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
-    write_tokenizer(tokenizer, folder, trained.config.model.block_size)
+    write_tokenizer(tokenizer, folder, model.block_size)
     shutil.copy(run / "config.toml", folder)
     if form == "nanokern":
-        for name, place in CODE.items():
-            shutil.copyfile(REPO_ROOT / place, folder / name)
-    (folder / "README.md").write_text(card.of(trained, tokenizer, run, form, dtype), "utf-8")
+        for name, source_file in CODE.items():
+            shutil.copyfile(REPO_ROOT / source_file, folder / name)
+    (folder / "README.md").write_text(format_card(trained, run, form, dtype), "utf-8")
 
 
-def config_of_nanokern(model):
-    """config.json of the section [model], for modeling_nanokern.py."""
+def make_nanokern_config(model: Model) -> dict[str, Any]:
+    """config.json for modeling_nanokern.py."""
     return {
         "architectures": ["NanoKernForCausalLM"],
         "model_type": "nanokern",
@@ -137,8 +145,8 @@ def config_of_nanokern(model):
     }
 
 
-def config_of_gpt2(model):
-    """config.json of the section [model], dense and with learned positions, for transformers' GPT-2."""
+def make_gpt2_config(model: Model) -> dict[str, Any]:
+    """config.json for transformers' GPT-2, of a dense model with learned positions."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -158,11 +166,8 @@ def config_of_gpt2(model):
     }
 
 
-def write_json(path, body):
-    path.write_text(json.dumps(body, indent=1) + "\n")
-
-
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -172,21 +177,21 @@ def main(argv=None):
         "--format",
         choices=("auto", "nanokern", "gpt2"),
         default="auto",
-        help="gpt2: without code of our own, for dense models with learned positions (default: gpt2 for these)",
+        help="gpt2: needs no code of ours; dense models with learned positions only (default: gpt2 for these)",
     )
-    parser.add_argument("--dtype", choices=check.DTYPES, help="of weights (default: float32)")
-    parser.add_argument("--check", action="store_true", help="load OUT with transformers and hold it against the run")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
+    parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)
-    out, dtype = Path(os.path.realpath(args.out)), args.dtype or "float32"
+    out, choices = Path(os.path.realpath(args.out)), (args.step, args.average, args.format)
     try:
         if args.check:
-            check.transformers()
+            import_transformers()
         if args.check and is_taken(out):
-            trained, tokenizer = check.load_source(args.run, out, args.step, args.average, args.format, args.dtype)
+            trained, tokenizer = load_source(args.run, out, *choices, args.dtype)
         else:
-            trained, tokenizer = export(args.run, out, args.step, args.average, args.format, dtype)
+            trained, tokenizer = export_run(args.run, out, *choices, args.dtype or "float32")
             print(f"{out}: {args.run} at step {trained.step}")
-        return check.report(trained, tokenizer, args.run, out) if args.check else 0
+        return check_export(trained, tokenizer, args.run, out) if args.check else 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

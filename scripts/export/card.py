@@ -1,164 +1,118 @@
 """The model card of an export: README.md, as the Hugging Face hub reads it."""
 
-import json
 import platform
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from data.bins import read_meta
+from configure import Config
+from data.bins import Meta, read_meta
 from data.sources import SOURCES
 from eval.pages import markdown
+from eval.trained import Trained
 from model import count_parameters
 from router import ROUTERS
-from runtime import RunError
 from runtime.metrics import read
 
-HEADER = """---
-library_name: transformers
-pipeline_tag: text-generation
-license: other
-license_name: not-chosen-yet
-tags: [{tags}]
----"""
+CARD = Path(__file__).with_name("card.md")
+VLLM = """
 
-USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+### vLLM
 
-tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})
-model = AutoModelForCausalLM.from_pretrained("PATH"{trust})
-ids = tokenizer("<|endoftext|>The ", return_tensors="pt")
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=50, do_sample=True)[0]))
-```
+`vllm serve PATH --trust-remote-code --model-impl transformers` serves the model through vLLM's Transformers backend,
+with the experts of this code: vLLM's own are gated SiLU experts, these are GELU experts without a gate. So there is no
+expert parallelism. vLLM ignores suppress_tokens, so it may sample ids that pad the vocabulary. Tried with a small
+`kern` model and an unofficial CPU build of vLLM 0.32, not on a GPU: log-probabilities were those of transformers."""
 
-Texts began with `<|endoftext|>` in training. The model sees {block_size} tokens."""
+ROUTER = """
 
-ROUTER = """    g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
+### Router
 
-`{name}` is `{spec}`, times `gate_scale` {gate_scale:g}: the gates of {top_k} of {n_expert} experts a token, computed in
-fp32 whatever the type of the rest. [router.py](router.py) is the code that the model was trained with."""
+    g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
-VLLM = """vLLM's Transformers backend serves the model with this code: `vllm serve PATH --trust-remote-code --model-impl
-transformers`. Attention and embedding become vLLM's own. The experts do not: its `FusedMoE` computes gated SiLU experts
-there whatever a model's are, and these are GELU ones without a gate. So the number of experts has a name in config.json
-(`n_expert`) by which vLLM does not take them for its own; there is no expert parallelism. It may draw ids that pad the
-vocabulary, which `generate` of transformers leaves out (suppress_tokens). Tried once, with a small model of the
-router `kern` and an unofficial CPU build of vLLM 0.32: log-probabilities were those of transformers. No GPU and no
-tensor parallelism were tried, and nothing was tried again for this card."""
-
-LICENCE = """The licence of the weights is for whoever trained them to choose, with an eye to that of the data; it goes
-into the header above. {data} {code}"""
+`{router}` is `{spec}`, times `gate_scale` {gate_scale:g}: the gates of {top_k} of {n_expert} experts per token,
+computed in fp32 whatever the dtype of the rest. [router.py](router.py) is the code that the model was trained with."""
 
 
-def of(trained, tokenizer, run, form, dtype):
-    """README.md of an export of the run folder `run`."""
+def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
+    """README.md of an export of the run folder `run` as `form` ("nanokern" or "gpt2")."""
     config, model = trained.config, trained.config.model
-    spec = ROUTERS[model.router]
-    tags = ["nanokern", *(["mixture-of-experts", model.router] if spec else ["gpt2"] if form == "gpt2" else [])]
-    total, active = count_parameters(model)
-    what = (
-        f"{model.n_expert} experts, {model.top_k} a token, chosen by the router `{model.router}`" if spec else "dense"
-    )
-    meta = meta_of(config)
-    parts = [
-        HEADER.format(tags=", ".join(tags)),
-        f"# {config.run.name}",
-        f"A GPT ({what}) of {total:,} parameters, {active:,} of them active for a token, trained by nanoKERN. "
-        f"{weights_in_words(trained, dtype)}",
-        "## Use",
-        USE.format(trust="" if form == "gpt2" else ", trust_remote_code=True", block_size=model.block_size),
-        *(["### vLLM", VLLM] if form == "nanokern" else []),
-        "## Model",
-        table(("setting", "value"), model.model_dump().items()),
-        *(
-            ["### Router", ROUTER.format(name=model.router, spec=spec, **model.model_dump(include=NUMBERS))]
-            if spec
-            else []
-        ),
-        "## Training",
-        table(("", ""), [*data_rows(config, meta, trained.metadata), *loss_rows(trained, run)]),
-        "All settings are in [config.toml](config.toml).",
-        "## Evaluation",
-        evaluation(run, trained.label),
-        "## Licence",
-        LICENCE.format(
-            data=f"Data: {licence_of(meta)}.",
-            code="" if form == "gpt2" else "The code, all files .py, is MIT (LICENSE-code).",
-        ).rstrip(),
-        f"Exported {date.today()} with Python {platform.python_version()}, torch {torch.__version__}.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-NUMBERS = {"gate_scale", "top_k", "n_expert"}
-
-
-def weights_in_words(trained, dtype):
+    spec, custom, meta = ROUTERS[model.router], form == "nanokern", read_data_meta(config)
+    settings, (total, active) = model.model_dump(), count_parameters(model)
     mean = f"the mean of those of {trained.average} checkpoints up to" if trained.average > 1 else "those of"
-    return f"The weights are {mean} step {trained.step:,}, in {dtype}."
+    rows = [*data_rows(config, meta, trained.metadata), *loss_rows(trained, run)]
+    return CARD.read_text("utf-8").format(
+        tags=", ".join(["nanokern", *(["mixture-of-experts", model.router] if spec else [] if custom else ["gpt2"])]),
+        name=config.run.name,
+        kind=f"{model.n_expert} experts, {model.top_k} per token, router `{model.router}`" if spec else "dense",
+        total=total,
+        active=active,
+        weights=f"The weights are {mean} step {trained.step:,}, in {dtype}.",
+        trust=", trust_remote_code=True" if custom else "",
+        block_size=model.block_size,
+        vllm=VLLM if custom else "",
+        model=format_table(("setting", "value"), settings.items()),
+        router=ROUTER.format(spec=spec, **settings) if spec else "",
+        training=format_table(("", ""), rows),
+        evaluation=read_evaluation(run, trained.label),
+        data_licence=describe_licence(meta),
+        code_licence=" The code, all files .py, is MIT (LICENSE-code)." if custom else "",
+        date=date.today(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+    )
 
 
-def meta_of(config):
-    """Meta of the data set; None if it is not there."""
+def read_data_meta(config: Config) -> Meta | None:
+    """Meta of the run's data set, if it is there."""
     folder = Path(config.data.dir, config.data.name)
     return read_meta(folder) if (folder / "meta.json").is_file() else None
 
 
-def data_rows(config, meta, facts):
+def data_rows(config: Config, meta: Meta | None, metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows on the training data: size, command, sha256."""
     rows = [("data set", config.data.name)]
     if meta:
         rows += [(f"{split} tokens", f"{part.tokens:,}") for split, part in meta.splits.items()]
         rows += [("prepared by", f"`{meta.prepare}`")]
-    return rows + [(f"sha256 of the {key}", f"`{facts[key]}`") for key in ("data", "tokenizer") if key in facts]
+    return rows + [(f"sha256 of the {key}", f"`{metadata[key]}`") for key in ("data", "tokenizer") if key in metadata]
 
 
-def loss_rows(trained, run):
-    """Tokens seen and the last losses up to the checkpoint's step, nats a token."""
-    lines = [line for line in read(Path(run, "metrics.jsonl")) if line["step"] <= trained.step]
+def loss_rows(trained: Trained, run: Path) -> list[tuple[str, str]]:
+    """Rows on training: tokens seen and the last losses up to the checkpoint's step."""
+    lines = [line for line in read(run / "metrics.jsonl") if line["step"] <= trained.step]
     rows = [("steps", f"{trained.step:,}")] + [("tokens seen", f"{line['tokens']:,}") for line in lines[-1:]]
+    note = ", of that checkpoint, not of the mean" if trained.average > 1 else ""
     for key, name in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         for line in [line for line in lines if key in line][-1:]:
-            note = ", of that checkpoint alone, not of the mean" if trained.average > 1 else ""
-            rows.append((f"{name}, nats a token", f"{line[key]:.4f} (step {line['step']:,}{note})"))
+            rows.append((f"{name}, nats per token", f"{line[key]:.4f} (step {line['step']:,}{note})"))
     return rows
 
 
-def evaluation(run, label):
-    """The table of results.json that eval.downstream has written of these weights. Raises RunError if it is damaged."""
-    path, again = Path(run, "eval", label, "results.json"), f"python -m eval.downstream {run}"
+def read_evaluation(run: Path, label: str) -> str:
+    """The table that eval.downstream has written for these weights."""
+    path = run / "eval" / label / "table.md"
     if not path.is_file():
-        return f"None yet: `{again}`."
-    try:
-        results = json.loads(path.read_text())["results"]
-        rows = [accuracies(task, values) for task, values in results.items() if "acc" in values]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: damaged; write it again ({again}), or move it away") from error
-    head = ("task", "documents", "acc", "acc_norm")
-    return f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{table(head, rows)}"
+        return f"None yet: `python -m eval.downstream {run}`."
+    return f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{path.read_text().strip()}"
 
 
-def accuracies(task, values):
-    """A row; what the harness did not give of a task, such as the error of a group's mean, is left out."""
-    row = [task, "" if values.get("documents") is None else f"{values['documents']:,}"]
-    for key in ("acc", "acc_norm"):
-        error = values.get(f"{key}_stderr")
-        row.append(f"{values[key]:.4f}" + ("" if error is None else f" ± {error:.4f}") if key in values else "")
-    return row
-
-
-def licence_of(meta):
-    """What is known of the licence of the data, in words."""
+def describe_licence(meta: Meta | None) -> str:
+    """What is known of the licence of the data."""
     if meta is None:
         return "the data set was not there when this was written"
-    source = SOURCES.get(meta.source.get("corpus"))
-    hub = source and source.hub.get(meta.source.get("config"))
-    if hub and "revision" in meta.source:  # from the hub, no copy
+    source = SOURCES.get(meta.source.get("corpus", ""))
+    hub = source.hub.get(meta.source.get("config", "")) if source else None
+    if hub and "revision" in meta.source:  # downloaded from the hub, not prepared from a copy
         return f"{hub.repo}, {hub.licence}"
     if source and not source.local:
         return f"{source.about} ({source.notes})"
-    return "files from this machine, of whose licence nothing is recorded"
+    return "local files, whose licence is not recorded"
 
 
-def table(head, rows):
-    return markdown("table", head, [[str(cell) for cell in row] for row in rows])
+def format_table(head: Sequence[str], rows: Iterable[tuple[str, Any]]) -> str:
+    """A Markdown table of any values."""
+    return markdown("table", list(head), [[str(cell) for cell in row] for row in rows])

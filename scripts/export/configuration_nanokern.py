@@ -1,15 +1,22 @@
-"""What a nanoKERN model is, for transformers. Copied into exports by scripts.export."""
+"""The configuration of a nanoKERN model, for transformers. Copied into exports by scripts.export."""
+
+from typing import Any
 
 from transformers import PretrainedConfig
 
 
 class NanoKernConfig(PretrainedConfig):
-    """`router` is a key of ROUTERS in router.py: "dense" for an MLP of hidden width `intermediate_size`, any other for
-    `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` a token. `pos`: "learned" or
-    "rope". `bias`: biases in LayerNorms, attention and dense MLP; experts have none.
+    """Sizes and variants of a nanoKERN model.
 
-    The number of experts is not called `num_experts`: by that name vLLM knows mixtures whose experts it computes
-    itself, as gated SiLU ones. These are plain GELU ones, so it is to run modeling_nanokern.py as it stands.
+    The number of experts is not called `num_experts`: under that name vLLM computes the experts itself, as gated SiLU
+    experts. These are GELU experts without a gate, so it has to run modeling_nanokern.py.
+
+    Args:
+        router: a key of ROUTERS in router.py. "dense" has one MLP of hidden width `intermediate_size` per block, any
+            other `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` per token.
+        gate_scale: constant factor on all gates.
+        pos: "learned" or "rope".
+        bias: biases in LayerNorms, attention and dense MLP; experts have none.
     """
 
     model_type = "nanokern"
@@ -31,25 +38,25 @@ class NanoKernConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=50304,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        max_position_embeddings=512,
-        router="kern",
-        n_expert=64,
-        num_experts_per_tok=8,
-        moe_intermediate_size=384,
-        intermediate_size=3072,
-        gate_scale=1.0,
-        pos="learned",
-        bias=False,
-        dropout=0.0,
-        initializer_range=0.02,
-        use_cache=True,
-        tie_word_embeddings=True,
-        **kwargs,
-    ):
+        vocab_size: int = 50304,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        max_position_embeddings: int = 512,
+        router: str = "kern",
+        n_expert: int = 64,
+        num_experts_per_tok: int = 8,
+        moe_intermediate_size: int = 384,
+        intermediate_size: int = 3072,
+        gate_scale: float = 1.0,
+        pos: str = "learned",
+        bias: bool = False,
+        dropout: float = 0.0,
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -66,4 +73,4 @@ class NanoKernConfig(PretrainedConfig):
         self.dropout = dropout
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)  # pyrefly: ignore[unexpected-keyword]

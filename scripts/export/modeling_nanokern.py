@@ -1,16 +1,17 @@
-"""The GPT of nanoKERN's model.py for transformers: loading, generation, training. Copied into exports by
-scripts.export, with router.py and torch_grouped.py, the code that trained the model.
+"""The GPT of nanoKERN's model.py for transformers: loading, generation, training.
 
-Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K of them a token, H their hidden width.
+Copied into exports by scripts.export, with router.py and torch_grouped.py, the code that trained the model.
+Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K experts per token, H their hidden width.
 """
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -18,16 +19,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from .configuration_nanokern import NanoKernConfig
-from .router import ROUTERS, Router
-from .torch_grouped import expert_mlp
+from .router import ROUTERS, Router  # pyrefly: ignore[missing-import]  (beside this file in an export)
+from .torch_grouped import expert_mlp  # pyrefly: ignore[missing-import]
 
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters  # transformers 4 and 5 differ
 
 
-def causal_mask(config, x, attention_mask, past, position_ids):
-    """The mask that the configured attention takes: None where it needs none."""
+def make_causal_mask(
+    config: NanoKernConfig, x: Tensor, attention_mask: Tensor | None, past: Cache | None, position_ids: Tensor
+) -> Any:
+    """The mask in the form that the configured attention takes; None where it needs none."""
     start = past.get_seq_length() if past is not None else 0
-    values = {
+    values: dict[str, Any] = {
         "config": config,
         "inputs_embeds": x,
         "input_embeds": x,
@@ -39,8 +42,8 @@ def causal_mask(config, x, attention_mask, past, position_ids):
     return create_causal_mask(**{name: value for name, value in values.items() if name in MASK_ARGUMENTS})
 
 
-def positions_of(x, attention_mask, past):
-    """(B, T) or (1, T): columns, counted from each row's first that the mask does not hide."""
+def find_positions(x: Tensor, attention_mask: Tensor | None, past: Cache | None) -> Tensor:
+    """Positions (B, T) or (1, T), counted from each row's first token that the mask does not hide."""
     T = x.shape[1]
     if attention_mask is not None and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
@@ -48,23 +51,46 @@ def positions_of(x, attention_mask, past):
     return torch.arange(start, start + T, device=x.device)[None]
 
 
-def angles_of(config, position_ids):
-    """(cos, sin), (B, 1, T, hs/2) fp32 each, of rotary positions, base 10000."""
+def rotary_angles(config: NanoKernConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, (B, 1, T, hs/2) fp32 each, of rotary positions, base 10000."""
     half = config.hidden_size // config.num_attention_heads // 2
     frequency = 10000 ** (-torch.arange(half, device=position_ids.device, dtype=torch.float32) / half)
     angle = position_ids[:, None, :, None].float() * frequency
     return angle.cos(), angle.sin()
 
 
-def rotate(x, angles):
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding, the halves of a head as pairs: (B, nh, T, hs) -> same."""
     cos, sin = angles
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """(B, T, nh, hs), and the weights (B, nh, T, S)."""
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain torch.
+
+    Args:
+        module: whose training mode decides about dropout.
+        query: (B, nh, T, hs).
+        key: (B, nh, S, hs).
+        value: (B, nh, S, hs).
+        attention_mask: (B, 1, T, S), added to the scores.
+        scaling: factor of the scores.
+        dropout: probability of dropping a weight.
+        **kwargs: ignored.
+
+    Returns:
+        The output (B, T, nh, hs) and the weights (B, nh, T, S).
+    """
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
@@ -74,15 +100,19 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
 
 
 class NanoKernPositions(nn.Embedding):
-    """Adds the embedding of positions. (Where vLLM puts an identity in its place, at later stages of a pipeline, the
-    first argument passes.)"""
+    """Adds the embedding of positions.
 
-    def forward(self, hidden_states, position_ids):
+    At later stages of a pipeline vLLM replaces it by an identity, which returns the first argument.
+    """
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         return hidden_states + super().forward(position_ids)
 
 
 class NanoKernAttention(nn.Module):
-    def __init__(self, config, layer_idx):
+    """Causal self-attention, by any implementation that transformers knows."""
+
+    def __init__(self, config: NanoKernConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -94,7 +124,14 @@ class NanoKernAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, hidden_states, attention_mask=None, angles=None, past_key_values=None, **kwargs):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(shape).transpose(1, 2)  # (B, nh, T, hs)
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
@@ -113,25 +150,27 @@ class NanoKernAttention(nn.Module):
 
 
 class NanoKernMLP(nn.Module):
-    def __init__(self, config):
+    """The dense MLP, GELU without a gate."""
+
+    def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.up_proj(hidden_states)))
 
 
 class NanoKernExperts(nn.Module):
-    """E MLPs without gate and bias, packed as transformers packs them, each matrix (in, out)."""
+    """E MLPs without gate or bias, packed as in transformers, each matrix (in, out)."""
 
-    def __init__(self, config):
+    def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
         E, C, H = config.n_expert, config.hidden_size, config.moe_intermediate_size
         self.up_proj = nn.Parameter(torch.empty(E, C, H))
         self.down_proj = nn.Parameter(torch.empty(E, H, C))
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(N, C), (N, K) int64, (N, K) fp32 -> (N, C)."""
         x, up, down = hidden_states, self.up_proj, self.down_proj
         if torch.is_autocast_enabled(x.device.type):
@@ -141,20 +180,25 @@ class NanoKernExperts(nn.Module):
 
 
 class NanoKernMoE(nn.Module):
-    def __init__(self, config):
+    """Router and experts."""
+
+    def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
         spec = ROUTERS[config.router]
+        assert spec is not None  # dense models have no MoE
         self.router = Router(config.hidden_size, config.n_expert, config.num_experts_per_tok, spec, config.gate_scale)
         self.experts = NanoKernExperts(config)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
         routing = self.router(tokens)
         return self.experts(tokens, routing.experts, routing.weights).view_as(hidden_states)
 
 
 class NanoKernDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config, layer_idx):
+    """One block: attention, then MLP or MoE, each after a LayerNorm."""
+
+    def __init__(self, config: NanoKernConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, bias=config.bias)
         self.self_attn = NanoKernAttention(config, layer_idx)
@@ -162,7 +206,14 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.mlp = NanoKernMLP(config) if ROUTERS[config.router] is None else NanoKernMoE(config)
         self.dropout = config.dropout
 
-    def forward(self, hidden_states, attention_mask=None, angles=None, past_key_values=None, **kwargs):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         y = self.self_attn(self.input_layernorm(hidden_states), attention_mask, angles, past_key_values, **kwargs)
         hidden_states = hidden_states + y
         y = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -170,18 +221,21 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
 
 
 class NanoKernPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of both models below."""
+
+    config: NanoKernConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (as in transformers)
     config_class = NanoKernConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NanoKernDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["router"]  # as in training, whatever the type of the rest
+    _keep_in_fp32_modules_strict = ["router"]  # as in training, whatever the dtype of the rest
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flash_attn_2 = True  # its name in transformers before 4.53
     _supports_attention_backend = True
 
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, NanoKernExperts):
             for weight in module.parameters():
@@ -189,13 +243,14 @@ class NanoKernPreTrainedModel(PreTrainedModel):
 
 
 class NanoKernModel(NanoKernPreTrainedModel):
-    def __init__(self, config):
+    """The model without its LM head."""
+
+    def __init__(self, config: NanoKernConfig) -> None:
         super().__init__(config)
-        learned = config.pos == "learned"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_positions = (
-            NanoKernPositions(config.max_position_embeddings, config.hidden_size) if learned else None
-        )
+        self.embed_positions = None
+        if config.pos == "learned":
+            self.embed_positions = NanoKernPositions(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=config.bias)
         self.gradient_checkpointing = False
@@ -204,17 +259,27 @@ class NanoKernModel(NanoKernPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        output_hidden_states=False,
-        **kwargs,
-    ):
-        """input_ids (B, T) or inputs_embeds (B, T, C); attention_mask (B, S), 0 where a row is filled up. Without
-        position_ids (B, T) a row's positions begin at 0 after what fills it up on the left."""
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool = False,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute the last hidden states.
+
+        Args:
+            input_ids: (B, T) int64; or give `inputs_embeds`.
+            attention_mask: (B, S), 0 where a row is padded.
+            position_ids: (B, T) int64; by default a row's positions begin at 0 after its padding on the left.
+            past_key_values: the cache.
+            inputs_embeds: (B, T, C).
+            use_cache: return a cache; config.use_cache by default.
+            output_hidden_states: return the input of each layer too.
+            **kwargs: passed on to the attention.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -222,11 +287,13 @@ class NanoKernModel(NanoKernPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            position_ids = positions_of(x, attention_mask, past_key_values)
-        mask = causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-        learned = self.config.pos == "learned"
-        x = self.embed_positions(x, position_ids) if learned else x
-        angles = None if learned else angles_of(self.config, position_ids)
+            position_ids = find_positions(x, attention_mask, past_key_values)
+        mask = make_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+        angles = None
+        if self.embed_positions is None:
+            angles = rotary_angles(self.config, position_ids)
+        else:
+            x = self.embed_positions(x, position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         states = []
         for layer in self.layers:
@@ -242,11 +309,13 @@ class NanoKernModel(NanoKernPreTrainedModel):
 
 
 class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
+    """The model with its LM head, for generation and training."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_rep"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # pyrefly: ignore[bad-assignment]  (its stub says str)
 
-    def __init__(self, config):
+    def __init__(self, config: NanoKernConfig) -> None:
         super().__init__(config)
         self.model = NanoKernModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -255,18 +324,29 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
-        """As NanoKernModel's. With labels (B, T), -100 for none, the loss of each next token. `logits_to_keep`: of how
-        many last positions logits are wanted, 0 for all, or of which."""
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits, and the loss with `labels`.
+
+        Args:
+            input_ids: as for NanoKernModel.
+            attention_mask: as for NanoKernModel.
+            position_ids: as for NanoKernModel.
+            past_key_values: as for NanoKernModel.
+            inputs_embeds: as for NanoKernModel.
+            labels: (B, T) int64, shifted inside; -100 is ignored.
+            use_cache: as for NanoKernModel.
+            logits_to_keep: compute logits at this many last positions, 0 for all; or at the positions of a tensor.
+            **kwargs: passed on to the model and the loss.
+        """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

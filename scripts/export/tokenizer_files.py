@@ -1,16 +1,24 @@
-"""A data set's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+"""Write a data set's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json."""
 
 import json
-from base64 import b64decode
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from data.tokenizer import END_OF_TEXT, RANKS_FILE
+from data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 
-def write_tokenizer(tokenizer, folder, block_size):
-    """Write both files of a ByteTokenizer or GPT2Tokenizer into `folder`. Ids are the same; but where a text holds the
-    end-of-text mark, transformers reads it as that token."""
-    tokens = [bytes([i]) for i in range(256)] if tokenizer.name == "bytes" else tokens_of(tokenizer.files[RANKS_FILE])
+def write_json(path: Path, body: dict[str, Any]) -> None:
+    """Write indented JSON as UTF-8."""
+    path.write_text(json.dumps(body, ensure_ascii=False, indent=1) + "\n", "utf-8")
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -> None:
+    """Write both files into `folder`.
+
+    They give the same ids, except where a text contains the end-of-text mark: transformers reads that as the token.
+    """
+    tokens = token_bytes(tokenizer)
     end = {"id": tokenizer.eot, "content": END_OF_TEXT, "special": True, "normalized": False}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -31,9 +39,9 @@ def write_tokenizer(tokenizer, folder, block_size):
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is that token, as in tiktoken
+            "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
             "vocab": {printable(token): rank for rank, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot},
-            "merges": [[printable(left), printable(right)] for left, right in merges_of(tokens)],
+            "merges": [[printable(left), printable(right)] for left, right in find_merges(tokens)],
         },
     }
     config = {
@@ -42,37 +50,40 @@ def write_tokenizer(tokenizer, folder, block_size):
         "clean_up_tokenization_spaces": False,
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
     }
-    Path(folder, "tokenizer.json").write_text(json.dumps(body, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    Path(folder, "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    write_json(Path(folder, "tokenizer.json"), body)
+    write_json(Path(folder, "tokenizer_config.json"), config)
 
 
-def tokens_of(ranks):
-    """The bytes of each token, by rank, in tiktoken's file of them."""
-    pairs = sorted((int(rank), b64decode(token)) for token, rank in map(bytes.split, ranks.splitlines()))
-    return [token for _, token in pairs]
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token, by id, without end-of-text."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [bytes([i]) for i in range(256)]
+    return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
 
 
-def merges_of(tokens):
-    """Yields the pair of tokens that each of two bytes or more is made of: what merging its bytes, the lowest rank
-    first, leaves while the token itself is not known yet. tiktoken needs no such list, as it merges by ranks alone."""
+def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Yield the two tokens that each token of several bytes is merged from.
+
+    They are what is left of its bytes after merging, lowest rank first, without the token itself. tiktoken needs no
+    such list, because it merges by rank alone.
+    """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for rank, token in enumerate(tokens):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
             pairs = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
             at = pairs.index(min(pairs))
-            assert pairs[at] < rank, f"token {rank} ({token!r}) cannot be made of two others"
+            assert pairs[at] < rank, f"token {rank} ({token!r}) is not made of two other tokens"
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             yield parts
 
 
-def printable(token):
-    """The token with each byte as a character that can be seen, GPT-2's way: printable Latin-1 as it is, the others
-    from U+0100 on."""
-    return "".join(CHARACTERS[byte] for byte in token)
-
-
 SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 HIDDEN = [byte for byte in range(256) if byte not in SEEN]
 CHARACTERS = {byte: chr(byte) for byte in SEEN} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+
+
+def printable(token: bytes) -> str:
+    """Each byte as a visible character, as in GPT-2's files: printable Latin-1 unchanged, the others from U+0100 on."""
+    return "".join(CHARACTERS[byte] for byte in token)
