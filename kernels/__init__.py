@@ -1,30 +1,36 @@
 """Expert compute: `expert_mlp`, one function with several backends that agree in value and in all four gradients.
 
-A backend is a line of `BACKENDS`; `reference` is the slow, obvious oracle that every other one is tested against.
+To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracle that the others are tested against.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from kernels import reference, torch_grouped
 
 try:
     from kernels import triton_experts
-except ImportError:  # of triton, which there is for Linux alone
+except ImportError:  # triton exists for Linux only
     triton_experts = None
 
-BACKENDS = {
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None] = {
     "reference": reference.expert_mlp,
     "torch": torch_grouped.expert_mlp,
-    "triton": triton_experts and triton_experts.expert_mlp,
+    "triton": triton_experts.expert_mlp if triton_experts else None,
 }
 
 
-def expert_mlp(x, w_in, w_out, weights, experts, backend="auto"):
+def expert_mlp(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, backend: str = "auto"
+) -> Tensor:
     """out[n] = Σ_k weights[n, k] · GELU(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k]. Dropless at any imbalance.
 
     Args:
         x: (N, C) tokens.
-        w_in, w_out: (E, C, H) and (E, H, C), the experts' weights, stacked.
+        w_in: (E, C, H) up-projections of all experts.
+        w_out: (E, H, C) down-projections of all experts.
         weights: (N, K) gates, fp32 (fp64 with fp64 inputs).
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
         backend: a key of BACKENDS, or "auto": triton where it can run on the device, else torch.
@@ -39,18 +45,28 @@ def expert_mlp(x, w_in, w_out, weights, experts, backend="auto"):
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
-    if backend == "auto":
-        backend = "triton" if x.is_cuda and not what_stops_triton(x.device, x.dtype) else "torch"
-    if backend not in BACKENDS:
+    function = BACKENDS[choose_backend(backend, x.device, x.dtype)]
+    return function(x, w_in, w_out, weights, experts)  # pyrefly: ignore[not-callable]  # None is never chosen
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Resolve "auto" to triton where it can compute in `dtype` on `device`, else to torch; check any other name.
+
+    Raises:
+        ValueError: unknown backend, or triton where it cannot run.
+    """
+    if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
-    if backend == "triton" and (problem := what_stops_triton(x.device, x.dtype)):
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and not find_triton_problem(device, dtype) else "torch"
+    if backend == "triton" and (problem := find_triton_problem(device, dtype)):
         raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
-    return BACKENDS[backend](x, w_in, w_out, weights, experts)
+    return backend
 
 
 @torch.compiler.assume_constant_result
-def what_stops_triton(device, dtype):
-    """Why the triton backend cannot compute in this dtype on this device, and the remedy; empty if it can."""
+def find_triton_problem(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why the triton backend cannot compute in this dtype on this device, and the remedy; empty if it can."""
     if triton_experts is None:
         return "needs Triton: on Linux, pip install triton"
     if dtype not in triton_experts.DTYPES:
@@ -58,7 +74,7 @@ def what_stops_triton(device, dtype):
     if triton_experts.INTERPRETED:
         return ""
     if device.type != "cuda" or torch.version.hip:
-        return f"does not run on {device.type}: use a CUDA device, set TRITON_INTERPRET=1 to try it slowly on a CPU"
+        return f"does not run on {device.type}: use a CUDA device, or set TRITON_INTERPRET=1 to try it slowly on a CPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"does not run on {torch.cuda.get_device_name(device)}: use a GPU of compute capability 8.0 or later"
     return ""

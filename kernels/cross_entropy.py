@@ -1,68 +1,68 @@
-"""The LM head and its cross-entropy in one: chunk after chunk of rows, so that the logits of all rows never exist.
+"""The LM head and its cross-entropy in one operator, in chunks of rows, so that the logits of all rows never exist.
 
-A chunk's logits x Wᵀ are made in the compute type; softmax - onehot, their gradient times N, takes their place, and
-from it follows at once what the chunk adds to the gradients of x and W. The forward pass thus ends with both gradients,
-and the backward pass only multiplies them by the loss's own gradient / N. The chunked form, and gradients in the
-forward pass, are those of Liger Kernel (arXiv 2410.10989).
+A chunk's logits x Wᵀ are computed in the compute dtype; softmax - onehot, their gradient times N, replaces them in
+memory and gives at once the chunk's contribution to the gradients of x and W. So the forward pass ends with both
+gradients, and the backward pass only multiplies them by the loss's own gradient / N. Chunks, and gradients in the
+forward pass, follow Liger Kernel (arXiv 2410.10989).
 
-Half precision: sums over the vocabulary are in fp32, and so is dW, a sum over chunks. Before the backward pass nothing
-is scaled by 1/N, nor by a GradScaler, so that no small gradient is lost; x and W come in as they are, mostly fp32, and
-get gradients of that type: what is scaled in the end is not rounded to half precision again.
+Half precision: sums over the vocabulary are in fp32, and so is dW, a sum over chunks. Nothing is scaled by 1/N or by a
+GradScaler before the backward pass, so that no small gradient underflows. x and W arrive as they are, mostly in fp32,
+and get gradients of that dtype: the scaled result is not rounded to half precision again.
+
+Shapes: N rows (tokens), C = n_embd, V = vocab_size, n rows of a chunk.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import BACKENDS, what_stops_triton
+from kernels import choose_backend
 
 try:
     from kernels import triton_cross_entropy
-except ImportError:  # of triton, which there is for Linux alone
+except ImportError:  # triton exists for Linux only
     triton_cross_entropy = None
 
-CHUNK_BYTES = 2**28  # of logits in the compute type
-ROWS = 128  # a chunk has a multiple of it: whole tiles of a matrix product
-SCALE = 256  # of fp16 gradients of logits, in [-1, 1] without: at p = 2e-5, 1 of 50,304 tokens, fp16 is subnormal
+CHUNK_BYTES = 2**28  # of logits in the compute dtype
+ROWS = 128  # a chunk's rows are a multiple of it: whole tiles of a matrix product
+SCALE = 256  # of fp16 gradients of logits, else in [-1, 1]: p = 2e-5, 1 of 50,304 tokens, would be subnormal in fp16
 
 
-def linear_cross_entropy(x, weight, targets, backend="auto"):
-    """The mean over rows of -log softmax(x Wᵀ)[target], without the logits of all rows.
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Mean over rows of -log softmax(x Wᵀ)[target], without the logits of all rows.
 
     Args:
         x: (N, C) final hidden states.
         weight: (V, C) of the LM head.
         targets: (N,) int64 in [0, V). None is ignored.
-        backend: as that of `kernels.expert_mlp`; "reference" is F.linear and F.cross_entropy with all logits.
+        backend: as in `kernels.expert_mlp`; "reference" is F.linear and F.cross_entropy with all logits.
 
     Returns:
-        () loss in nats, and (N,) that of each row, without gradient; fp32 (fp64 with fp64 inputs). Products are
-        computed in x's dtype, under autocast in that of autocast; softmax in fp32 at least. It has no second
-        derivatives.
+        loss: () in nats.
+        losses: (N,) of each row, without gradient.
+        Both in fp32 (fp64 with fp64 inputs). Products are computed in x's dtype, under autocast in the autocast dtype;
+        softmax in fp32 at least. There are no second derivatives.
 
     Raises:
         ValueError: unknown backend, or triton where it cannot run.
-        IndexError: on a CPU, a target that is not in [0, V). On a GPU the loss is NaN (triton), or the device asserts.
+        IndexError: on a CPU, a target outside [0, V). On a GPU the loss is NaN (triton), or the device asserts.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
+    backend = choose_backend(backend, x.device, dtype)
     if backend == "reference":
         logits = F.linear(x, weight)
         losses = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
         return losses.mean(), losses.detach()
-    problem = what_stops_triton(x.device, dtype)
-    if backend == "triton" and problem:
-        raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
-    use_triton = backend == "triton" or (backend == "auto" and x.is_cuda and not problem)
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss, losses, *_ = head(x, weight, targets, dtype, grad, use_triton)
+    loss, losses, *_ = linear_cross_entropy_op(x, weight, targets, dtype, grad, backend == "triton")
     return loss, losses.detach()
 
 
-def chunk_rows(n_row, vocab_size, itemsize):
-    """Rows of a chunk: all, if their logits take no more than CHUNK_BYTES, else chunks as equal as ROWS allows."""
+def chunk_rows(n_row: int, vocab_size: int, itemsize: int) -> int:
+    """Rows per chunk: all, if their logits take at most CHUNK_BYTES, else chunks as equal as ROWS allows."""
     n_chunk = -(-n_row * vocab_size * itemsize // CHUNK_BYTES)
     return n_row if n_chunk <= 1 else -(-n_row // (n_chunk * ROWS)) * ROWS
 
@@ -70,53 +70,76 @@ def chunk_rows(n_row, vocab_size, itemsize):
 def forward(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, grad: bool, use_triton: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, losses (N,), d_x (N, C) of type `dtype`, d_w (V, C) fp32), gradients of N · scale · loss and empty without
-    `grad`."""
+    """Compute loss and gradients chunk by chunk.
+
+    Returns:
+        loss: () mean.
+        losses: (N,).
+        d_x: (N, C) in `dtype`, gradient of N · gradient_scale · loss; empty without `grad`.
+        d_w: (V, C) in fp32 or wider, the same of W.
+    """
     N, V = len(x), len(weight)
     if N and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
-        raise IndexError(f"targets from {targets.min()} to {targets.max()}, of a vocabulary of {V}")
+        raise IndexError(f"targets range from {targets.min()} to {targets.max()}, outside a vocabulary of {V}")
     with torch.autocast(x.device.type, enabled=False):
-        _, losses, d_x, d_w = fake_forward(x, weight, targets, dtype, grad, use_triton)
+        _, losses, d_x, d_w = _fake_forward(x, weight, targets, dtype, grad, use_triton)
         d_w.zero_()
-        w, targets = weight.to(dtype), targets.contiguous()
+        w, targets, scale = weight.to(dtype), targets.contiguous(), gradient_scale(dtype)
         rows = chunk_rows(N, V, dtype.itemsize)
-        buffers = [torch.empty(rows, V, dtype=dtype, device=x.device)]
-        buffers += [] if use_triton else [torch.empty(rows, V, dtype=losses.dtype, device=x.device)]
+        buffer = torch.empty(rows, V, dtype=dtype, device=x.device)
+        wide = None if use_triton else torch.empty(rows, V, dtype=losses.dtype, device=x.device)
         for first in range(0, N, rows):
             part = slice(first, min(first + rows, N))
             x_part, targets_part, losses_part = x[part].to(dtype), targets[part], losses[part]
-            logits, *spare = (buffer[: len(x_part)] for buffer in buffers)
+            logits = buffer[: len(x_part)]  # (n, V)
             torch.mm(x_part, w.t(), out=logits)
-            if use_triton:
-                triton_cross_entropy.softmax(logits, targets_part, losses_part, scale_of(dtype), grad)
-                d_logits = logits
+            if wide is None:
+                assert triton_cross_entropy, "choose_backend makes sure of it"
+                d_logits = triton_cross_entropy.softmax_cross_entropy(logits, targets_part, losses_part, scale, grad)
             else:
-                d_logits = softmax(logits, *spare, targets_part, losses_part, scale_of(dtype), grad)
+                d_logits = softmax_cross_entropy(logits, wide[: len(x_part)], targets_part, losses_part, scale, grad)
             if grad:
                 torch.mm(d_logits, w, out=d_x[part])
                 add_product(d_w, d_logits.t(), x_part)
         return losses.mean(), losses, d_x, d_w
 
 
-def fake_forward(x, weight, targets, dtype, grad, use_triton):
+def _fake_forward(
+    x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, grad: bool, use_triton: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what `forward` returns."""
     wide = torch.promote_types(dtype, torch.float32)
     d_x, d_w = (x.shape, weight.shape) if grad else (0, 0)
     loss, losses = x.new_empty((), dtype=wide), x.new_empty(len(x), dtype=wide)
     return loss, losses, x.new_empty(d_x, dtype=dtype), x.new_empty(d_w, dtype=wide)
 
 
-def scale_of(dtype):
+def gradient_scale(dtype: torch.dtype) -> int:
+    """Factor on the gradient of the logits while it is in `dtype`."""
     return SCALE if dtype == torch.float16 else 1
 
 
-def softmax(logits, spare, targets, losses, scale, grad):
-    """Fills losses (n,) and, with `grad`, returns scale · (softmax - onehot) in logits' dtype, (n, V) in the place of
-    either `logits` or `spare`, which is wide."""
-    log_p = torch.log_softmax(logits, -1, dtype=spare.dtype, out=spare)
+def softmax_cross_entropy(
+    logits: Tensor, wide: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool
+) -> Tensor:
+    """Fill losses (n,) and compute the gradient of the logits (n, V).
+
+    Args:
+        logits: (n, V), overwritten.
+        wide: (n, V) buffer in fp32 or wider, overwritten.
+        targets: (n,) int64.
+        losses: (n,), written.
+        scale: factor on the gradient.
+        grad: whether to compute the gradient.
+
+    Returns:
+        With `grad`, scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or in `wide`.
+    """
+    log_p = torch.log_softmax(logits, -1, dtype=wide.dtype, out=wide)
     index = targets[:, None]
     torch.neg(log_p.gather(1, index)[:, 0], out=losses)
     if not grad:
-        return None
+        return logits
     p = log_p.exp_()
     if scale != 1:
         p.mul_(scale)
@@ -124,8 +147,8 @@ def softmax(logits, spare, targets, losses, scale, grad):
     return p if p.dtype == logits.dtype else logits.copy_(p)
 
 
-def add_product(total, a, b):
-    """total += a @ b, not rounded to the type of a and b on the way."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total in total's dtype, without rounding the product to the dtype of a and b."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -134,22 +157,21 @@ def add_product(total, a, b):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def save(ctx, inputs, output):
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, weight, _, dtype, *_ = inputs
-    ctx.set_materialize_grads(False)  # of losses, d_x and d_w, which are none of autograd's
+    ctx.set_materialize_grads(False)  # of losses, d_x and d_w: nothing differentiates them
     ctx.save_for_backward(*output[2:])
-    ctx.dtypes, ctx.divisor = (x.dtype, weight.dtype), len(x) * scale_of(dtype)
+    ctx.dtypes, ctx.divisor = (x.dtype, weight.dtype), len(x) * gradient_scale(dtype)
 
 
-def backward(ctx, d_loss, *others):
+def _backward(ctx: Any, d_loss: Tensor, *others: None) -> tuple[Tensor | None, ...]:
     assert others == (None, None, None), "linear_cross_entropy has no second derivatives"
     factor = d_loss / ctx.divisor
-    return *((d.to(factor.dtype) * factor).to(to) for d, to in zip(ctx.saved_tensors, ctx.dtypes, strict=True)), *[
-        None
-    ] * 4
+    grads = [(d.to(factor.dtype) * factor).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    return *grads, None, None, None, None
 
 
-# To torch.compile it is an opaque operator: a traced loop would be unrolled, and its buffers no longer shared.
-head = torch.library.custom_op("nanokern::linear_cross_entropy", forward, mutates_args=())
-head.register_fake(fake_forward)
-head.register_autograd(backward, setup_context=save)
+# torch.compile sees one opaque operator: tracing would unroll the loop, and the chunks would no longer share a buffer.
+linear_cross_entropy_op = torch.library.custom_op("nanokern::linear_cross_entropy", forward, mutates_args=())
+linear_cross_entropy_op.register_fake(_fake_forward)
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,14 +1,15 @@
-"""The oracle: a loop over experts that a reader checks by eye. Autograd does the rest."""
+"""The oracle that every backend is tested against: a loop over experts that a reader checks by eye."""
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def expert_mlp(x, w_in, w_out, weights, experts):
+def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """See `kernels.expert_mlp`. Computed in x's dtype, summed in the gates' dtype (fp32 or fp64)."""
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for e, (w1, w2) in enumerate(zip(w_in.unbind(), w_out.unbind(), strict=True)):
-        token, k = torch.where(experts == e)  # the tokens that chose expert e, and as which of their K choices
+        token, k = torch.where(experts == e)  # (n,) tokens that chose expert e, and (n,) as which of their K choices
         y = F.gelu(x[token] @ w1) @ w2  # (n, C)
         out = out.index_add(0, token, weights[token, k, None] * y)
     return out.to(x.dtype)

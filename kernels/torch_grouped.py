@@ -1,111 +1,143 @@
 """Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
 
-Rows lie sorted by expert, in slots. A GPU takes all experts at once (`Blocks`): an expert's rows are filled up to whole
-blocks and multiplied by one `bmm` over all blocks, whose number is the most any routing can need, so the host never
-waits for the device. A CPU takes a few experts at a time (`Slices`), from the gathered tokens to the sum, while what
-they need is in the cache, with one product per expert. Both are flat in skew. Where experts are tiny a CPU is quicker
-with all of them on all tokens (`Grid`). docs/performance.md has the times, and those of the alternatives.
+Rows are sorted by expert and stored in slots; some slots are padding. Three ways, all dropless at any imbalance:
 
-For the backward pass only x, the pre-activations and indices are kept: with A = act(H) and dO the output's gradient,
-the gate's gradient is <dO W_out^T, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE,
-arXiv 2512.14080). The grid keeps those of all experts, N·E·H instead of N·K·H, and reordered weights.
+    PaddedBMM        GPU: pads each expert's rows to blocks of 128 and multiplies all blocks in one `bmm`. The number of
+                     blocks is the most any routing can need, so the host never waits for the device.
+    PerExpertMM      CPU: takes a few experts at a time, from gathering tokens to the weighted sum, while their data is
+                     in the cache; one `mm` per expert.
+    AllExpertsDense  CPU, tiny experts: applies all experts to all tokens, which is faster there.
+
+docs/performance.md compares their times with those of alternatives.
+
+The backward pass keeps only x, the pre-activations and indices: with A = gelu(H) and dO the output's gradient, the
+gate's gradient is <dO W_outᵀ, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE, arXiv
+2512.14080). AllExpertsDense keeps the pre-activations of all experts, N·E·H instead of N·K·H, and reordered weights.
+
+Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, S slots. This file imports only torch, so that
+exported models can ship it.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-GRID = 64  # times K: E·H up to which all experts take all tokens, see docs/performance.md
-PART_BYTES = 2**23  # of the gathered tokens that a CPU works on at a time
+DENSE_LIMIT = 64  # times K: the E·H up to which all experts take all tokens, see docs/performance.md
+PART_BYTES = 2**23  # of gathered tokens that a CPU works on at a time
 
 
-def sort(experts, n_expert, block):
-    """Rows by expert, then by token, each expert's filled up to whole blocks.
+def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order rows by expert, then by token, with each expert's rows padded to a multiple of `block` slots.
 
-    Returns `load` and `blocks`, both (E,), `order` (N·K,), the entries of the flattened `experts` in that order, and
-    `slot` (N·K,), where each of them lies.
+    Args:
+        experts: (N, K) int64.
+        n_expert: E.
+        block: rows per block.
+
+    Returns:
+        load: (E,) int64 rows of each expert.
+        blocks: (E,) int64 blocks of each expert.
+        order: (N·K,) int64 indices into the flattened `experts`, sorted.
+        slot: (N·K,) int64 slot of each entry of `order`.
     """
     flat = experts.flatten()
     load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     blocks = (load + block - 1) // block
-    order = flat.int().argsort(stable=True)  # of int32 in half the time of int64
+    order = flat.int().argsort(stable=True)  # int32 sorts in half the time of int64
     owner = flat[order]
-    first = (blocks.cumsum(0) - blocks) * block - (load.cumsum(0) - load)
-    return load, blocks, order, first[owner] + torch.arange(len(flat), device=flat.device)
+    shift = (blocks.cumsum(0) - blocks) * block - (load.cumsum(0) - load)  # (E,) padding before an expert's first row
+    return load, blocks, order, shift[owner] + torch.arange(len(flat), device=flat.device)
 
 
-def scatter(values, slot, n_slot, fill=0):
-    """(R,) values -> (n_slot,) with each at its slot and `fill` elsewhere."""
+def fill_slots(values: Tensor, slot: Tensor, n_slot: int, fill: int = 0) -> Tensor:
+    """Put values (R,) at their slots (R,) of a tensor (n_slot,) that is `fill` elsewhere."""
     return torch.full((n_slot,), fill, dtype=values.dtype, device=values.device).scatter_(0, slot, values)
 
 
-class Blocks:
-    """All experts. Slots without a row read zeros (token N, which does not exist) and have gate 0. On a GPU the
-    weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics."""
+class PaddedBMM:
+    """All experts in blocks of `size` rows. Padding slots read zeros (token N, which does not exist) and have gate 0.
 
-    size = 128  # rows
+    On a GPU the weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics.
+    """
 
-    def __init__(self, slot, token, gate, expert):
-        self.slot, self.token, self.gate, self.expert = slot, token, gate, expert  # (N, K), (S,), (S, 1), (blocks,)
+    size = 128  # rows per block
+
+    def __init__(self, slot: Tensor, token: Tensor, gate: Tensor, expert: Tensor) -> None:
+        """Take slot (N, K) of each row, token (S,) and gate (S, 1) of each slot, expert (blocks,) of each block."""
+        self.slot, self.token, self.gate, self.expert = slot, token, gate, expert
         self.experts, self.slots = slice(None), slice(None)
 
     @classmethod
-    def of(cls, weights, experts, w_in, dtype):
-        """(slot (N, K) of each row, the number of slots, [Blocks])."""
+    def build(
+        cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, int, list["PaddedBMM"]]:
+        """Return the slot (N, K) of each row, the number of slots and one part with all experts."""
         (N, K), n_expert = experts.shape, len(w_in)
-        _, blocks, order, slot = sort(experts, n_expert, cls.size)
-        n_block = N * K // cls.size + n_expert
+        _, blocks, order, slot = sort_by_expert(experts, n_expert, cls.size)
+        n_block = N * K // cls.size + n_expert  # the most any routing needs
         index = torch.arange(n_block, device=slot.device)
         expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
-        token = scatter(order // K, slot, n_block * cls.size, fill=N)
-        gate = scatter(weights.flatten()[order], slot, n_block * cls.size).unsqueeze(-1)
+        token = fill_slots(order // K, slot, n_block * cls.size, fill=N)
+        gate = fill_slots(weights.flatten()[order], slot, n_block * cls.size).unsqueeze(-1)
         slots = torch.empty_like(slot).scatter_(0, order, slot).view(N, K)
         return slots, n_block * cls.size, [cls(slots, token, gate, expert)]
 
-    def cut(self, rows):
+    def to_blocks(self, rows: Tensor) -> Tensor:
+        """View (S, n) as (blocks, size, n)."""
         return rows.view(-1, self.size, rows.shape[-1])
 
-    def gather(self, x):
+    def gather(self, x: Tensor) -> Tensor:
+        """See ExpertMLP."""
         return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, self.token)
 
-    def product(self, rows, w, out=None):
-        product = torch.bmm(self.cut(rows), w.index_select(0, self.expert)).flatten(0, 1)
+    def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+        """See ExpertMLP."""
+        product = torch.bmm(self.to_blocks(rows), w.index_select(0, self.expert)).flatten(0, 1)
         return product if out is None else out.copy_(product)
 
-    def weight_grad(self, rows, grads, out):
-        blocks = torch.bmm(self.cut(rows).mT, self.cut(grads))
-        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert's blocks are many
+    def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
+        """See ExpertMLP."""
+        blocks = torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads))  # (blocks, in, out)
+        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
         total = torch.zeros(out.shape, dtype=wide, device=out.device)
         out.copy_(total.index_add_(0, self.expert, blocks.to(wide)))
 
-    def add(self, rows, out):
-        out += F.embedding_bag(self.slot, rows, mode="sum")  # no atomics
+    def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
+        """See ExpertMLP."""
+        out += F.embedding_bag(self.slot, rows, mode="sum")  # a gather: no atomics
 
 
-class Slices:
-    """Some experts in a row. Slots without a row have gate 0 and a token of the same expert: what is not finite in it
-    reaches no other token."""
+class PerExpertMM:
+    """Some consecutive experts. Padding slots have gate 0 and repeat a token of their expert.
 
-    def __init__(self, experts, slots, sizes, token, gate):
+    So a NaN or Inf in a token reaches no token of other experts.
+    """
+
+    def __init__(self, experts: slice, slots: slice, sizes: list[int], token: Tensor, gate: Tensor) -> None:
+        """Take the part's range of experts and of slots, the slots of each expert, token (S,) and gate (S, 1)."""
         self.experts, self.slots, self.sizes, self.token, self.gate = experts, slots, sizes, token, gate
 
     @classmethod
-    def of(cls, weights, experts, w_in, dtype):
-        """(slot (N, K) of each row, the number of slots, [Slices]). The host reads the loads.
+    def build(
+        cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, int, list["PerExpertMM"]]:
+        """Return the slot (N, K) of each row, the number of slots and the parts. The host reads the loads.
 
-        In half precision an expert's rows are filled up to a multiple of 32: oneDNN builds a kernel for every number of
+        In half precision an expert's rows are padded to a multiple of 32: oneDNN compiles a kernel for each number of
         rows that it meets.
         """
         (N, K), (n_expert, C, _) = experts.shape, w_in.shape
         block = 32 if dtype in (torch.float16, torch.bfloat16) else 1
-        load, blocks, order, slot = sort(experts, n_expert, block)
-        sizes, filler = (blocks * block).tolist(), order // K
+        load, blocks, order, slot = sort_by_expert(experts, n_expert, block)
+        sizes, token = (blocks * block).tolist(), order // K
         n_slot = sum(sizes)
-        token = filler
         if n_slot > len(slot):
-            last = filler[(load.cumsum(0) - 1).clamp_min(0)]  # token of each expert
-            token = last.repeat_interleave(blocks * block, output_size=n_slot).scatter_(0, slot, filler)
-        gate = scatter(weights.flatten()[order], slot, n_slot).unsqueeze(-1)
-        most = PART_BYTES // (C * dtype.itemsize)
+            last = token[(load.cumsum(0) - 1).clamp_min(0)]  # (E,) a token of each expert
+            token = last.repeat_interleave(blocks * block, output_size=n_slot).scatter_(0, slot, token)
+        gate = fill_slots(weights.flatten()[order], slot, n_slot).unsqueeze(-1)
+        most = PART_BYTES // (C * dtype.itemsize)  # slots per part
         parts, first, begin = [], 0, 0
         for e in range(n_expert):
             end = begin + sum(sizes[first : e + 1])
@@ -115,102 +147,108 @@ class Slices:
                 first, begin = e + 1, end
         return torch.empty_like(slot).scatter_(0, order, slot).view(N, K), n_slot, parts
 
-    def gather(self, x):
+    def gather(self, x: Tensor) -> Tensor:
+        """See ExpertMLP."""
         return x.index_select(0, self.token)
 
-    def product(self, rows, w, out=None):
+    def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+        """See ExpertMLP."""
         out = rows.new_empty(len(rows), w.shape[-1]) if out is None else out
         for rows_e, w_e, out_e in zip(rows.split(self.sizes), w.unbind(), out.split(self.sizes), strict=True):
             torch.mm(rows_e, w_e, out=out_e)
         return out
 
-    def weight_grad(self, rows, grads, out):
+    def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
+        """See ExpertMLP."""
         parts = zip(rows.t().split(self.sizes, 1), grads.split(self.sizes), out.unbind(), strict=True)
         for rows_e, grads_e, out_e in parts:
-            torch.mm(rows_e, grads_e, out=out_e)  # zeros where there are no rows
+            torch.mm(rows_e, grads_e, out=out_e)  # zeros for an expert without rows
 
-    def add(self, rows, out):
+    def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
+        """See ExpertMLP."""
         out.index_add_(0, self.token, rows.to(out.dtype))
 
 
 class ExpertMLP(torch.autograd.Function):
-    """A part of the experts knows `experts` and `slots`, the slices that are its own, `gate` (S, 1) of its slots, and
+    """The experts' MLP over parts. A part (PaddedBMM, PerExpertMM) has the following members.
 
-    `gather`       (N, C) -> (S, C), each slot's token;
-    `product`      (S, in), (E, in, out) -> (S, out), each slot times the weights of its expert;
-    `weight_grad`  (S, in), (S, out), out (E, in, out): the sum over an expert's slots of row^T grad;
-    `add`          (S, C), out (N, C): adds each slot to its token.
+    `experts`, `slots` its ranges of them;
+    `gate`           (S, 1), 0 in padding slots;
+    `gather`         (N, C) -> (S, C), each slot's token;
+    `multiply`       (S, in), (E, in, out) -> (S, out), each slot times the weights of its expert;
+    `weight_grad`    (S, in), (S, out), out (E, in, out): the sum over an expert's slots of rowᵀ grad;
+    `add_to_tokens`  (S, C), out (N, C): adds each slot to its token.
     """
 
     @staticmethod
-    def forward(ctx, x, w_in, w_out, weights, experts):
-        layout = Slices if experts.device.type == "cpu" else Blocks
-        ctx.slot, n_slot, ctx.parts = layout.of(weights, experts, w_in, x.dtype)
-        hidden = x.new_empty(n_slot, w_in.shape[-1])  # pre-activations
+    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        layout = PerExpertMM if experts.device.type == "cpu" else PaddedBMM
+        ctx.slot, n_slot, ctx.parts = layout.build(weights, experts, w_in, x.dtype)
+        hidden = x.new_empty(n_slot, w_in.shape[-1])  # (S, H) pre-activations
         out = torch.zeros_like(x, dtype=weights.dtype)
         for part in ctx.parts:
             rows = part.gather(x)
-            h = part.product(rows, w_in[part.experts], hidden[part.slots])
-            part.add(part.product(F.gelu(h).mul_(part.gate), w_out[part.experts]), out)
+            h = part.multiply(rows, w_in[part.experts], hidden[part.slots])
+            part.add_to_tokens(part.multiply(F.gelu(h).mul_(part.gate), w_out[part.experts]), out)
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return out.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, w_in, w_out, hidden = ctx.saved_tensors
         d_w_in, d_w_out = torch.empty_like(w_in), torch.empty_like(w_out)
-        d_gate = ctx.parts[0].gate.new_empty(len(hidden))
+        d_gate = ctx.parts[0].gate.new_empty(len(hidden))  # (S,)
         d_x = torch.zeros_like(x, dtype=d_gate.dtype)
         for part in ctx.parts:
             rows, h = part.gather(d_out), hidden[part.slots]
-            d_act = part.product(rows, w_out[part.experts].mT)  # before the gate
+            d_act = part.multiply(rows, w_out[part.experts].mT)  # (S, H), before the gate
             act = F.gelu(h)
             torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
             part.weight_grad(act.mul_(part.gate), rows, d_w_out[part.experts])
             d_h = torch.ops.aten.gelu_backward(d_act.mul_(part.gate), h)
             part.weight_grad(part.gather(x), d_h, d_w_in[part.experts])
-            part.add(part.product(d_h, w_in[part.experts].mT), d_x)
+            part.add_to_tokens(part.multiply(d_h, w_in[part.experts].mT), d_x)
         return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None
 
 
-class Grid(torch.autograd.Function):
-    """All experts on all tokens, with gate 0 where they were not chosen. A token that is not finite reaches all of
-    them, an expert that overflows only the tokens that chose it.
+class AllExpertsDense(torch.autograd.Function):
+    """All experts on all tokens, with gate 0 where an expert was not chosen.
 
-    Pre-activations are (N, H, E): what differs by expert lies along the last dimension, where a CPU has its vectors.
+    A NaN or Inf in a token reaches all experts' gradients; an expert that overflows reaches only the tokens that chose
+    it. Pre-activations are (N, H, E): the last dimension is the one that a CPU vectorises.
     """
 
     @staticmethod
-    def forward(ctx, x, w_in, w_out, weights, experts):
+    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         (E, C, H), N = w_in.shape, len(x)
         gate = weights.new_zeros(N, 1, E).scatter_(2, experts.unsqueeze(1), weights.unsqueeze(1)).to(x.dtype)
-        others = experts.new_ones(N, 1, E, dtype=torch.bool).scatter_(2, experts.unsqueeze(1), False)
+        others = experts.new_ones(N, 1, E, dtype=torch.bool).scatter_(2, experts.unsqueeze(1), False)  # not chosen
         w_in, w_out = w_in.permute(1, 2, 0).reshape(C, H * E), w_out.transpose(0, 1).reshape(H * E, C)
-        hidden = (x @ w_in).view(N, H, E).masked_fill_(others, 0)  # 0 times what overflows would be NaN
+        hidden = (x @ w_in).view(N, H, E).masked_fill_(others, 0)  # a gate of 0 times Inf would be NaN
         ctx.gate_dtype = weights.dtype
         ctx.save_for_backward(x, w_in, w_out, hidden, gate, others, experts)
         return F.gelu(hidden).mul_(gate).view(N, H * E) @ w_out
 
     @staticmethod
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, w_in, w_out, hidden, gate, others, experts = ctx.saved_tensors
         (N, H, E), C = hidden.shape, x.shape[1]
         d_act = (d_out @ w_out.t()).view(N, H, E).masked_fill_(others, 0)  # before the gate
         act = F.gelu(hidden)
-        d_gate = (act * d_act).sum(1, dtype=ctx.gate_dtype).gather(1, experts)
+        d_gate = (act * d_act).sum(1, dtype=ctx.gate_dtype).gather(1, experts)  # (N, K)
         d_w_out = (act.mul_(gate).view(N, H * E).t() @ d_out).view(H, E, C).transpose(0, 1)
         d_hidden = torch.ops.aten.gelu_backward(d_act.mul_(gate), hidden).view(N, H * E)
         d_w_in = (x.t() @ d_hidden).view(C, H, E).permute(2, 0, 1)
         return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None
 
 
-def pick(w_in, experts):
-    """The autograd function that is quickest for them."""
+def choose_function(w_in: Tensor, experts: Tensor) -> type[torch.autograd.Function]:
+    """Choose the autograd function that is fastest for these shapes and this device."""
     (E, _, H), K = w_in.shape, experts.shape[1]
-    return Grid if experts.device.type == "cpu" and E * H <= GRID * K else ExpertMLP
+    return AllExpertsDense if experts.device.type == "cpu" and E * H <= DENSE_LIMIT * K else ExpertMLP
 
 
-@torch.compiler.disable  # its slices follow the loads: traced, it would break into pieces
-def expert_mlp(x, w_in, w_out, weights, experts):
+@torch.compiler.disable  # the sizes of its products depend on the loads: traced, the graph would break into pieces
+def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """See `kernels.expert_mlp`."""
-    return pick(w_in, experts).apply(x, w_in, w_out, weights, experts)
+    return choose_function(w_in, experts).apply(x, w_in, w_out, weights, experts)

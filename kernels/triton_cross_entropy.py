@@ -1,23 +1,28 @@
-"""A chunk's logits become its losses and gradient in Triton: a program a row, the row read twice and written once.
+"""Losses and gradient of a chunk of logits in Triton: one program per row reads it twice and writes it once.
 
-The row's second reading comes out of the L2, so memory sees each logit once read and once written, where plain torch
-operators take four such passes in fp32. See kernels/cross_entropy.py for what calls it, and for TRITON_INTERPRET
-kernels/triton_experts.py.
+The second read hits the L2 cache, so memory sees each logit read once and written once, where plain torch operators
+take four such passes in fp32. kernels/cross_entropy.py calls it; for TRITON_INTERPRET see kernels/triton_experts.py.
 """
+# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN201
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-BLOCK, WARPS = 4096, 8  # a thread holds 16 logits: two loads of 16 bytes in half precision
+BLOCK, WARPS = 4096, 8  # each thread has 16 logits: two loads of 16 bytes in half precision
 
 
 @triton.jit
 def softmax_kernel(
     logits, targets, losses, V: tl.constexpr, SCALE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """losses[row] = logsumexp(z) - z[target] for the row's logits z (V,) and, with GRAD, z = SCALE · (softmax(z) -
-    onehot). NaN for a target that is not in [0, V)."""
+    """losses[row] = logsumexp(z) - z[target] for the row's logits z (V,); with GRAD, z = SCALE · (softmax(z) - onehot).
+
+    NaN for a target outside [0, V).
+    """
     row = tl.program_id(0)
     z = logits + row.to(tl.int64) * V
     target = tl.load(targets + row)
@@ -39,10 +44,14 @@ def softmax_kernel(
             tl.store(z + first + col, grad.to(logits.dtype.element_ty), mask=first + col < V)
 
 
-def softmax(logits, targets, losses, scale, grad):
-    """losses (n,) fp32 of logits (n, V) and targets (n,); with `grad` the gradient, times `scale`, replaces logits."""
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool) -> Tensor:
+    """Fill losses (n,) fp32 from logits (n, V) and targets (n,) int64; return logits.
+
+    With `grad`, the gradient scale · (softmax - onehot) replaces them.
+    """
     n, V = logits.shape
     assert logits.is_contiguous() and targets.is_contiguous() and losses.dtype == torch.float32
     block = min(BLOCK, triton.next_power_of_2(V))
     with torch.cuda.device_of(logits):
         softmax_kernel[(n,)](logits, targets, losses, V, scale, grad, block, num_warps=WARPS)
+    return logits

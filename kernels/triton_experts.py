@@ -1,31 +1,34 @@
-"""Experts in Triton for fp16, bf16 and fp32, on CUDA devices of compute capability 8.0 and later: a launch a product.
+"""Experts in Triton for fp16, bf16 and fp32, on CUDA devices of compute capability 8.0 and later.
 
 A row is one (token, chosen expert) pair; the R = N·K rows are sorted by expert and not padded. `order` (R,) says which
-entry of the (N, K) routing a row is, `inverse` (R,) where an entry's row lies, `offsets` (E + 1,) where an expert's
-rows begin. A program finds its expert and rows in `offsets` by itself, and the grid is as large as any routing can
-need: the host neither waits for the device nor prepares a schedule. Tiles end at an expert's last row by masks. There
-are no atomics, and no clock chooses a tile, so runs repeat bit for bit.
+entry of the (N, K) routing a row is, `inverse` (R,) at which row an entry is, `offsets` (E + 1,) where an expert's rows
+begin. Each program finds its expert and rows in `offsets`, and the grid is as large as any routing can need, so the
+host neither waits for the device nor prepares a schedule. Masks end the tiles at an expert's last row. There are no
+atomics and no autotuning, so runs repeat bit for bit.
 
     forward   up           hidden = x[token] @ w_in[e],  gated = gate · gelu(hidden)
               rows         y = gated @ w_out[e]
               combine      out[n] = Σ_k y[row of (n, k)]
     backward  down_grad    d_act = d_out[token] @ w_out[e]ᵀ,  d_gate = <d_act, gelu(hidden)>,
-                           d_hidden = gate · d_act · gelu'(hidden),  gated once more
+                           d_hidden = gate · d_act · gelu'(hidden),  gated again
               weight_grad  d_w_out[e] = gatedᵀ d_out[token],  d_w_in[e] = x[token]ᵀ d_hidden
               rows         d_row = d_hidden @ w_in[e]ᵀ,  then combine
 
 Saved for the backward pass: the inputs, hidden (R, H) and indices. The gate's gradient is <d_out w_outᵀ, gelu(hidden)>,
 so neither the experts' outputs nor gathered inputs are kept (SonicMoE, arXiv 2512.14080).
 
-GELU sits in the up-projection's epilogue, where each element is computed once, and its result takes a temporary (R, H).
-On the way into the down-projection each of the C / Tile.cols column tiles would compute it again: some 20 operations
-for each element loaded, against 2 · 256 of the tensor cores that are 15 times as fast, so more than half their time;
-and operands that pass through registers cannot be copied straight into shared memory.
+GELU is in the up-projection's epilogue, which computes each element once; its result needs a temporary (R, H). If the
+down-projection applied it while loading, each of its C / Tile.cols column tiles would repeat about 20 operations per
+element, against 2 · 256 on tensor cores that are 15 times as fast: more than half their time. And operands that pass
+through registers cannot be copied straight into shared memory.
 
-With TRITON_INTERPRET=1 set before this module is imported the kernels run on CPU tensors, slowly.
+With TRITON_INTERPRET=1 set before this module is imported, the kernels run on CPU tensors, slowly.
 """
+# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN201
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +40,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """Output rows and columns of a program, the depth of one step of its sum, warps, and steps in flight."""
+    """Output rows and columns of a program, depth of one step of its sum, warps, and pipeline stages."""
 
     rows: int
     cols: int
@@ -46,11 +49,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By compute capability. Not autotuned: a clock that chooses tiles chooses the order of sums, and so their bits. Those
-# of 8.0 fit the 99 KB of shared memory of 8.6, 8.9 and 12.0 too. Those of 9.0 leave room for two blocks of `up` and of
-# `down_grad` on a multiprocessor, so that one's epilogue hides behind the other's products; the others have a light
-# epilogue and take wide tiles, which spare the L2: 85 FLOP a byte. `python -m scripts.aot` shows what each takes. A
-# benchmark tries other tiles by replacing entries.
+# By compute capability. Not autotuned: timings would then choose the order of sums, and so their bits. The tiles of 8.0
+# also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. Those of 9.0 leave room for two blocks of `up` and of
+# `down_grad` on a multiprocessor, so that one's epilogue overlaps with the other's products; the other kernels have a
+# light epilogue and wide tiles, which need less L2 bandwidth: 85 FLOP per byte. `python -m scripts.aot` shows the
+# resources of each. A benchmark tries other tiles by replacing entries.
 TILES = {
     8: {
         "up": Tile(128, 128, 32, 8, 4),
@@ -71,7 +74,7 @@ FLOAT32_TILE = Tile(32, 64, 32, 4, 2)  # exact fp32 products take no tensor core
 
 @triton.jit
 def find_tile(offsets, index, N_EXPERT: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, end of the expert's rows) of tile `index`, counted expert by expert; end 0: no such tile."""
+    """Find (expert, first row, end of the expert's rows) of tile `index`, counted expert by expert; end 0: no tile."""
     e = tl.arange(0, triton.next_power_of_2(N_EXPERT))
     begin = tl.load(offsets + e, mask=e < N_EXPERT, other=0)
     end = tl.load(offsets + e + 1, mask=e < N_EXPERT, other=0)
@@ -86,6 +89,7 @@ def find_tile(offsets, index, N_EXPERT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total):
+    """Return total + a @ b, exact in fp32."""
     if INTERPRETED:  # the interpreter multiplies the bits of bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -105,7 +109,7 @@ def multiply(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """fp32 (ROWS, COLS): rows `a_row` of a (_, IN) times columns `col` of b[expert], (IN, OUT) or its transpose."""
+    """Multiply rows `a_row` of a (_, IN) by columns `col` of b[expert], (IN, OUT) or transposed: fp32 (ROWS, COLS)."""
     k = tl.arange(0, DEPTH)
     a += a_row[:, None] * IN + k[None, :]
     b += expert.to(tl.int64) * IN * OUT
@@ -128,12 +132,13 @@ def multiply(
 
 @triton.jit
 def halves(tile):
+    """Split the tile's columns into two parts."""
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def quarters(tile):
-    """The tile's columns in four parts: an epilogue that takes one after the other needs half the registers."""
+    """Split the tile's columns into four parts: an epilogue that takes them in turn needs half the registers."""
     left, right = halves(tile)
     a, b = halves(left)
     c, d = halves(right)
@@ -142,8 +147,11 @@ def quarters(tile):
 
 @triton.jit
 def normal(x):
-    """The standard normal distribution's (cdf, density), within 8e-8: erf by Abramowitz and Stegun 7.1.26, which shares
-    its exponential with the density and takes half the instructions of tl.erf."""
+    """Compute the standard normal distribution's (cdf, density), within 8e-8.
+
+    erf by Abramowitz and Stegun 7.1.26 shares its exponential with the density and takes half the instructions of
+    tl.erf.
+    """
     t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
     bell = tl.exp2(-0.7213475204444817 * x * x)
     tail = bell * t * (0.127414796 + t * (-0.142248368 + t * (0.710706870 + t * (-0.726576013 + t * 0.530702714))))
@@ -152,7 +160,7 @@ def normal(x):
 
 @triton.jit
 def index_kernel(order64, order, inverse, R, BLOCK: tl.constexpr):
-    """order (R,) int32 = order64 (R,) int64, and inverse (R,) int32 with inverse[order] = 0 … R - 1."""
+    """Fill order (R,) int32 from order64 (R,) int64, and inverse (R,) int32 so that inverse[order] = 0 … R - 1."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(order64 + row, mask=row < R, other=0)
     tl.store(order + row, entry.to(tl.int32), mask=row < R)
@@ -176,10 +184,10 @@ def up_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """hidden = x[token] @ w_in[e], rounded, and gated = gate · gelu(hidden), both (R, H).
+    """Fill hidden = x[token] @ w_in[e], rounded, and gated = gate · gelu(hidden), both (R, H).
 
-    Here and below the programs of one tile of rows are neighbours, and so are an expert's tiles: what runs at one time
-    reads the same rows and the same weights from the L2.
+    In all kernels, the programs of one tile of rows are neighbours, and so are an expert's tiles: programs that run at
+    the same time read the same rows and weights from the L2.
     """
     N_COL: tl.constexpr = (H + COLS - 1) // COLS
     expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
@@ -217,7 +225,7 @@ def rows_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out (R, OUT) = a (R, IN) @ b[e], b (E, IN, OUT) or, TRANSPOSED, (E, OUT, IN)."""
+    """Fill out (R, OUT) = a (R, IN) @ b[e], for b (E, IN, OUT) or, TRANSPOSED, (E, OUT, IN)."""
     N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
     expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
     if end == 0:
@@ -249,8 +257,10 @@ def down_grad_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """With d_act = d_out[token] @ w_out[e]ᵀ: d_hidden = gate · d_act · gelu'(hidden) and gated = gate · gelu(hidden),
-    both (R, H), and d_gate (R, column tiles) fp32, each tile's share of <d_act, gelu(hidden)>, at the entries' places.
+    """Fill d_hidden = gate · d_act · gelu'(hidden), gated = gate · gelu(hidden), both (R, H), and d_gate.
+
+    d_act = d_out[token] @ w_out[e]ᵀ; d_gate (R, column tiles) fp32 gets each tile's share of <d_act, gelu(hidden)>, in
+    the order of the entries.
     """
     N_COL: tl.constexpr = (H + COLS - 1) // COLS
     expert, first, end = find_tile(offsets, tl.program_id(0) // N_COL, N_EXPERT, ROWS)
@@ -295,9 +305,9 @@ def weight_grad_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out (E, A, B): the sum over an expert's rows of aᵀ b. One of a (_, A) and b (_, B) is by token, the other by row.
+    """Fill out (E, A, B): the sum over an expert's rows of aᵀ b. One of a (_, A), b (_, B) is by token, one by row.
 
-    `largest` (E,) lists the experts by falling number of rows: a program that runs long must not be the last to start.
+    `largest` (E,) lists the experts by descending number of rows: the longest programs must not start last.
     """
     N_COL: tl.constexpr = (B + COLS - 1) // COLS
     N_TILE: tl.constexpr = (A + ROWS - 1) // ROWS * N_COL
@@ -322,7 +332,7 @@ def weight_grad_kernel(
 
 @triton.jit
 def combine_kernel(rows, inverse, out, N, C: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out (N, C): the fp32 sum of each token's rows (R, C), in the order of its choices."""
+    """Fill out (N, C): the fp32 sum of each token's rows (R, C), in the order of its choices."""
     N_COL: tl.constexpr = (C + COLS - 1) // COLS
     token = tl.program_id(0) // N_COL * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % N_COL * COLS + tl.arange(0, COLS)
@@ -335,37 +345,39 @@ def combine_kernel(rows, inverse, out, N, C: tl.constexpr, TOP_K: tl.constexpr, 
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def fit(block, size):
-    """`block`, halved (down to 16) as long as that saves a tenth of the work, by less of the last block being empty."""
+def fit_tile(block: int, size: int) -> int:
+    """Halve `block` (down to 16) as long as that saves a tenth of the work, because the last block is less empty."""
     while block > 16 and triton.cdiv(size, block // 2) * (block // 2) <= 0.9 * triton.cdiv(size, block) * block:
         block //= 2
     return block
 
 
-def major(device):
-    """The device's major compute capability; on a CPU the tiles of 9.0 are interpreted."""
+def major(device: torch.device) -> int:
+    """Return the device's major compute capability; on a CPU, 9: its tiles are interpreted."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def pick_tile(kernel, like, cols):
-    """The kernel's tile for tensors like `like`, cut to a width of `cols`."""
+def pick_tile(kernel: str, like: Tensor, cols: int) -> Tile:
+    """Pick the kernel's tile for the dtype and device of `like`, narrowed to a width of `cols`."""
     table = TILES.get(major(like.device), TILES[8])
     tile = FLOAT32_TILE if like.dtype == torch.float32 else table[kernel]
-    return tile._replace(cols=fit(tile.cols, cols))
+    return tile._replace(cols=fit_tile(tile.cols, cols))
 
 
-def pick_rows_tile(kernel, like, n_row, n_expert, cols, depth):
-    """(tile, grid, launch options) of a kernel over the tiles of all experts' rows, `cols` wide and `depth` deep."""
+def pick_rows_tile(
+    kernel: str, like: Tensor, n_row: int, n_expert: int, cols: int, depth: int
+) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
+    """Pick (grid, tile, launch options) of a kernel over the tiles of all experts' rows, `cols` wide, `depth` deep."""
     tile = pick_tile(kernel, like, cols)
     rows = tile.rows
     while rows > 64 and n_row < 4 * rows * n_expert:  # an expert's last tile is half empty: at most 1/8 of its work
         rows //= 2
     grid = ((n_row // rows + n_expert) * triton.cdiv(cols, tile.cols),)
-    return grid, (rows, tile.cols, fit(tile.depth, depth)), {"num_warps": tile.warps, "num_stages": tile.stages}
+    return grid, (rows, tile.cols, fit_tile(tile.depth, depth)), {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def sort_rows(experts, n_expert):
-    """The rows' order, inverse and offsets (see the module), int32, for experts (N, K). The sort is stable."""
+def sort_rows(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows of experts (N, K), stably: order, inverse and offsets (see the module), int32."""
     assert n_expert < 2**15
     flat = experts.flatten().to(torch.int16)  # half the radix passes of int32
     ranked, order64 = flat.sort(stable=True)
@@ -378,8 +390,8 @@ def sort_rows(experts, n_expert):
     return order, inverse, offsets
 
 
-def multiply_rows(a, b, offsets, transposed):
-    """a (R, in) @ b[e]: (R, out), for b (E, in, out) or, transposed, (E, out, in)."""
+def multiply_rows(a: Tensor, b: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Return a (R, in) @ b[e], (R, out), for b (E, in, out) or, transposed, (E, out, in)."""
     (n_row, depth), n_expert, cols = a.shape, len(b), b.shape[1 if transposed else 2]
     grid, tile, options = pick_rows_tile("rows", a, n_row, n_expert, cols, depth)
     out = torch.empty(n_row, cols, dtype=a.dtype, device=a.device)
@@ -387,21 +399,23 @@ def multiply_rows(a, b, offsets, transposed):
     return out
 
 
-def combine(rows, inverse, top_k):
-    """out (N, C): the sum of each token's rows (R, C)."""
+def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """Sum each token's rows (R, C): (N, C)."""
     C = rows.shape[1]
     N = len(inverse) // top_k
     out = torch.empty(N, C, dtype=rows.dtype, device=rows.device)
-    tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes a lane
+    tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes per lane
     combine_kernel[(triton.cdiv(N, tile[0]) * triton.cdiv(C, tile[1]),)](rows, inverse, out, N, C, top_k, *tile)
     return out
 
 
-def weight_grad(a, b, order, offsets, largest, top_k, gather_a):
-    """(E, A, B): the sum over an expert's rows of aᵀ b; by token is a (N, A) if gather_a, else b (N, B)."""
+def weight_grad(
+    a: Tensor, b: Tensor, order: Tensor, offsets: Tensor, largest: Tensor, top_k: int, gather_a: bool
+) -> Tensor:
+    """Sum aᵀ b over each expert's rows: (E, A, B). By token is a (N, A) if gather_a, else b (N, B)."""
     A, B, n_expert = a.shape[1], b.shape[1], len(largest)
     tile = pick_tile("weight_grad", a, B)
-    rows = fit(tile.rows, A)
+    rows = fit_tile(tile.rows, A)
     out = torch.empty(n_expert, A, B, dtype=a.dtype, device=a.device)
     grid = (n_expert * triton.cdiv(A, rows) * triton.cdiv(B, tile.cols),)
     weight_grad_kernel[grid](
@@ -415,7 +429,7 @@ def weight_grad(a, b, order, offsets, largest, top_k, gather_a):
 def forward(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out (N, C), hidden (R, H), order, inverse, offsets) of contiguous inputs, shaped as in `kernels.expert_mlp`."""
+    """Return out (N, C), hidden (R, H), order, inverse, offsets for contiguous inputs shaped as in expert_mlp."""
     (N, top_k), (n_expert, C, H) = experts.shape, w_in.shape
     with torch.cuda.device_of(x):
         order, inverse, offsets = sort_rows(experts, n_expert)
@@ -426,7 +440,7 @@ def forward(
     return out, hidden, order, inverse, offsets
 
 
-def fake_forward(x, w_in, w_out, weights, experts):
+def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
     (n_row,), n_expert = experts.flatten().shape, len(w_in)
     index = [experts.new_empty(n, dtype=torch.int32) for n in (n_row, n_row, n_expert + 1)]
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *index
@@ -443,7 +457,7 @@ def backward(
     inverse: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, w_in, w_out and weights."""
+    """Return the gradients of x, w_in, w_out and weights."""
     (N, top_k), (n_expert, C, H) = weights.shape, w_in.shape
     d_out = d_out.contiguous()
     with torch.cuda.device_of(x):
@@ -462,27 +476,31 @@ def backward(
         return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
 
 
-def fake_backward(d_out, x, w_in, w_out, weights, hidden, order, inverse, offsets):
-    return tuple(t.new_empty(t.shape) for t in (x, w_in, w_out, weights))
+def _fake_backward(d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in inputs[:4])
 
 
-def save(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs for this alone
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs only to be saved here
     ctx.save_for_backward(*inputs[:4], *output[1:])
 
 
-# To torch.compile both passes are opaque operators, known by the shapes of what they return.
+# torch.compile sees both passes as opaque operators, known by the shapes of their results.
 experts_forward = torch.library.custom_op("nanokern::experts_forward", forward, mutates_args=())
-experts_forward.register_fake(fake_forward)
+experts_forward.register_fake(_fake_forward)
 experts_backward = torch.library.custom_op("nanokern::experts_backward", backward, mutates_args=())
-experts_backward.register_fake(fake_backward)
+experts_backward.register_fake(_fake_backward)
 experts_forward.register_autograd(
-    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors), None), setup_context=save
+    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors), None), setup_context=_save_for_backward
 )
 
 
-def expert_mlp(x, w_in, w_out, weights, experts):
-    """See `kernels.expert_mlp`. Raises ValueError if an expert's matrix has 2^31 elements or more."""
+def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """See `kernels.expert_mlp`.
+
+    Raises:
+        ValueError: an expert's matrix has 2^31 elements or more, too many for its 32-bit offsets.
+    """
     if w_in[0].numel() >= 2**31:
         raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
     return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)))[0]

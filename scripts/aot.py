@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import triton_cross_entropy, triton_experts
-from kernels.cross_entropy import scale_of
+from kernels.cross_entropy import gradient_scale
 
 SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters, and others in use, "few" rows an expert
     "125m": (32768, 768, 384, 64, 8, 50304),
@@ -90,7 +90,7 @@ def table(sm, dtype, N, C, H, E, K, V):
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64))
         triton_experts.backward(out, x, w_in, w_out, weights, *kept)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
-        triton_cross_entropy.softmax(meta(N, V), targets, losses, scale_of(dtype), True)
+        triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
     return list(lines)
 
 

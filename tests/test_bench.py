@@ -403,7 +403,7 @@ def test_bad_input_is_refused_before_anything_is_timed(tiny_file, tmp_path, caps
     assert "router takes one --dtype" in error("router", tiny_file, "--dtype", "float32", "bfloat16")
     assert "does not divide into sequences of 48" in error("length", tiny_file, "--lengths", "16", "48")
     assert "tune takes one of float16 and bfloat16" in error("tune", "--dtype", "float32")
-    monkeypatch.setattr(bench_moe.kernels, "what_stops_triton", lambda device, dtype: "does not run on cpu")
+    monkeypatch.setattr(bench_moe.kernels, "find_triton_problem", lambda device, dtype: "does not run on cpu")
     assert "triton does not run on cpu" in error("tune", *TINY)
     with pytest.raises(SystemExit) as stop:
         bench.main(["step", str(tiny_file), "--routers", "kernn"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from configure import Config
-from kernels import cross_entropy, what_stops_triton
+from kernels import cross_entropy, find_triton_problem
 from kernels.cross_entropy import chunk_rows, linear_cross_entropy
 from model import GPT
 from runtime.memory import logits_bytes
@@ -39,7 +39,7 @@ WAYS = [("torch", dtype) for dtype in DTYPES] + [("triton", dtype) for dtype in 
 @pytest.fixture(autouse=True)
 def triton_there(request):
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
-    if backend == "triton" and what_stops_triton(torch.device(DEVICE), torch.float32):
+    if backend == "triton" and find_triton_problem(torch.device(DEVICE), torch.float32):
         pytest.skip("triton cannot run here")
 
 
@@ -218,12 +218,12 @@ def test_targets_outside_the_vocabulary():
     x, weight, targets = make(30, 8, 20)
     for wrong in (20, -1, -100):
         targets[4] = wrong
-        if not what_stops_triton(x.device, x.dtype):
+        if not find_triton_problem(x.device, x.dtype):
             logits, losses = x @ weight.T, x.new_empty(30)
-            cross_entropy.triton_cross_entropy.softmax(logits, targets, losses, 1, True)
+            cross_entropy.triton_cross_entropy.softmax_cross_entropy(logits, targets, losses, 1, True)
             assert losses.isnan().nonzero().tolist() == [[4]]
         if DEVICE == "cpu":
-            with pytest.raises(IndexError, match=f"targets from .*{wrong}.*, of a vocabulary of 20"):
+            with pytest.raises(IndexError, match=f"targets range from .*{wrong}.*, outside a vocabulary of 20"):
                 linear_cross_entropy(x, weight, targets)[0]
 
 
@@ -244,7 +244,7 @@ def test_operator_is_as_its_fake(grad):
     x, weight, targets = make(30, 8, 20)
     arguments = (x.requires_grad_(grad), weight.requires_grad_(grad), targets, torch.float32, grad, False)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others derive d_x and d_w, too
-    torch.library.opcheck(cross_entropy.head, arguments, test_utils=checks)
+    torch.library.opcheck(cross_entropy.linear_cross_entropy_op, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""kernels/: every backend against `reference`, `reference` against the dumbest loop."""
+"""kernels/: every backend against `reference`, and `reference` against a loop over tokens."""
 
 import math
 
@@ -70,8 +70,10 @@ class DeviceName(str):
 
 
 class AsOnGPU(torch.Tensor):
-    """A CPU tensor that says its device's type is "cuda", so that the CPU goes the GPU's way, and that refuses what
-    would make a host wait for a GPU (all but boolean masks)."""
+    """A CPU tensor whose device's type reads "cuda", so that the CPU takes the GPU's path.
+
+    It refuses operations that would make the host wait for a GPU (except boolean masks).
+    """
 
     WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"}
     WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
@@ -83,41 +85,42 @@ class AsOnGPU(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.fixture(params=["grid", "slices", "slices of an expert", "blocks of 128", "blocks of 4"])
+@pytest.fixture(params=["dense", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"])
 def on_layout(request, monkeypatch):
-    """Dresses `experts` so that the torch backend takes one of its layouts for a CPU, or that for a GPU on the CPU."""
-    if not request.param.startswith("blocks"):
-        monkeypatch.setattr(torch_grouped, "GRID", math.inf if request.param == "grid" else 0)
+    """Make the torch backend use one of its ways; returns a function that disguises `experts` for the GPU's."""
+    if not request.param.startswith("bmm"):
+        monkeypatch.setattr(torch_grouped, "DENSE_LIMIT", math.inf if request.param == "dense" else 0)
         monkeypatch.setattr(torch_grouped, "PART_BYTES", 0 if "expert" in request.param else torch_grouped.PART_BYTES)
         return lambda experts: experts
-    monkeypatch.setattr(torch_grouped.Blocks, "size", int(request.param.split()[-1]))
+    monkeypatch.setattr(torch_grouped.PaddedBMM, "size", int(request.param.split()[-1]))
     return lambda experts: experts.as_subclass(AsOnGPU)
 
 
 def test_each_layout_is_the_one_tested(on_layout, request, monkeypatch):
     used = []
-    for layout in (torch_grouped.Slices, torch_grouped.Blocks):
-        add = layout.add
-        monkeypatch.setattr(layout, "add", lambda self, *a, add=add: used.append(self) or add(self, *a))
+    for layout in (torch_grouped.PerExpertMM, torch_grouped.PaddedBMM):
+        add = layout.add_to_tokens
+        monkeypatch.setattr(layout, "add_to_tokens", lambda self, *a, add=add: used.append(self) or add(self, *a))
     leaves, experts, d_out = make(*CASES["typical"])
     run("torch", leaves, on_layout(experts), d_out)
     name, n_expert = request.node.callspec.params["on_layout"], CASES["typical"][3]
-    count = {"grid": 0, "slices of an expert": 2 * n_expert}.get(name, 2)  # forward and backward
-    assert [type(part).__name__.lower() for part in used] == [name.split()[0]] * count
-    if name.startswith("blocks"):
+    count = {"dense": 0, "mm, an expert per part": 2 * n_expert}.get(name, 2)  # forward and backward
+    layout = torch_grouped.PaddedBMM if name.startswith("bmm") else torch_grouped.PerExpertMM
+    assert [type(part) for part in used] == [layout] * count
+    if name.startswith("bmm"):
         assert used[0].size == int(name.split()[-1])
 
 
-def test_experts_are_on_a_grid_where_they_are_tiny():
-    def picked(H, E, K, dress=lambda experts: experts):
-        return torch_grouped.pick(torch.empty(E, 16, H), dress(torch.zeros(3, K, dtype=torch.int64)))
+def test_tiny_experts_take_all_tokens():
+    def chosen(H, E, K, dress=lambda experts: experts):
+        return torch_grouped.choose_function(torch.empty(E, 16, H), dress(torch.zeros(3, K, dtype=torch.int64)))
 
-    assert picked(8, 64, 8) is picked(16, 32, 8) is torch_grouped.Grid
-    assert picked(9, 64, 8) is picked(128, 64, 8) is torch_grouped.ExpertMLP
-    assert picked(8, 64, 8, lambda experts: experts.as_subclass(AsOnGPU)) is torch_grouped.ExpertMLP
+    assert chosen(8, 64, 8) is chosen(16, 32, 8) is torch_grouped.AllExpertsDense
+    assert chosen(9, 64, 8) is chosen(128, 64, 8) is torch_grouped.ExpertMLP
+    assert chosen(8, 64, 8, lambda experts: experts.as_subclass(AsOnGPU)) is torch_grouped.ExpertMLP
 
 
-def test_the_disguise_refuses_what_waits():
+def test_the_disguise_refuses_operations_that_wait():
     with pytest.raises(AssertionError, match="tolist waits"):
         torch.zeros(3).as_subclass(AsOnGPU).cumsum(0).tolist()
 
@@ -142,7 +145,7 @@ def test_torch_repeats_bit_for_bit(case, dtype, on_layout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layout):
     """Slots without a row must not read another token's values: NaN times a gate of 0 is NaN."""
-    if torch_grouped.GRID == math.inf:
+    if torch_grouped.DENSE_LIMIT == math.inf:
         pytest.skip("all experts see all tokens")
     leaves, experts, d_out = make(*CASES["typical"], dtype=dtype)
     leaves[0][-1] = d_out[-1] = torch.nan  # the last row of its experts, next to the slots without one
@@ -240,16 +243,16 @@ def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K)
     _, usual = memory(leaves, on_layout(balanced), d_out)
     on_gpu = on_layout(balanced).device.type == "cuda"
     slots = (
-        N * K + E * torch_grouped.Blocks.size if on_gpu else N * (E if torch_grouped.GRID else K)
+        N * K + E * torch_grouped.PaddedBMM.size if on_gpu else N * (E if torch_grouped.DENSE_LIMIT else K)
     )  # with last blocks
-    indices = (5 * N * E + 8 * N * K) * (torch_grouped.GRID == math.inf)
+    indices = (5 * N * E + 8 * N * K) * (torch_grouped.DENSE_LIMIT == math.inf)
     assert saved <= 4 * (N * C + 2 * E * C * H + slots * H) + indices  # x, w_in, w_out, hidden
     assert made <= 1.02 * usual  # so the peak is no higher either
 
 
 def test_a_cpu_never_holds_the_tokens_or_outputs_of_all_rows(monkeypatch):
     N, C, H, E, K = 500, 256, 1, 8, 4  # that would be N·K·C numbers
-    monkeypatch.setattr(torch_grouped, "GRID", 0)
+    monkeypatch.setattr(torch_grouped, "DENSE_LIMIT", 0)
     monkeypatch.setattr(torch_grouped, "PART_BYTES", 4 * N * C)
     with BytesMade() as made:
         run("torch", *make(N, C, H, E, K))

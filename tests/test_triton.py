@@ -345,15 +345,15 @@ def test_where_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
         run([t.double() for t in leaves], experts, d_out.double())
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, set TRITON_INTERPRET=1.*"):
+    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1.*"):
         run(leaves, experts, d_out)
     old = mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4")
     with old:
-        assert "Tesla T4: use a GPU of compute capability 8.0" in kernels.what_stops_triton(
+        assert "Tesla T4: use a GPU of compute capability 8.0" in kernels.find_triton_problem(
             torch.device("cuda"), torch.float16
         )
     with mock.patch.object(torch.cuda, "get_device_capability", lambda d: (8, 0)):
-        assert kernels.what_stops_triton(torch.device("cuda"), torch.float16) == ""
+        assert kernels.find_triton_problem(torch.device("cuda"), torch.float16) == ""
     monkeypatch.setattr(kernels, "triton_experts", None)
     with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
         run(leaves, experts, d_out)

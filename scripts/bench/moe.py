@@ -166,7 +166,7 @@ def bench_tune(args: Namespace, overrides: list[str]) -> None:
     (dtype, *others) = args.dtype or ["float16"]
     if others or dtype == "float32":
         raise RunError("tune takes one of float16 and bfloat16, which share their tiles")
-    if why := kernels.what_stops_triton(device, DTYPES[dtype]):
+    if why := kernels.find_triton_problem(device, DTYPES[dtype]):
         raise RunError(f"tune times the triton kernels, and triton {why}")
     ours: Any = kernels.triton_experts
     bench = Benchmark(args, device, f"{dtype}, N {N}, C {C}, H {H}, E {E}, K {K}")
