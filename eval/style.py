@@ -6,6 +6,7 @@ sigmoid's green.
 """
 
 import zlib
+from typing import Any
 
 from router import ROUTERS
 
@@ -40,9 +41,12 @@ OTHERS = [  # for routers that someone adds, in the order of router.py's table
 ]
 
 
-def style(router):
-    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line in STYLES is black
-    or grey, by its place among those; one that router.py does not know any more, by its name."""
+def style(router: str) -> dict[str, Any]:
+    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
+
+    A router without a line in STYLES is black or grey, by its place among those; one that router.py no longer knows,
+    by its name.
+    """
     others = [name for name in ROUTERS if name not in STYLES]
     place = others.index(router) if router in others else zlib.crc32(router.encode())
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])

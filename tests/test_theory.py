@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.integrate import quad
+from scipy.special import expit
+from scipy.stats import norm
 
 import eval.theory.__main__ as theory
 from eval.style import OTHERS, STYLES, style
+from eval.theory import claims
 from eval.theory import exact as theory_exact
 from eval.theory import pictures as theory_pictures
 from eval.theory.exact import RELU, P, Z
@@ -54,7 +58,7 @@ def sorted_logits(n, n_expert, tau, seed=0):
 def test_kerns_constants_are_those_sampled_for_the_paper(n_expert, top_k):
     c, error, squares, limit, fewer, gates = SAMPLED[n_expert, top_k]
     assert theory_exact.monte_carlo(n_expert, top_k) == pytest.approx(c, abs=4 * error)
-    assert theory_exact.sum_squares("kern", n_expert, top_k, 1) == pytest.approx(squares, rel=1e-3)
+    assert theory_exact.gate_sum("kern", n_expert, top_k, 1, power=2) == pytest.approx(squares, rel=1e-3)
     assert theory_exact.kern_limit(top_k / n_expert) ** -0.5 == pytest.approx(limit, rel=1e-6)
     assert theory_exact.fewer_positive(n_expert, top_k) == pytest.approx(fewer, rel=1e-5)
     assert theory_exact.positive_gates(n_expert, top_k) == pytest.approx(gates, rel=1e-6)
@@ -63,8 +67,8 @@ def test_kerns_constants_are_those_sampled_for_the_paper(n_expert, top_k):
 @pytest.mark.parametrize(("name", "n_expert", "top_k"), GATES)
 def test_gates_at_initialisation_are_those_sampled_for_the_paper(name, n_expert, top_k):
     rms, total = GATES[name, n_expert, top_k]
-    assert math.sqrt(theory_exact.sum_squares(name, n_expert, top_k, theory.TAU)) == pytest.approx(rms, rel=3e-3)
-    assert theory_exact.mean_sum(name, n_expert, top_k, theory.TAU) == pytest.approx(total, rel=3e-3, abs=1e-6)
+    assert math.sqrt(theory_exact.gate_sum(name, n_expert, top_k, claims.TAU, power=2)) == pytest.approx(rms, rel=3e-3)
+    assert theory_exact.gate_sum(name, n_expert, top_k, claims.TAU) == pytest.approx(total, rel=3e-3, abs=1e-6)
 
 
 def test_top_sum_where_the_answer_is_known():
@@ -73,7 +77,7 @@ def test_top_sum_where_the_answer_is_known():
     assert theory_exact.top_sum(Z, 3, 1) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-6)
     assert theory_exact.top_sum(Z, 3, 2) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-6)  # the middle's mean is 0
     assert theory_exact.top_sum(Z**2, 17, 17) == pytest.approx(17, rel=1e-9)
-    assert theory_exact.integral(P * RELU) == pytest.approx(1 / math.sqrt(2 * math.pi), rel=1e-5)
+    assert theory_exact.integrate(P * RELU) == pytest.approx(1 / math.sqrt(2 * math.pi), rel=1e-8)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
@@ -89,8 +93,10 @@ def test_mean_norms(n):
 
 def test_copies_of_one_expert_add_up_as_amplitudes():
     """k = M: E(Σ relu)² = M/2 + M(M - 1)/(2π), over E‖z‖² = M. k = 1: one gate, so the sum's square is Σg²."""
-    assert theory_exact.kern_squared_sum(64, 64) == pytest.approx(0.5 + 63 / (2 * math.pi), rel=1e-5)
-    assert theory_exact.kern_squared_sum(64, 1) == pytest.approx(theory_exact.sum_squares("kern", 64, 1, 1), rel=1e-9)
+    assert theory_exact.kern_squared_sum(64, 64) == pytest.approx(0.5 + 63 / (2 * math.pi), rel=1e-8)
+    assert theory_exact.kern_squared_sum(64, 1) == pytest.approx(
+        theory_exact.gate_sum("kern", 64, 1, 1, power=2), rel=1e-9
+    )
     s = sorted_logits(50_000, 16, 1)
     kept = s[:, :5].clip(0).sum(1) / np.linalg.norm(s, axis=1)
     assert theory_exact.kern_squared_sum(16, 5) == pytest.approx((kept**2).mean(), rel=0.01)
@@ -105,9 +111,22 @@ def test_softmax_moments_against_brute_force(tau):
     kept = p[:, :k]
     jacobian = kept[:, :, None] * (np.eye(k, M) - p[:, None, :])  # (n, k, M), ∂p_i/∂s_j
     brute = {"sum": kept.sum(1), "squares": (kept**2).sum(1), "jacobian": (jacobian**2).sum((1, 2))}
-    exact = theory_exact.softmax_moments(M, k, tau, jacobian=True)
+    exact = theory_exact.softmax_moments(M, k, tau)
     for key, values in brute.items():
         assert exact[key] == pytest.approx(values.mean(), abs=4 * values.std() / math.sqrt(n)), key
+
+
+def test_softmax_of_two_experts_is_a_sigmoid_of_their_difference():
+    """E p of the larger is E sigmoid(|d|), d ~ N(0, 2τ²); its square, and the Jacobian's 2 p²(1 - p)², likewise."""
+    tau = 0.554
+    density = norm(scale=tau * math.sqrt(2)).pdf
+    for key, f in {
+        "sum": expit,
+        "squares": lambda d: expit(d) ** 2,
+        "jacobian": lambda d: 2 * (expit(d) * expit(-d)) ** 2,
+    }.items():
+        expected, _ = quad(lambda d, f=f: 2 * f(d) * density(d), 0, 12, epsabs=1e-13)
+        assert theory_exact.softmax_moments(2, 1, tau)[key] == pytest.approx(expected, rel=1e-8), key
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "kern"])
@@ -136,7 +155,7 @@ def test_the_constant_does_not_exist_for_one_active_expert_and_diverges_for_few(
 
 def test_kerns_variance_is_constant_at_a_fixed_share_and_only_bounded_at_a_fixed_number():
     def energy(M, k):
-        return theory_exact.sum_squares("kern", M, k, 1)
+        return theory_exact.gate_sum("kern", M, k, 1, power=2)
 
     share = [energy(M, M // 8) for M in (64, 256, 1024)]
     assert share == pytest.approx([theory_exact.kern_limit(1 / 8)] * 3, rel=0.03)
@@ -154,12 +173,12 @@ def test_an_experts_output_is_of_the_size_computed():
 
 
 def test_a_row_that_is_off_by_more_than_chance_is_flagged():
-    row = theory.Row("a", "b", 1.0, 1.1, 0.03, "holds")
+    row = claims.Row("a", "b", 1.0, 1.1, 0.03, "holds")
     assert row.agrees()
-    assert "(!)" not in theory.table([row])
+    assert "(!)" not in theory.format_rows([row])
     row.error = 0.01
     assert not row.agrees()
-    assert "1.1 ± 0.01  (!)" in theory.table([row])
+    assert "1.1 ± 0.01  (!)" in theory.format_rows([row])
     row.analytic = None
     assert row.agrees()
 
@@ -171,7 +190,7 @@ def figures(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plt, "close", kept.append)
         status = theory.main(["--samples", "2000", "--out", str(folder)])
-    yield status, json.loads((folder / "theory.json").read_text()), folder, dict(zip(theory.CLAIMS, kept, strict=True))
+    yield status, json.loads((folder / "theory.json").read_text()), folder, dict(zip(claims.CLAIMS, kept, strict=True))
     for figure in kept:
         close(figure)
 
@@ -198,7 +217,7 @@ def test_measured_meets_analytic_and_the_verdicts_follow(figures):
         assert verdicts[claim] == verdict, claim
 
 
-@pytest.mark.parametrize("name", theory.CLAIMS)
+@pytest.mark.parametrize("name", claims.CLAIMS)
 def test_each_claim_has_a_picture_with_labelled_axes(figures, name):
     _, _, folder, drawn = figures
     height, width = plt.imread(folder / f"theory-{name}.png").shape[:2]
@@ -238,4 +257,4 @@ def test_every_router_has_a_look_that_survives_black_and_white():
 
 
 def test_pictures_and_claims_have_the_same_names():
-    assert list(theory_pictures.PICTURES) == list(theory.CLAIMS)
+    assert list(theory_pictures.PICTURES) == list(claims.CLAIMS)

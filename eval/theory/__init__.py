@@ -1,0 +1,1 @@
+"""Test the paper's analytical claims: python -m eval.theory."""
