@@ -1,11 +1,11 @@
-"""Compiles every Triton kernel for sm_80 and sm_90 without a GPU, and prints what each takes of the chip.
+"""Compile every Triton kernel for sm_80 and sm_90 without a GPU, and print the registers and memory each takes.
 
     python -m scripts.aot [--shape 125m] [--dtype float16]     everything takes 3 minutes
 
 Exits with 1 if a kernel spills registers or takes more shared memory than a block may have.
 
-Both passes of the experts, and of the LM head what is in Triton, run on meta tensors, and each launch is compiled
-instead: what is compiled is what would run.
+Both passes of the experts and the Triton part of the LM head run on meta tensors, and each launch is compiled instead:
+what is compiled is what would run.
 """
 
 import argparse
@@ -14,7 +14,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,17 +24,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_cross_entropy, triton_experts
+import kernels.triton_experts as triton_experts
+from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
 
-SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters, and others in use, "few" rows an expert
+SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
     "125m": (32768, 768, 384, 64, 8, 50304),
     "wide": (65536, 2048, 1024, 32, 4, 131072),
     "narrow": (8192, 768, 96, 256, 64, 257),
     "odd": (8192, 1000, 200, 48, 5, 50257),
     "few": (8192, 768, 384, 256, 4, 32000),
 }
-SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes a block may have; 99 KB for the sake of 8.6, 8.9 and 12.0
+SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes per block; 99 KB for compute capability 8.6, 8.9 and 12.0
 TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -42,8 +45,8 @@ TYPES = {
 }
 
 
-def compile_launch(kernel, arguments, options, target):
-    """The compiled kernel that a launch with these arguments would run on `target`."""
+def compile_launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], target: GPUTarget) -> Any:
+    """Compile what a launch of `kernel` with these arguments and options would run on `target`."""
     values = inspect.signature(kernel.fn).bind(*arguments).arguments
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
@@ -56,8 +59,8 @@ def compile_launch(kernel, arguments, options, target):
     return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
 
 
-def resources(compiled):
-    """(registers a thread, bytes of shared memory a block, bytes a thread spills)."""
+def read_resources(compiled: Any) -> tuple[int, int, int]:
+    """Read registers per thread, bytes of shared memory per block, and bytes spilled per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -67,23 +70,23 @@ def resources(compiled):
     return used["REG"], compiled.metadata.shared, used["STACK"] + used["LOCAL"]
 
 
-def table(sm, dtype, N, C, H, E, K, V):
-    """Lines of (kernel, tile, warps, stages, registers, shared, spilled), each kernel once."""
+def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int) -> list[tuple]:
+    """Compile every kernel once: (name, tile, warps, stages, registers, shared, spilled) each."""
     lines = {}
 
-    def run(kernel, *arguments, grid, warmup, **options):
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled = compile_launch(kernel, arguments, options, GPUTarget("cuda", sm, 32))
         values = inspect.signature(kernel.fn).bind(*arguments).arguments
         tile = "x".join(str(values[side]) for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values)
         warps, stages = compiled.metadata.num_warps, compiled.metadata.num_stages
         name = kernel.__name__.removesuffix("_kernel")
-        lines[name, tile, warps, stages, *resources(compiled)] = None
+        lines[name, tile, warps, stages, *read_resources(compiled)] = None
 
-    def meta(*shape, dtype=dtype):
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     with (
-        mock.patch.object(triton.runtime.JITFunction, "run", run),
+        mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(triton_experts, "major", lambda device: sm // 10),
     ):
         x, w_in, w_out, weights = meta(N, C), meta(E, C, H), meta(E, H, C), meta(N, K, dtype=torch.float32)
@@ -94,18 +97,21 @@ def table(sm, dtype, N, C, H, E, K, V):
     return list(lines)
 
 
-def main():
+def main() -> None:
+    """Print a line per kernel, type, shape and architecture."""
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in triton_experts.DTYPES}
     parser = argparse.ArgumentParser(prog="python -m scripts.aot", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES, help="all unless named")
-    parser.add_argument("--dtype", choices=dtypes, nargs="+", default=dtypes, help="all unless named")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES, help="(default: all)")
+    parser.add_argument("--dtype", choices=dtypes, nargs="+", default=dtypes, help="(default: all)")
     arguments = parser.parse_args()
     if triton_experts.INTERPRETED:
-        parser.error("TRITON_INTERPRET is set, so nothing would be compiled: unset it")
+        parser.error("TRITON_INTERPRET is set, which compiles nothing: unset it")
     failed = 0
     print("sm  dtype     shape   kernel       tile        warps stages  registers  shared KB  spilled bytes")
     for (sm, limit), dtype, shape in product(SHARED.items(), arguments.dtype, arguments.shape):
-        for kernel, tile, warps, stages, registers, shared, spilled in table(sm, dtypes[dtype], *SHAPES[shape]):
+        for kernel, tile, warps, stages, registers, shared, spilled in compile_kernels(
+            sm, dtypes[dtype], *SHAPES[shape]
+        ):
             bad = spilled > 0 or shared > limit
             failed += bad
             print(

@@ -1,14 +1,14 @@
 """Does training still give the losses it gave? A short run on the CPU for every router, against tests/golden.json.
 
     python -m scripts.golden             a table: router, largest relative difference, ok or where it first differs
-    python -m scripts.golden --update    today's losses become the golden ones; let the commit say why they changed
+    python -m scripts.golden --update    today's losses become the golden ones; the commit says why they changed
 
-On the machine that wrote the file the difference of unchanged code is 0. Elsewhere sums are rounded in another order:
+On the machine that wrote the file the difference of unchanged code is 0. Other machines round sums in another order:
 with PyTorch's, oneDNN's and MKL's kernels for other processors (ATEN_CPU_CAPABILITY=default or avx2,
 ONEDNN_MAX_CPU_ISA=AVX2 or SSE41, MKL_CBWR=COMPATIBLE, also together) and with two threads instead of one it was 2.0e-7
-at most, of which TOLERANCE is ten times. It can stay so small only while no token is between two experts: of the seeds
-0 to 29, SEED is one of the two at which the closest such call, over all routers, steps and tokens, is widest: the last
-expert taken scores 5e-6 (relative) above the first one left. If a change of rounding alone flips one, update.
+at most, of which TOLERANCE is ten times. It stays so small only while no token is undecided between two experts. Of the
+seeds 0 to 29, SEED is one of the two with the widest margin: over all routers, steps and tokens, the last expert taken
+scores at least 5e-6 (relative) above the first one left. If a change of rounding alone flips one, update.
 """
 
 import argparse
@@ -38,8 +38,8 @@ STEPS = 30
 SEED = 8
 TEXT = "a kernel weighs what lies near it and routers send every token to the few experts that know such tokens"
 
-# Small and harsh: every term of the loss, accumulation, warm-up and decay leave a trace within STEPS. With 8
-# experts a few tokens have no positive score, so `router.DeadTokenGradient` is in it, too (in kern-mc's losses).
+# Small, but every term of the loss, accumulation, warm-up and decay change the losses within STEPS. With 8 experts a
+# few tokens have no positive score, so `router.DeadTokenGradient` is used too (in kern-mc's losses).
 CONFIG = {
     "model": {
         "n_layer": 2,
@@ -67,9 +67,11 @@ CONFIG = {
 }
 
 
-def write_corpus(folder):
-    """The data set `golden` in `folder`: the words of TEXT in random order, as bytes. A linear congruential generator
-    with Knuth's MMIX constants draws them, so that no library's random numbers are in it."""
+def write_corpus(folder: Path) -> None:
+    """Write the data set `golden` in `folder`: the words of TEXT in random order, as bytes.
+
+    A linear congruential generator with Knuth's MMIX constants draws them: no library's random numbers are used.
+    """
     vocabulary, state = TEXT.split(), 0
     with Writer(folder / "golden", ByteTokenizer()) as writer:
         for split, sentences in {"train": 1500, "val": 60}.items():
@@ -82,8 +84,8 @@ def write_corpus(folder):
         writer.finish("golden", {}, "python -m scripts.golden")
 
 
-def run(router, folder):
-    """{"val 0": loss, "train 1": loss, ...}, by steps, of a run of `router` on the corpus in `folder`."""
+def train_router(router: str, folder: Path) -> dict[str, float]:
+    """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}, by steps."""
     places = {
         "run": {"name": router, "dir": str(folder / "runs"), "seed": SEED},
         "data": {"name": "golden", "dir": str(folder)},
@@ -99,9 +101,12 @@ def run(router, folder):
     }
 
 
-def compare(losses, golden):
-    """(largest relative difference, name of the first loss that differs by more than TOLERANCE, or None). What one side
-    alone has, or is not a number, differs without bound."""
+def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> tuple[float, str | None]:
+    """Compare two runs' losses by name; one that is missing or not finite differs without bound.
+
+    Returns:
+        The largest relative difference, and the name of the first loss that differs by more than TOLERANCE, or None.
+    """
     differences = {}
     for name in golden | losses:
         difference = abs(losses.get(name, math.nan) / golden.get(name, math.nan) - 1)
@@ -109,9 +114,10 @@ def compare(losses, golden):
     return max(differences.values()), next((name for name, d in differences.items() if d > TOLERANCE), None)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
+    """Compare, or update; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.golden", description=__doc__.split("\n")[0])
-    parser.add_argument("--update", action="store_true", help=f"write {FILE.parent.name}/{FILE.name} anew")
+    parser.add_argument("--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     golden = json.loads(FILE.read_text())["losses"] if FILE.is_file() else {}
@@ -119,8 +125,8 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
         for router in ROUTERS:
-            losses[router] = run(router, Path(folder))
-            largest, first = compare(losses[router], golden.get(router, {}))
+            losses[router] = train_router(router, Path(folder))
+            largest, first = compare_losses(losses[router], golden.get(router, {}))
             differing += [router] if first else []
             print(f"{router:15} {largest:8.1e}  {f'differs, first at {first}' if first else 'ok'}", flush=True)
     if args.update:
@@ -130,7 +136,7 @@ def main(argv=None):
         FILE.write_text(f'{{"made": {made},\n"losses": {{\n{rows}}}}}\n')
         print(f"{FILE}: written")
     elif differing:
-        print(f"{', '.join(differing)}: not the golden losses. If that is meant: python -m scripts.golden --update")
+        print(f"{', '.join(differing)}: not the golden losses. If intended: python -m scripts.golden --update")
     return 1 if differing and not args.update else 0
 
 

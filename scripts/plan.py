@@ -9,109 +9,108 @@ Memory of activations, logits and working copies is an estimate (docs/scale.md);
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import configure
+from configure import Config
 from model import count_parameters, flops_per_token, parameter_shapes
-from runtime import memory
 from runtime.distributed import PEAK_FLOPS
-from runtime.memory import format_bytes
+from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read
+from runtime.output import text_table
 
 
-def plans(config, gpus, gpus_per_node):
-    """{"ddp", "ddp, checkpointing", ...: Memory} of one of `gpus`."""
-    shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "bfloat16")
-    return {
-        parallel + ", checkpointing" * checkpointing: memory.estimate_memory(
-            shapes, config.model, config.train.micro_batch_size, dtype, parallel, n, checkpointing
-        )
-        for parallel, n in memory.list_parallelisms(gpus, min(gpus, gpus_per_node)).items()
-        for checkpointing in (False, True)
-    }
+def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:
+    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU."""
+    return count_tokens(config) * flops_per_token(config.model) / (gpus * peak * mfu) / 3600
 
 
-def hours(config, gpus, peak, mfu):
-    """Of the whole run at `mfu` of `peak` FLOP/s a GPU."""
-    return tokens(config) * flops_per_token(config.model) / (gpus * peak * mfu) / 3600
-
-
-def tokens(config):
+def count_tokens(config: Config) -> int:
+    """Count the tokens that a run trains on."""
     return config.train.max_steps * config.train.batch_size * config.model.block_size
 
 
-def measured_mfu(folder):
-    """Median perf/mfu of a run. Raises ConfigError if it has none."""
-    values = [line["perf/mfu"] for line in read(Path(folder, "metrics.jsonl")) if "perf/mfu" in line]
-    if not values:
-        raise configure.ConfigError(f"{folder} has no perf/mfu in its metrics.jsonl: name another run, or a number")
-    return statistics.median(values)
+def parse_mfu(text: str) -> float:
+    """Parse --mfu: a number in (0, 1], or a run's folder, whose median perf/mfu counts.
 
-
-def utilisation(text):
-    """Of --mfu: a number in (0, 1], or a run's folder. Raises ConfigError."""
+    Raises:
+        ConfigError: it is neither, or the run has no perf/mfu.
+    """
     try:
         mfu = float(text)
     except ValueError:
-        return measured_mfu(text)
+        values = [line["perf/mfu"] for line in read(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
+        if values:
+            return statistics.median(values)
+        message = f"{text} has no perf/mfu in its metrics.jsonl: name another run, or a number"
+        raise configure.ConfigError(message) from None
     if not 0 < mfu <= 1:
         raise configure.ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
     return mfu
 
 
-def report(config, args):
-    peak = PEAK_FLOPS[args.gpu]
-    mfu = utilisation(args.mfu)
+def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
+    """Lines on the size, length and cost of a run. Raises ConfigError of --mfu."""
+    mfu, tokens, steps = parse_mfu(args.mfu), count_tokens(config), config.train.max_steps
     total, active = count_parameters(config.model)
-    count = tokens(config)
-    checkpoint = 12 * total
-    time = hours(config, args.gpus, peak, mfu)
+    hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
+    ranks = min(args.gpus, args.gpus_per_node)
     yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
     yield f"  parameters       {total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active"
-    yield f"  FLOPs a token    {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)"
-    steps = config.train.max_steps
-    yield f"  tokens           {count / 1e9:.2f} B: {steps:,} steps of {count // steps:,}"
-    yield f"  a checkpoint     {format_bytes(checkpoint)}, {config.train.keep_checkpoints} kept and one being written"
+    yield f"  FLOPs per token  {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)"
+    yield f"  tokens           {tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}"
+    kept = f"{config.train.keep_checkpoints} kept and one being written"
+    yield f"  checkpoint       {format_bytes(12 * total)}, {kept}"
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
-    yield f"  time             {time:,.1f} h on {gpus}, {time * args.gpus:,.0f} GPU hours"
-    here = min(args.gpus, args.gpus_per_node)
-    yield f"  host memory      {format_bytes(4 * total * here)} a node at the start: {here} ranks make the model whole"
+    yield f"  time             {hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours"
+    full = f"{ranks} ranks build the full model"
+    yield f"  host memory      {format_bytes(4 * total * ranks)} per node at the start: {full}"
     yield ""
-    yield f"memory of each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
-    columns = plans(config, args.gpus, args.gpus_per_node)
-    width = max(map(len, columns)) + 2
-    yield " " * 14 + "".join(f"{name:>{width}}" for name in columns)
-    for part in memory.Memory._fields:
-        yield f"  {part:12}" + "".join(f"{format_bytes(getattr(plan, part)):>{width}}" for plan in columns.values())
-    yield f"  {'sum':12}" + "".join(f"{format_bytes(sum(plan)):>{width}}" for plan in columns.values())
-    capacity = args.memory * 2**30
-    verdicts = ["fits" if sum(plan) <= memory.USABLE * capacity else "too large" for plan in columns.values()]
-    yield f"  {f'in {args.memory:g} GiB':12}" + "".join(f"{verdict:>{width}}" for verdict in verdicts)
-    if "fits" in verdicts:
-        chosen = list(columns)[verdicts.index("fits")]
-        how, *checkpointing = chosen.split(", ")
-        yield f"--train.parallel={how}" + " --train.activation_checkpointing=true" * bool(checkpointing)
+
+
+def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
+    """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
+    shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "bfloat16")
+    size = config.train.micro_batch_size
+    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node))
+    plans = {
+        parallel + ", checkpointing" * checkpointing: estimate_memory(
+            shapes, config.model, size, dtype, parallel, shards, checkpointing
+        )
+        for parallel, shards in possible.items()
+        for checkpointing in (False, True)
+    }
+    fits = {name: sum(plan) <= USABLE * args.memory * 2**30 for name, plan in plans.items()}
+    rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in Memory._fields]
+    rows.append(["sum", *(format_bytes(sum(plan)) for plan in plans.values())])
+    rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits.values())])
+    yield f"memory on each of {args.gpus} GPUs, {size} sequences at a time:"
+    yield text_table(["", *plans], rows)
+    chosen = next((name for name, fit in fits.items() if fit), None)
+    if chosen:
+        parallel, *checkpointing = chosen.split(", ")
+        yield f"--train.parallel={parallel}" + " --train.activation_checkpointing=true" * bool(checkpointing)
     else:
         yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan of a config; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.split("\n")[0])
     parser.add_argument("config", help="config file; --section.key=value overrides it")
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--memory", type=float, default=80, metavar="GIB", help="of one GPU (default: %(default)s)")
-    parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="whose peak counts (default: %(default)s)")
-    parser.add_argument(
-        "--mfu", default="0.4", metavar="MFU", help="a number, or a run's folder (default: %(default)s)"
-    )
+    parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for its peak FLOP/s (default: %(default)s)")
+    parser.add_argument("--mfu", default="0.4", help="a number, or a run's folder (default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
     try:
         for name in ("gpus", "gpus_per_node", "memory"):
             if getattr(args, name) <= 0:
                 raise configure.ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
         config = configure.load(args.config, overrides, world_size=args.gpus)
-        for line in report(config, args):
+        for line in [*describe_run(config, args), *describe_memory(config, args)]:
             print(line)
     except (configure.ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

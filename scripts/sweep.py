@@ -198,13 +198,13 @@ def share_out(gpus, parallel):
 
 def totals(points, left, args, shares):
     """What is left to do, in a line or two: tokens, hours, disk."""
-    peak, mfu = PEAK_FLOPS[args.gpu], plan.utilisation(args.mfu)
+    peak, mfu = PEAK_FLOPS[args.gpu], plan.parse_mfu(args.mfu)
     tokens = hours = disk = 0
     for point in left:
         config = point.config
         part = 1 - point.done() / config.train.max_steps
-        tokens += part * plan.tokens(config)
-        hours += part * plan.hours(config, 1, peak, mfu)
+        tokens += part * plan.count_tokens(config)
+        hours += part * plan.estimate_hours(config, 1, peak, mfu)
         disk += 12 * count_parameters(config.model)[0] * config.train.keep_checkpoints
     line = f"{len(points)} points, {len(points) - len(left)} finished"
     if not left:

@@ -20,10 +20,10 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_golden_losses(router, folder):
-    largest, first = golden.compare(golden.run(router, folder), LOSSES.get(router, {}))
+    largest, first = golden.compare_losses(golden.train_router(router, folder), LOSSES.get(router, {}))
     assert first is None, (
         f"{router}: {first} is the first loss that differs from tests/golden.json, the largest relative difference is "
-        f"{largest:.1e}, allowed are {golden.TOLERANCE:.1e}. If that is meant: python -m scripts.golden --update"
+        f"{largest:.1e}, allowed are {golden.TOLERANCE:.1e}. If intended: python -m scripts.golden --update"
     )
 
 
@@ -37,14 +37,17 @@ def test_the_file_holds_the_routers_and_their_losses_alone():
 
 def test_compare_names_the_first_loss_that_differs():
     row = LOSSES["kern"]
-    assert golden.compare(row, row) == (0, None)
+    assert golden.compare_losses(row, row) == (0, None)
     shifted = {name: loss * (1 + 1.5e-6) for name, loss in row.items()}
-    assert golden.compare(shifted, row) == (pytest.approx(1.5e-6, rel=1e-3), None)
-    assert golden.compare(row | {"train 7": row["train 7"] * (1 - 2.5e-6)}, row)[1] == "train 7"
-    assert golden.compare(row | {"val 10": math.nan}, row) == (math.inf, "val 10")
-    assert golden.compare(row | {"train 31": 1.0}, row) == (math.inf, "train 31")
-    assert golden.compare({name: loss for name, loss in row.items() if name != "val 30"}, row) == (math.inf, "val 30")
-    assert golden.compare(row, {}) == (math.inf, "val 0")
+    assert golden.compare_losses(shifted, row) == (pytest.approx(1.5e-6, rel=1e-3), None)
+    assert golden.compare_losses(row | {"train 7": row["train 7"] * (1 - 2.5e-6)}, row)[1] == "train 7"
+    assert golden.compare_losses(row | {"val 10": math.nan}, row) == (math.inf, "val 10")
+    assert golden.compare_losses(row | {"train 31": 1.0}, row) == (math.inf, "train 31")
+    assert golden.compare_losses({name: loss for name, loss in row.items() if name != "val 30"}, row) == (
+        math.inf,
+        "val 30",
+    )
+    assert golden.compare_losses(row, {}) == (math.inf, "val 0")
 
 
 def test_the_command_compares_and_updates(tmp_path, monkeypatch, capsys):
@@ -63,4 +66,4 @@ def test_the_command_compares_and_updates(tmp_path, monkeypatch, capsys):
     dense, kern, last = capsys.readouterr().out.splitlines()
     assert dense.split() == ["dense", "0.0e+00", "ok"]
     assert kern.split()[:2] == ["kern", "1.0e-03"] and kern.endswith("differs, first at train 12")
-    assert last.startswith("kern: not the golden losses. If that is meant: python -m scripts.golden --update")
+    assert last.startswith("kern: not the golden losses. If intended: python -m scripts.golden --update")

@@ -144,7 +144,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
         for point in configure.sweep_points(REPO_ROOT / "config/paper/sparsity.toml")
     ]
     assert "16 points, 0 finished; to do: 104.86 B tokens" in out  # 16 times 50,000 steps of 256 x 512
-    hours = sum(plan.hours(config, 1, 312e12, 0.5) for config in configs)
+    hours = sum(plan.estimate_hours(config, 1, 312e12, 0.5) for config in configs)
     assert f"{hours:,.1f} GPU hours (A100, MFU 0.50)" in out
     # 12 bytes a parameter, 2 checkpoints a run, 4 runs of each size: kern's counts of docs/paper.md, softmax's beside
     total = sum(24 * sweep.count_parameters(config.model)[0] for config in configs) / 2**30
@@ -157,7 +157,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
     args = type("Args", (), {"gpu": "H100", "mfu": "0.4"})
     assert point.done() == 3 and "to do: 0.00 M tokens" in sweep.totals([point], [point], args, [[]])
     assert f"{8 * 32 / 1e6:.4f}" == "0.0003"  # one step of four is left: too few tokens to show, so counted here
-    monkeypatch.setattr(plan, "tokens", lambda config: 4e9)
+    monkeypatch.setattr(plan, "count_tokens", lambda config: 4e9)
     assert "to do: 1.00 B tokens" in sweep.totals([point], [point], args, [[]])
 
 
