@@ -4,7 +4,7 @@ Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that
 pseudo-random permutation of all windows; row r of step s takes place s * batch_size + r in the endless row of epochs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -70,7 +70,7 @@ def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.nd
     return ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
 
 
-def prefetch(items: Iterable[T]) -> Iterator[T]:
+def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
     """The same items, each made by another thread while the one before it is in use."""
     with ThreadPoolExecutor(1) as thread:
         source, end = iter(items), object()

@@ -1,10 +1,12 @@
 """What a run stands on: processes and devices, its folder, checkpoints, metrics."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RunError(ValueError):
-    """The run cannot start or go on; the message names what is wrong and the remedy."""
+    """The run cannot start or continue; the message names what is wrong and the remedy."""
 
 
 class RankError(RunError):
@@ -16,12 +18,15 @@ class Stopped(Exception):
 
 
 @contextmanager
-def writing(path):
-    """Turns an OSError within into a RunError that names `path` and what to do."""
+def describe_write_errors(path: str | Path) -> Iterator[None]:
+    """Turn an OSError raised within into a RunError that names `path` and the remedy."""
     try:
         yield
     except OSError as error:
         raise RunError(
             f"{path} cannot be written ({error.strerror}). Make room for it, or give yourself the right to write there "
-            f"(or set another --run.dir), and start the same command again: it goes on from the last checkpoint"
+            f"(or set another --run.dir), and start the same command again: it resumes from the last checkpoint"
         ) from error
+
+
+writing = describe_write_errors  # old name, removed once nothing imports it

@@ -1,11 +1,12 @@
 """Checkpoints: folders `step_00001000` under runs/<name>/checkpoints.
 
 step_00001000/__0_0.distcp …  tensors: weights, buffers, AdamW's moments (torch.distributed.checkpoint)
-step_00001000/.metadata       where in those files each tensor lies (torch.distributed.checkpoint)
-step_00001000/manifest.json   length and sha256 of all files, and what is no tensor: counters, loss scale, data set
+step_00001000/.metadata       where in those files each tensor is (torch.distributed.checkpoint)
+step_00001000/manifest.json   length and sha256 of all files, and everything that is not a tensor
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is whole; the latest is found by
-looking. Reading one executes nothing: torch's readers would unpickle anything, the one here knows tensors alone.
+A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete; the latest is found
+by listing the folder. Reading one executes nothing: torch's readers would unpickle anything, the one here accepts
+tensors alone.
 """
 
 import hashlib
@@ -18,19 +19,25 @@ import shutil
 import sys
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map
 
-from runtime import RunError, distributed, writing
+from runtime import RankError, RunError, describe_write_errors, distributed
+from runtime.distributed import Ranks
+from runtime.output import sync_folder, write_atomic
 
 NAME = re.compile(r"step_(\d{8})")
 MANIFEST = "manifest.json"
@@ -42,52 +49,85 @@ logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(log
 
 
 class DamagedError(RunError):
-    """A checkpoint is not what was written."""
+    """A checkpoint's files differ from what was written."""
 
 
-def steps(folder):
-    """Steps of the checkpoints in `folder`, ascending."""
+def steps(folder: str | Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist."""
     folder = Path(folder)
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
 
 
-def folder_of(folder, step):
+def folder_of(folder: str | Path, step: int) -> Path:
+    """Where in `folder` the checkpoint of `step` is."""
     return Path(folder, f"step_{step:08d}")
 
 
 class Saver:
-    """Writes a run's checkpoints while training goes on. Every rank has one and calls its methods at the same steps.
+    """Writes a run's checkpoints while training continues. A context manager; every rank has one.
 
-    `sharded`: each rank holds a part of the tensors, and writes it; else the first writes alone. `keep`: how many
-    checkpoints stay. `on_error`: "stop" raises RunError where a save has failed, "warn" prints it.
+    Ranks call its methods at the same steps. Leaving the context without an error waits for the last save (`finish`).
+    After an error that all ranks raise alike, and on a single rank, the save under way may end too; after any other
+    error another rank may be lost, and a save that needs it is given up: its partial folder stays until the next start.
     """
 
-    def __init__(self, folder, ranks, sharded, keep, on_error):
+    def __init__(self, folder: str | Path, ranks: Ranks, sharded: bool, keep: int, on_error: str) -> None:
+        """A saver for one run.
+
+        Args:
+            folder: runs/<name>/checkpoints.
+            ranks: this rank.
+            sharded: each rank holds a part of the tensors and writes it; otherwise rank 0 writes alone.
+            keep: how many of the newest checkpoints stay on disk.
+            on_error: "stop" raises RunError where a save has failed, "warn" prints it.
+        """
         self.folder, self.keep, self.on_error = Path(folder), keep, on_error
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
-        group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
-        self.all_ranks, self.writers = group, group if sharded else None
-        self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
-        self.pending, self.failure = None, None  # the save under way, and what became of the last
+        self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
+        self.writers = self.all_ranks if sharded else None  # the group that writes together
+        self.pending: Future | None = None  # the save under way
+        self.failure: RunError | None = None  # of the last save
 
-    def save(self, step, model, optimizer, tensors, facts):
-        """Copy weights, AdamW's moments and `tensors` ({name: tensor}) to host memory and begin to write them, with
-        `facts`, which JSON can hold. Returns when the copy is made."""
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        elif self.writers is None or (isinstance(error, RunError) and not isinstance(error, RankError)):
+            self.on_error = "warn"  # the error under way is the one to be raised
+            self.wait()
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, metadata: dict
+    ) -> None:
+        """Copy the state to host memory and begin to write it; returns when the copy is made.
+
+        Args:
+            step: optimizer steps done.
+            model: weights and buffers.
+            optimizer: AdamW, its moments.
+            tensors: {name: tensor} to be saved besides.
+            metadata: what JSON can hold; `latest` returns it.
+
+        Raises:
+            RunError: the save before failed, and `on_error` is "stop".
+        """
         self.wait()
         if self.all_ranks:
-            dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than ranks wait otherwise
+            dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than other collectives wait
         if self.writes:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
-            self.pending = self.thread.submit(self._write, step, state, facts)
+            self.pending = _run_in_daemon(lambda: self._write(step, state, metadata))
 
-    def poll(self):
-        """Report on a save that has ended since."""
+    def poll(self) -> None:
+        """Report on a save that has ended since. Raises RunError as `wait` does."""
         if self.pending and self.pending.done():
             self.wait()
 
-    def wait(self):
-        """Wait for the save that is under way. Raises RunError if it failed and the run is to stop then."""
+    def wait(self) -> None:
+        """Wait for the save under way. Raises RunError if it failed and `on_error` is "stop"."""
         pending, self.pending = self.pending, None
         try:
             if pending:
@@ -100,8 +140,8 @@ class Saver:
             if self.first:
                 print(f"warning: {error}", flush=True)
 
-    def finish(self):
-        """Wait until the last save is whole on all ranks; raises RunError if it is not, whatever `on_error`."""
+    def finish(self) -> None:
+        """Wait until the last save is complete on all ranks. Raises RunError if it failed, whatever `on_error`."""
         self.on_error = "stop"
         self.wait()
         if self.failure:
@@ -109,69 +149,88 @@ class Saver:
         if self.all_ranks:
             dist.barrier(self.all_ranks)
 
-    def _write(self, step, state, facts):
+    def _write(self, step: int, state: dict, metadata: dict) -> None:
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
-            self._together(lambda: temporary.mkdir(parents=True) if self.first else None)
+            self._on_each_writer(lambda: temporary.mkdir(parents=True) if self.first else None)
             writer = dcp.FileSystemWriter(temporary)
             dcp.save(state, storage_writer=writer, process_group=self.writers, no_dist=self.writers is None)
-            files = self._together(lambda: self._own_files(temporary))
-            self._together(lambda: self._publish(step, path, files, facts) if self.first else None)
+            files = self._on_each_writer(lambda: self._hash_own_files(temporary))
+            self._on_each_writer(lambda: self._publish(step, path, files, metadata) if self.first else None)
         except (Exception, CheckpointException) as error:
             if self.first:
                 shutil.rmtree(temporary, ignore_errors=True)
             last = max(steps(self.folder), default=None)
-            there = "There is none yet" if last is None else f"That of step {last} is whole"
-            then = "and start the run again; train.on_save_error = warn would go on without"
+            intact = "There is none yet" if last is None else f"That of step {last} is intact"
+            then = ", and start the run again; train.on_save_error = warn would continue without"
             raise RunError(
-                f"{path}: the checkpoint could not be written ({_reason(error)}). {there}. Make room on the disk"
-                + (f", {then}" if self.on_error == "stop" else "")
+                f"{path}: the checkpoint could not be written ({_last_line(error)}). {intact}. Make room on the disk"
+                + (then if self.on_error == "stop" else "")
             ) from error
 
-    def _own_files(self, folder):
+    def _hash_own_files(self, folder: Path) -> dict[str, dict]:
         """{name: its length and sha256} of what this rank has written."""
         rank = dist.get_rank(self.writers) if self.writers else 0
         paths = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if self.first else [])]
         return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
 
-    def _publish(self, step, path, files, facts):
-        body = {"step": step, "files": {name: entry for part in files for name, entry in part.items()}, "facts": facts}
+    def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
+        """Write the manifest, give the folder its name, and delete checkpoints beyond `keep`."""
+        entries = {name: entry for part in files for name, entry in part.items()}
         temporary = path.with_suffix(".tmp")
-        with (temporary / MANIFEST).open("w") as file:
-            file.write(_manifest_text(body))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(temporary)
+        manifest = _manifest_text({"step": step, "files": entries, "facts": metadata})
+        write_atomic(temporary / MANIFEST, manifest, durable=True)
         os.replace(temporary, path)
-        _sync_folder(self.folder)
-        _sync_folder(self.folder.parent)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)
         for old in steps(self.folder)[: -self.keep]:
             shutil.rmtree(folder_of(self.folder, old))
 
-    def _together(self, action):
+    def _on_each_writer(self, action: Callable[[], Any]) -> list:
         """What `action` returned on each of the ranks that write. Raises OSError on all if it did on one."""
         try:
             outcome = (action(), None)
         except OSError as error:
             outcome = (None, str(error))
-        outcomes = distributed.gather(outcome, self.writers) if self.writers else [outcome]
+        outcomes: list[Any] = distributed.gather(outcome, self.writers) if self.writers else [outcome]
         for _, fault in outcomes:
             if fault:
                 raise OSError(fault)
         return [result for result, _ in outcomes]
 
 
-def sweep(folder):
-    """Remove what saves that were cut off have left. For a process that holds the run's lock."""
+def _run_in_daemon(work: Callable[[], None]) -> Future:
+    """Run `work` in a thread that does not keep the process alive: stuck in a collective, it would for an hour."""
+    future: Future = Future()
+
+    def run() -> None:
+        _lower_priority()
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def remove_partial_saves(folder: str | Path) -> None:
+    """Remove what interrupted saves have left. Only for a process that holds the run's lock."""
     for path in Path(folder).glob("step_*.tmp"):
         shutil.rmtree(path)
 
 
-def latest(folder, ranks):
-    """(step, facts) of the newest checkpoint whose every byte is as it was written, or (0, None) where there is none.
+def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict | None]:
+    """The newest checkpoint whose every byte is as it was written. Ranks share the reading.
 
-    Ranks share the reading. Damaged ones are named and put aside as `step_….damaged`. Raises RunError if all are.
+    Damaged ones are named and quarantined: renamed to `step_….damaged`.
+
+    Returns:
+        (step, metadata), or (0, None) where there is no checkpoint.
+
+    Raises:
+        RunError: all checkpoints are damaged.
     """
     found = steps(folder)
     for step in reversed(found):
@@ -179,28 +238,29 @@ def latest(folder, ranks):
         try:
             return step, verify(path, ranks)["facts"]
         except DamagedError as error:
-            aside = path.with_suffix(".damaged")
+            quarantine = path.with_suffix(".damaged")
             if ranks.rank == 0:
-                print(f"warning: {error}; it is put aside as {aside.name}", flush=True)
-                shutil.rmtree(aside, ignore_errors=True)
-                with writing(path):
-                    os.replace(path, aside)
-    if found or any(Path(folder).glob("step_*.damaged")):  # never begun anew here: its metrics would go, too
+                print(f"warning: {error}; it is quarantined as {quarantine.name}", flush=True)
+                shutil.rmtree(quarantine, ignore_errors=True)
+                with describe_write_errors(path):
+                    os.replace(path, quarantine)
+    if found or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
         raise RunError(
-            f"{folder}: all checkpoints are damaged and put aside. Start over in a new folder (--fresh), or put back a "
-            f"copy of one of them under its name"
+            f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
+            f"a copy of one of them under its name"
         )
     return 0, None
 
 
-def verify(path, ranks=None):
-    """The manifest of the checkpoint `path`. Raises DamagedError, on all ranks, if a file is not what it states."""
+def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
+    """The manifest of the checkpoint `path`. Raises DamagedError, on all ranks, if a file differs from what it says."""
     rank, world_size, group = (ranks.rank, ranks.world_size, ranks.control) if ranks else (0, 1, None)
-    fault, manifest = None, None
+    fault, manifest = None, {}
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[rank::world_size]:
-            _check_file(path / name, **manifest["files"][name])
+            entry = manifest["files"][name]
+            _check_file(path / name, entry["bytes"], entry["sha256"])
     except DamagedError as error:
         fault = str(error)
     for other in distributed.gather(fault, group) if world_size > 1 else [fault]:
@@ -209,9 +269,16 @@ def verify(path, ranks=None):
     return manifest
 
 
-def read_manifest(path):
-    """manifest.json of a checkpoint: `step`, `files` {name: {bytes, sha256}}, `facts`. Raises DamagedError."""
-    file = Path(path, MANIFEST)
+def read_manifest(path: Path) -> dict[str, Any]:
+    """manifest.json of a checkpoint, its own checksum verified.
+
+    Returns:
+        `step`; `files`: {name: {bytes, sha256}}; `facts`: the metadata.
+
+    Raises:
+        DamagedError: it is missing, unreadable or changed.
+    """
+    file, body = Path(path, MANIFEST), {}
     try:
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
@@ -220,18 +287,22 @@ def read_manifest(path):
         for name, entry in body["files"].items():
             intact = intact and Path(name).name == name and entry.keys() == {"bytes", "sha256"}
     except FileNotFoundError:
-        raise DamagedError(f"{path}: damaged, it has no {MANIFEST}") from None
+        raise DamagedError(f"{path}: damaged, {MANIFEST} is missing") from None
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
-        raise DamagedError(f"{file}: damaged, it is not what was written")
+        raise DamagedError(f"{file}: damaged, checksum mismatch")
     return body
 
 
-def load(folder, step, model, optimizer, tensors):
-    """Bring model, optimizer and `tensors` back to what `Saver.save` saw at `step`, in place. Every rank calls it."""
+def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict) -> None:
+    """Restore what `Saver.save` copied at `step`, in place. Every rank calls it.
+
+    Raises:
+        RunError: the checkpoint does not fit the model, the optimizer or `tensors`.
+    """
     state = _state(model, optimizer, tensors)
     _read(folder_of(folder, step), state)
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
@@ -239,53 +310,66 @@ def load(folder, step, model, optimizer, tensors):
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
 
 
-def load_model(folder, step, model):
-    """Weights and buffers alone, for evaluation and sampling, by one process. `model` is changed in place. Returns the
-    checkpoint's facts. Raises RunError if it is damaged."""
+def load_model(folder: str | Path, step: int, model: nn.Module) -> dict[str, Any]:
+    """Restore weights and buffers alone, in place, for evaluation and sampling by one process.
+
+    Returns:
+        The checkpoint's metadata.
+
+    Raises:
+        RunError: it is damaged, or does not fit the model.
+    """
     path = folder_of(folder, step)
     try:
-        facts = verify(path)["facts"]
+        metadata = verify(path)["facts"]
     except DamagedError as error:
         older = max((other for other in steps(folder) if other < step), default=None)
-        other = "" if older is None else f"take that of step {older}, or "
+        other = "" if older is None else f"use that of step {older}, or "
         raise RunError(f"{error}; {other}remove {path} and start the run again, to train what is missing") from None
     state = {"model": get_model_state_dict(model)}
     _read(path, state)
     model.load_state_dict(state["model"])
-    return facts
+    return metadata
 
 
-def _state(model, optimizer, tensors):
-    """All tensors of a checkpoint, nested, in an order that a resume does not change, so that equal states give equal
-    files. AdamW's settings are no part of it: they come from the config."""
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """All tensors of a checkpoint, nested, in an order that a resume does not change: equal states give equal files.
+
+    AdamW's settings are not in it: they come from the config.
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    moments = {name: dict(sorted(state.items())) for name, state in sorted(optimizer_state["state"].items())}
+    by_name: Any = optimizer_state["state"]
+    moments = {name: dict(sorted(state.items())) for name, state in sorted(by_name.items())}
     return {"model": model_state, "optimizer": moments, "run": tensors}
 
 
-def _read(path, state):
+def _read(path: Path, state: dict[str, Any]) -> None:
+    """Fill the tensors of `state` in place."""
     try:
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
-    except (Exception, CheckpointException) as error:  # its bytes are right: so it is of another model or another torch
+    except (Exception, CheckpointException) as error:  # the bytes are right: it is another model's, or another torch's
         raise RunError(
-            f"{path} does not fit this run ({type(error).__name__}: {_reason(error)}). Start over in a new folder "
+            f"{path} does not fit this run ({type(error).__name__}: {_last_line(error)}). Start over in a new folder "
             f"(--fresh), or use the code that wrote it"
         ) from error
 
 
 class Reader(dcp.FileSystemReader):
-    """As torch's, but for `.metadata`, which is a pickle: of that only names, shapes, types and offsets of tensors."""
+    """torch's reader, but of `.metadata`, a pickle, only names, shapes, types and offsets of tensors are accepted."""
 
-    def read_metadata(self, *args, **kwargs):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Unpickle `.metadata`. Raises UnpicklingError of anything unexpected in it."""
         with open(Path(self.path, ".metadata"), "rb") as file:
             metadata = TensorUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"a {type(metadata).__name__} in place of Metadata")
+            raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of Metadata")
         metadata.storage_meta = None
         return metadata
 
 
 class TensorUnpickler(pickle.Unpickler):
+    """Knows the classes that describe tensors, and no other."""
+
     KNOWN = {
         "torch.distributed.checkpoint.metadata": {
             "Metadata",
@@ -302,49 +386,44 @@ class TensorUnpickler(pickle.Unpickler):
         "pathlib": {"PosixPath", "PurePosixPath"},
     }
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is known. Raises UnpicklingError."""
         if name not in self.KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
         return super().find_class(module, name)
 
 
-def _manifest_text(body):
+def _manifest_text(body: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
-def _check_file(path, bytes, sha256):
+def _check_file(path: Path, size: int, sha256: str) -> None:
+    """Raises DamagedError unless the file has `size` bytes with that checksum."""
     try:
-        size = path.stat().st_size
-        found = _sha256(path) if size == bytes else None
+        found_size = path.stat().st_size
+        found = _sha256(path) if found_size == size else None
     except FileNotFoundError:
         raise DamagedError(f"{path}: damaged, the file is missing") from None
     except OSError as error:
         raise DamagedError(f"{path}: damaged, it cannot be read ({error.strerror})") from error
-    if size != bytes:
-        raise DamagedError(f"{path}: damaged, {bytes} bytes were written, found {size}")
+    if found_size != size:
+        raise DamagedError(f"{path}: damaged, {size} bytes were written, found {found_size}")
     if found != sha256:
         raise DamagedError(f"{path}: damaged, sha256 {sha256} was written, found {found}")
 
 
-def _sha256(path):
+def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _give_way():
-    """Lets the threads that train go first where cores are few; priorities are a thread's own on Linux alone."""
+def _lower_priority() -> None:
+    """Let the threads that train go first where cores are few; only on Linux is a priority a thread's own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _reason(error):
+def _last_line(error: BaseException) -> str:
+    """What torch's checkpoint errors say: the cause stands in their last line."""
     return str(error).strip().split("\n")[-1] or type(error).__name__

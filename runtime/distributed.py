@@ -1,13 +1,15 @@
 """Devices and ranks: what a rank computes on, and the collectives between ranks."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from runtime import RankError, RunError
 
@@ -23,6 +25,17 @@ class Ranks(NamedTuple):
     device: torch.device
     local_size: int = 1  # ranks on this node
     control: dist.ProcessGroup | None = None  # gloo, for small messages between hosts; None on one rank
+
+
+def print_once(text: str) -> None:
+    """Print on rank 0 of the job; works before there is a process group."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def local_rank() -> int:
+    """Rank within this node, as torchrun tells it; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def world_size() -> int:
@@ -166,3 +179,19 @@ def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
+    """Within it, this rank belongs to the process group of its job; see `start`. Raises RunError if NCCL is missing.
+
+    After an error another rank may be lost, so the group is aborted: that waits for none.
+    """
+    ranks = start(device, timeout_minutes)
+    try:
+        yield ranks
+    except BaseException:
+        if dist.is_initialized():
+            _abort_process_group()
+        raise
+    stop()

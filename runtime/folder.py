@@ -1,14 +1,19 @@
-"""A run's folder runs/<name>/: whether a config may go on with the run in it, and who writes there."""
+"""A run's folder runs/<name>/: whether a config may resume the run in it, and who may write there."""
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import configure
-from runtime import RunError, writing
-from runtime.metrics import read
+from configure import Config
+from runtime import RunError, checkpoint, describe_write_errors
+from runtime.distributed import Ranks
+from runtime.metrics import read_metrics
+from runtime.output import write_atomic
 
-# Keys that may differ from those the run was begun with: how long, how often and where it computes, not what.
+# Keys that may differ from those the run started with: how long, how often and where it computes, not what.
 MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:") + tuple(
     f"train.{key}:"
     for key in [
@@ -28,21 +33,22 @@ MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:") + 
 )
 
 
-_locks = {}  # this process holds; it may train a run again after an error
-
-
-def path_of(config):
+def path_of(config: Config) -> Path:
+    """The run's folder, runs/<name>."""
     return Path(config.run.dir, config.run.name)
 
 
-def changes(config):
-    """Lines `key: old -> new` of what differs from the run that is there, all of it allowed; none if there is none.
-    Raises RunError, key by key, if another run is there."""
+def changes(config: Config) -> list[str]:
+    """What differs from the run that is in the folder, as lines `key: old -> new`; empty if there is none.
+
+    Raises:
+        RunError: another run is there, naming each key that must not change, or checkpoints without a config.
+    """
     folder = path_of(config)
     if not (folder / "config.toml").exists():
         if any((folder / "checkpoints").glob("step_*")):
             raise RunError(
-                f"{folder} has checkpoints but no config.toml, so nobody knows what they are of. Put it back, or start "
+                f"{folder} has checkpoints but no config.toml, so their settings are unknown. Put it back, or start "
                 f"over in a new folder (--fresh)"
             )
         return []
@@ -56,68 +62,86 @@ def changes(config):
     return lines
 
 
-def is_finished(config, step):
+def is_finished(config: Config, step: int) -> bool:
     """Whether nothing is left to do after the checkpoint of `step`."""
     if step == config.train.max_steps:  # stopped before the last evaluation, it still has that to do
-        return step in evaluated(path_of(config))
+        return step in val_losses(path_of(config))
     return step > config.train.max_steps
 
 
-def evaluated(folder):
-    """{step: val loss} of metrics.jsonl."""
-    return {line["step"]: line["val/loss"] for line in read(folder / "metrics.jsonl") if "val/loss" in line}
+def finished_line(config: Config) -> str | None:
+    """One line on the run in the folder if it is finished, else None. Raises RunError if another run is there."""
+    changes(config)
+    folder = path_of(config)
+    step = max(checkpoint.steps(folder / "checkpoints"), default=0)
+    if not step or not is_finished(config, step):
+        return None
+    losses = val_losses(folder)
+    return f"{folder}: finished already, {step} steps" + (f", val loss {losses[max(losses)]:.4f}" if losses else "")
 
 
-def renamed(config):
-    """`config` under the first of NAME, NAME-2, NAME-3 … whose folder is not there. Raises RunError in a job that was
-    started again, which would begin once more each time."""
+def val_losses(folder: Path) -> dict[int, float]:
+    """{step: val loss, nats per token} of a run's metrics.jsonl."""
+    return {line["step"]: line["val/loss"] for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line}
+
+
+def renamed(config: Config) -> Config:
+    """`config` under the first of NAME, NAME-2, NAME-3 … whose folder does not exist.
+
+    Raises:
+        RunError: the job was restarted by its launcher: it would begin yet another run each time.
+    """
     number = 1
     while (folder := path_of(config) if number == 1 else Path(config.run.dir, f"{config.run.name}-{number}")).exists():
         number += 1
-    again = [key for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT") if os.environ.get(key, "0") != "0"]
-    if again:
+    restarts = [key for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT") if os.environ.get(key, "0") != "0"]
+    if restarts:
         raise RunError(
-            f"{again[0]} = {os.environ[again[0]]}: this job was started again; --fresh would begin yet another run, "
+            f"{restarts[0]} = {os.environ[restarts[0]]}: this job was restarted; --fresh would begin yet another run, "
             f"{folder}. Name the run instead (--run.name=NAME)"
         )
     return config.model_copy(update={"run": config.run.model_copy(update={"name": folder.name})})
 
 
-def lock(folder):
-    """Make `folder` and keep other processes out of it, until `unlock` or this process' end, by whatever death. Raises
-    RunError if another process has it."""
-    unlock(folder)
-    with writing(folder):
+@contextmanager
+def claim(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Within it, no other job writes to `folder`. Rank 0 makes the folder, holds its lock and removes cut-off saves.
+
+    The lock ends with the process, however it dies.
+
+    Raises:
+        RunError: another process holds the folder, or it cannot be written.
+    """
+    if ranks.rank:
+        yield
+        return
+    with describe_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read(200).strip() or "unknown"
-        file.close()
-        raise RunError(
-            f"{folder}: another process trains this run ({owner}). Wait for it or stop it, or start another run "
-            f"(--run.name=NAME or --fresh)"
-        ) from None
-    except OSError as error:
-        print(f"warning: {folder / 'lock'}: this file system has no locks ({error.strerror}): two processes may meet")
-    with writing(folder):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-    _locks[folder] = file
-
-
-def unlock(folder):
-    if folder in _locks:
-        _locks.pop(folder).close()
-
-
-def write_config(folder, config):
-    with writing(folder):
-        with (folder / "config.tmp").open("w") as file:
-            file.write(configure.dumps(config))
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(200).strip() or "unknown"
+            raise RunError(
+                f"{folder}: another process trains this run ({owner}). Wait for it or stop it, or start another run "
+                f"(--run.name=NAME or --fresh)"
+            ) from None
+        except OSError as error:
+            print(f"warning: {file.name}: no locks on this file system ({error.strerror}): two processes may collide")
+        with describe_write_errors(folder):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(folder / "config.tmp", folder / "config.toml")
+        checkpoint.remove_partial_saves(folder / "checkpoints")
+        yield
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Write the resolved config.toml. Raises RunError if that fails."""
+    with describe_write_errors(folder):
+        write_atomic(folder / "config.toml", configure.dumps(config), durable=True)
+
+
+evaluated = val_losses  # old name, removed once nothing imports it

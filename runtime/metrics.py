@@ -1,65 +1,81 @@
-"""Where a run's numbers go: runs/<name>/metrics.jsonl always, a tracker (runtime/tracker.py) when asked; and loads in
-numbers."""
+"""A run's numbers: runs/<name>/metrics.jsonl always, a tracker (runtime/tracker.py) on request; and what loads say."""
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from runtime import RunError, writing
+from runtime import RunError, describe_write_errors
+from runtime.output import first_line, write_atomic
+
+if TYPE_CHECKING:  # runtime.tracker imports this module
+    from runtime.tracker import Tracker
 
 
 class Metrics:
-    """One JSON object a line, `step` and `tokens` (seen in training so far) in each. Rank 0 alone has one. Values are
-    numbers, or lists of them by layer, expert or window.
+    """Appends one JSON object per line, each with `step` and `tokens` (seen in training so far). Rank 0 alone has one.
 
-    Infinite and NaN values are written `Infinity` and `NaN`, as Python's json does and reads. A tracker gets the lines
-    that are there and each new one; one that fails is dropped with one printed line. Where the file cannot be written
-    methods raise RunError, or, if `on_error` is "warn", print it once and try again with the next line; `close` raises
-    it in any case.
+    Values are numbers, or lists of them by layer, expert or window; Inf and NaN are written `Infinity` and `NaN`, as
+    Python's json writes and reads them. A tracker gets the lines that exist and each new one; one that fails is dropped
+    with one printed line. Where the file cannot be written, methods raise RunError or, if `on_error` is "warn", print
+    it once and try again with the next line; `close` raises it in any case.
     """
 
-    def __init__(self, folder, resume_step, tracker=None, on_error="stop"):
-        """`resume_step`: lines after this step, left by a run that was killed later, are dropped; below 0 all are, into
-        metrics.old.jsonl. Of lines of the same step and names the last is kept."""
+    def __init__(
+        self, folder: str | Path, resume_step: int, tracker: "Tracker | None" = None, on_error: str = "stop"
+    ) -> None:
+        """Open the file and drop what the resumed run will write again.
+
+        Args:
+            folder: of the run.
+            resume_step: lines after this step are dropped; below 0 all are, into metrics.old.jsonl. Of lines with
+                the same step and names the last is kept.
+            tracker: wandb's run.
+            on_error: "stop" or "warn".
+
+        Raises:
+            RunError: the file cannot be written, or has lines of another kind.
+        """
         self.path = Path(folder, "metrics.jsonl")
         self.tracker, self.on_error, self.waiting = tracker, on_error, b""
-        kept = {(line["step"], *line): line for line in read(self.path) if line["step"] <= resume_step}
-        with writing(self.path):
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept.values())
-                file.flush()
-                os.fsync(file.fileno())
+        kept = {(line["step"], *line): line for line in read_metrics(self.path) if line["step"] <= resume_step}
+        with describe_write_errors(self.path):
             old = self.path.with_suffix(".old.jsonl")
             if resume_step < 0 and _size(self.path) > _size(old):
-                os.replace(self.path, old)
-            os.replace(temporary, self.path)
+                write_atomic(old, self.path.read_bytes())
+            write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True)
             self.file = self.path.open("ab", buffering=0)
         self._tell("recall", list(kept.values()))
 
-    def log(self, step, tokens, **values):
-        line = {"step": step, "tokens": tokens} | {name: _number(value) for name, value in values.items()}
+    def log(self, step: int, tokens: int, **values: Tensor | float) -> None:
+        """Append a line. Tensors are copied to the host."""
+        line = {"step": step, "tokens": tokens} | {name: _as_number(value) for name, value in values.items()}
         self._write(json.dumps(line).encode() + b"\n")
         self._tell("log", line)
 
-    def sync(self):
-        """Every line so far outlives a power failure. Comes before a checkpoint, whose steps are not trained again."""
+    def sync(self) -> None:
+        """Make every line so far survive a power failure."""
         self._write(b"", sync=True)
 
-    def close(self):
+    def close(self, failed: bool = False) -> None:
+        """Write what is waiting, close the file and end the tracker's run, which is marked as `failed`."""
         self.on_error = "stop"
-        self.sync()
-        self.file.close()
-        self._tell("finish")
+        try:
+            self.sync()
+        finally:
+            self.file.close()
+            self._tell("finish", int(failed))
 
-    def _write(self, lines, sync=False):
-        """Lines that wait, and these; no line at all rather than half of one."""
+    def _write(self, lines: bytes, sync: bool = False) -> None:
+        """Append the waiting lines and these; no line at all rather than half of one."""
         lines, length = self.waiting + lines, os.fstat(self.file.fileno()).st_size
         try:
-            with writing(self.path):
+            with describe_write_errors(self.path):
                 rest = memoryview(lines)
                 while rest:
                     rest = rest[self.file.write(rest) :]
@@ -74,7 +90,7 @@ class Metrics:
                 tqdm.write(f"warning: {error}")
             self.waiting = lines
 
-    def _tell(self, method, *arguments):
+    def _tell(self, method: str, *arguments: Any) -> None:
         if not self.tracker:
             return
         try:
@@ -82,17 +98,21 @@ class Metrics:
         except Exception as error:  # whatever it is: the numbers are in the file
             self.tracker = None
             tqdm.write(
-                f"wandb: {method} failed ({reason(error)}): on without it. {self.path} has every number; what wandb "
-                f"has got of them, `wandb sync {self.path.parent}/wandb/*run-*` sends"
+                f"wandb: {method} failed ({first_line(error)}): continuing without it. {self.path} has every number; "
+                f"`wandb sync {self.path.parent}/wandb/*run-*` sends what wandb has got of them"
             )
 
 
-def read(path):
-    """The lines of a metrics.jsonl, none if it is not there: dicts of numbers and lists of them, `step` (an int)
-    and `tokens` in each.
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none if it does not exist.
 
-    A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out. Raises RunError that
-    names any other line which is none of these.
+    A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out.
+
+    Returns:
+        Dicts of numbers and lists of numbers, `step` (int) and `tokens` in each.
+
+    Raises:
+        RunError: any other line is of another kind; it is named.
     """
     lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n") if Path(path).is_file() else []
     records = []
@@ -101,19 +121,29 @@ def read(path):
             record = json.loads(line.decode())
         except (ValueError, RecursionError):
             record = None
-        whole = isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record
-        if whole and _are_numbers(record.values()):
+        if (
+            isinstance(record, dict)
+            and type(record.get("step")) is int
+            and "tokens" in record
+            and _are_numbers(record.values())
+        ):
             records.append(record)
         elif number < len(lines):
-            raise RunError(f"{path}, line {number} is no JSON object of numbers with step and tokens; remove that line")
+            raise RunError(
+                f"{path}, line {number} is not a JSON object of numbers with step and tokens; remove that line"
+            )
     return records
 
 
-def load_metrics(loads):
-    """Expert loads (L, E), counts, in two numbers; empty for a dense model (L = 0).
+def load_metrics(loads: Tensor) -> dict[str, Tensor]:
+    """Two numbers that summarise expert loads; empty for a dense model.
 
-    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
-    worst. `dead_experts` is the number, over all layers, of experts that no token chose.
+    Args:
+        loads: (L, E), tokens per expert; L = 0 for a dense model.
+
+    Returns:
+        `load_imbalance`: the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
+        worst. `dead_experts`: the number, over all layers, of experts that no token chose.
     """
     if not len(loads):
         return {}
@@ -121,23 +151,21 @@ def load_metrics(loads):
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
-def imbalance_and_dead(loads):
+def imbalance_and_dead(loads: Tensor) -> tuple[Tensor, Tensor]:
     """Both numbers of `load_metrics` for each layer of (L, E): (L,) each."""
     return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)
 
 
-def reason(error):
-    """What an exception of someone else's code says, in one line."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _size(path):
+def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _are_numbers(values):
+def _are_numbers(values: Iterable[Any]) -> bool:
     return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, int | float) for value in values)
 
 
-def _number(value):
+def _as_number(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+read = read_metrics  # old name, removed once nothing imports it

@@ -60,9 +60,9 @@ class Tracker:
         self.run.summary.update(values)
         self.run.log({name: self.to_table(columns=head, data=rows)}, step=step)
 
-    def finish(self) -> None:
-        """Wait, for WANDB_SECONDS at most, until everything is sent."""
-        self.run.finish()
+    def finish(self, exit_code: int = 0) -> None:
+        """Wait, for WANDB_SECONDS at most, until everything is sent; an `exit_code` other than 0 means a failed run."""
+        self.run.finish(exit_code)
 
 
 def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Sequence[str] = ()) -> Tracker | None:

@@ -1,51 +1,74 @@
-"""Optimizer steps that are taken, or left out, on the device: no step makes the host wait for it.
+"""Optimizer steps that are taken or skipped by a decision on the device: no step makes the host wait for it.
 
-Loss scale, spike test and counters are numbers on the device. So is the brake: a run that cannot go on is halted, which
-leaves out every later step, until the host next reads the numbers. It then finds weights, moments and numbers as they
-were when the run halted.
+Loss scale, spike test and counters are numbers on the device. So is the halt flag: a run that cannot continue is
+halted, which skips every later step, until the host next reads the numbers. It then finds weights, moments and numbers
+as they were when the run was halted.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 
 from runtime.parallel import full_tensor
 
-FIRST_SCALE, MIN_SCALE = 65536.0, 1.0  # MIN: halved without end, the scale would come to 0, and weights to NaN
+FIRST_SCALE, MIN_SCALE = 65536.0, 1.0  # MIN: halved for ever, the scale would reach 0, and the weights NaN
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles
-WINDOW = 128  # losses that a spike is measured against, once there are half as many
+WINDOW = 128  # losses that a spike is measured against, once half of them exist
 RUNNING, BAD_LOSS, BAD_GRADIENTS, SPIKES = range(4)  # what halted a run
 
 
 class State(NamedTuple):
-    """The numbers, in the order in which they lie in `Updates.numbers`, before the last WINDOW losses."""
+    """The counters, in their order in `Updates.numbers`, where the last WINDOW losses follow them."""
 
-    scale: float  # of the loss
+    scale: float  # factor of the loss before its backward pass
     healthy: float  # steps since the scale last changed
     skipped: float  # steps without an update
     skipped_in_row: float
-    taken: float  # steps with one
+    taken: float  # steps with an update
     spikes: float
     spike_step: float  # of the last spike
     spike_loss: float
     spike_mean: float  # of the losses before it
-    halted: float  # RUNNING, or why not
-    step: float  # the last one while the run was not halted
-    loss: float  # its loss
+    halted: float  # RUNNING, or why the run is halted
+    step: float  # the last one before the run was halted
+    loss: float  # its loss, nats per token
     grad_norm: float  # before clipping
 
 
 class Updates:
     """AdamW's steps (`fused`), with gradients unscaled and clipped inside its kernel.
 
-    `scaled`: keep a loss scale, as float16 needs; it is GradScaler's, halved after gradients that are not finite and
-    doubled after GROWTH_INTERVAL healthy steps, but never below MIN_SCALE. `grad_clip`: largest gradient norm, 0 for
-    none. `loss_spike`, `spike_sigma`, `max_skipped_steps`: as in `configure.schema.Train`. Every rank has one and
-    comes to the same decisions, since losses and gradients are averaged before.
+    Every rank has one and comes to the same decisions, since losses and gradients are averaged before.
+
+    Attributes:
+        numbers: (13 + WINDOW,) float64 on the device, the fields of `State` and the last losses; a checkpoint holds it.
+        parameters: all that AdamW changes.
     """
 
-    def __init__(self, optimizer, device, *, scaled, grad_clip, loss_spike="off", spike_sigma=6.0, max_skipped_steps=0):
+    def __init__(
+        self,
+        optimizer: torch.optim.AdamW,
+        device: torch.device | str,
+        *,
+        scaled: bool,
+        grad_clip: float,
+        loss_spike: str = "off",
+        spike_sigma: float = 6.0,
+        max_skipped_steps: int = 0,
+    ) -> None:
+        """Counters of a new run.
+
+        Args:
+            optimizer: a fused AdamW.
+            device: of its parameters.
+            scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN or
+                Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
+            grad_clip: largest gradient norm; 0 disables clipping.
+            loss_spike: "off", "warn" or "skip", as in `configure.schema.Train`.
+            spike_sigma: standard deviations above the mean that make a spike.
+            max_skipped_steps: skipped steps in a row that halt the run; 0 disables that.
+        """
         self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, grad_clip
         self.loss_spike, self.spike_sigma, self.max_skipped_steps = loss_spike, spike_sigma, max_skipped_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -53,33 +76,43 @@ class Updates:
         self.numbers = torch.tensor([*first.values(), *[0.0] * WINDOW], dtype=torch.float64, device=device)
 
     @property
-    def scale(self):
+    def scale(self) -> Tensor:
         """() fp32, the factor of the loss before its backward pass."""
         return self.numbers[0].float()
 
     @torch.no_grad()
-    def step(self, step, lr, loss):
-        """Take optimizer step `step` (from 0) at rate `lr` with the gradients in place; `loss`, (), is its mean loss.
+    def step(self, step: int, lr: float, loss: Tensor) -> Tensor:
+        """Take an optimizer step with the gradients in place, or skip it by a decision on the device.
 
-        Left out on the device are steps whose gradients are not finite, spikes under loss_spike = "skip", and all steps
-        of a halted run: one whose loss is not finite, or that left out max_skipped_steps (0: any number) in a row.
-        Returns whether it was taken, () bool.
+        Skipped are steps whose gradients are NaN or Inf, spikes under loss_spike = "skip", and all steps of a halted
+        run: one whose loss is NaN or Inf, or that skipped max_skipped_steps in a row.
+
+        Args:
+            step: number of the step, from 0.
+            lr: its learning rate.
+            loss: () its mean loss over all ranks, nats per token.
+
+        Returns:
+            () bool on the device: whether it was taken.
         """
-        now, losses = State(*self.numbers[: len(State._fields)].unbind()), self.numbers[len(State._fields) :]
+        now: Any = State._make(self.numbers[: len(State._fields)].unbind())  # () tensors here
+        losses = self.numbers[len(State._fields) :]
         norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / now.scale
         healthy = norm.isfinite()
         spike, mean = is_spike(losses, now.taken, loss, self.spike_sigma)
         spike = spike & healthy & (self.loss_spike != "off")
-        left_out = ~healthy | (spike & (self.loss_spike == "skip"))
+        skip = ~healthy | (spike & (self.loss_spike == "skip"))
         running, finite = now.halted == RUNNING, loss.isfinite()
-        take = running & finite & ~left_out
+        take = running & finite & ~skip
 
-        in_row = torch.where(left_out, now.skipped_in_row + 1, 0)
+        # The counters after this step: `counted` if its loss is finite, else `ended`. Both are computed, and one is
+        # chosen on the device.
+        in_row = torch.where(skip, now.skipped_in_row + 1, 0)
         stuck = in_row == (self.max_skipped_steps or -1)
         counted = now._replace(
-            skipped=now.skipped + left_out,
+            skipped=now.skipped + skip,
             skipped_in_row=in_row,
-            taken=now.taken + ~left_out,
+            taken=now.taken + ~skip,
             spikes=now.spikes + spike,
             spike_step=torch.where(spike, step, now.spike_step),
             spike_loss=torch.where(spike, loss, now.spike_loss),
@@ -99,27 +132,36 @@ class Updates:
         here = torch.arange(WINDOW, device=losses.device) == now.taken % WINDOW
         after = torch.cat([torch.where(finite, counted, ended), torch.where(here & take, loss, losses)])
 
+        # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
-        self.optimizer.grad_scale = (now.scale * clip.clamp_min(1)).float()
-        self.optimizer.found_inf = (~take).float()
-        self.optimizer.step()
+        fused: Any = self.optimizer  # whose attributes torch does not declare
+        fused.grad_scale = (now.scale * clip.clamp_min(1)).float()
+        fused.found_inf = (~take).float()
+        fused.step()
         self.numbers.copy_(torch.where(running, after, self.numbers))
         return take
 
-    def read(self):
-        """State as Python numbers. Waits for the device."""
+    def read(self) -> State:
+        """The counters as Python numbers. Waits for the device."""
         return State(*self.numbers[: len(State._fields)].tolist())
 
 
-def is_spike(losses, count, loss, sigma):
-    """(whether `loss` is more than `sigma` standard deviations above the mean of the last losses, that mean), () each.
+def is_spike(losses: Tensor, count: Tensor, loss: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+    """Whether a loss is more than `sigma` standard deviations above the mean of the last losses.
 
-    `losses` (WINDOW,) holds the last ones of `count`, in any order. With fewer than half as many there is no telling.
+    Args:
+        losses: (WINDOW,) the last losses, in any order; zeros where there are none yet.
+        count: () losses so far. With fewer than WINDOW / 2 nothing is a spike.
+        loss: () the new one.
+        sigma: standard deviations.
+
+    Returns:
+        () bool, and that mean, ().
     """
     n = count.clamp_max(WINDOW)
-    there = torch.arange(WINDOW, device=losses.device) < n
+    exists = torch.arange(WINDOW, device=losses.device) < n
     mean = losses.sum() / n
-    deviation = (torch.where(there, losses - mean, 0).square().sum() / (n - 1)).sqrt()
+    deviation = (torch.where(exists, losses - mean, 0).square().sum() / (n - 1)).sqrt()
     return (count >= WINDOW // 2) & (loss > mean + sigma * deviation), mean

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import train
 from configure import Config
 from runtime import checkpoint, folder
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 
 REPO_ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
@@ -47,7 +47,7 @@ def modules_in(place: Path) -> Iterator[None]:
 def run(config: Config) -> list[dict]:
     """Train, and return the lines of metrics.jsonl."""
     train.train(config)
-    return read(folder.path_of(config) / "metrics.jsonl")
+    return read_metrics(folder.path_of(config) / "metrics.jsonl")
 
 
 def column(lines: list[dict], key: str) -> list:
@@ -77,7 +77,7 @@ def end(config: Config) -> End:
     """The `End` of a finished run."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith("perf/")}
-        for line in read(folder.path_of(config) / "metrics.jsonl")
+        for line in read_metrics(folder.path_of(config) / "metrics.jsonl")
     ]
     manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
     tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}

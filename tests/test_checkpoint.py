@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from configure.schema import Model, Optim
 from model import GPT
-from runtime import RunError, checkpoint, distributed
+from runtime import RankError, RunError, checkpoint, distributed
 from runtime.checkpoint import DamagedError
-from train import build_optimizer
+from runtime.state import build_optimizer
 
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 SMALL = Model(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=64, n_expert=4, top_k=2, expert_hidden=8)
@@ -221,7 +221,7 @@ def test_failed_save_stops_the_run_at_the_next_look(tmp_path, broken_disk):
         training.save(saver, 2)
         settle(saver)
         with pytest.raises(
-            RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is whole.*Make room"
+            RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is intact.*Make room"
         ):
             look()
         assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
@@ -282,7 +282,7 @@ def test_the_last_good_checkpoint_stays_when_saves_fail_and_newer_ones_are_damag
     for step in (4, 5):
         flip(checkpoint.folder_of(tmp_path, step) / ".metadata")
     assert checkpoint.latest(tmp_path, ALONE)[0] == 1
-    write(tmp_path, 4, keep=2)  # those put aside do not count
+    write(tmp_path, 4, keep=2)  # quarantined ones do not count
     assert names(tmp_path) == ["step_00000001", "step_00000004", "step_00000004.damaged", "step_00000005.damaged"]
     assert checkpoint.latest(tmp_path, ALONE)[0] == 4
 
@@ -294,9 +294,9 @@ def test_what_dead_saves_left_counts_for_nothing_and_is_swept(tmp_path):
     (tmp_path / "step_9").mkdir()
     (tmp_path / "step_00000003.damaged").mkdir()
     assert checkpoint.steps(tmp_path) == [6]
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_partial_saves(tmp_path)
     assert names(tmp_path) == ["step_00000003.damaged", "step_00000006", "step_9"]
-    checkpoint.sweep(tmp_path / "none")
+    checkpoint.remove_partial_saves(tmp_path / "none")
     write(tmp_path, 7)
     assert checkpoint.latest(tmp_path, ALONE)[0] == 7
 
@@ -365,8 +365,8 @@ def test_damaged_newest_is_named_and_put_aside(tmp_path, capsys):
     before = files(tmp_path / "step_00000006")
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2
     newest, older = capsys.readouterr().out.splitlines()
-    assert "step_00000006/__0_0.distcp: damaged" in newest and "put aside as step_00000006.damaged" in newest
-    assert "step_00000004: damaged, it has no manifest.json" in older
+    assert "step_00000006/__0_0.distcp: damaged" in newest and "quarantined as step_00000006.damaged" in newest
+    assert "step_00000004: damaged, manifest.json is missing" in older
     assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
     assert files(tmp_path / "step_00000006.damaged") == before
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
@@ -386,7 +386,7 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
 def test_damaged_checkpoint_is_not_evaluated(tmp_path):
     write(tmp_path, 1, 2)
     flip(tmp_path / "step_00000002" / "__0_0.distcp", 1000)
-    with pytest.raises(RunError, match="step_00000002/__0_0.distcp: damaged.* take that of step 1"):
+    with pytest.raises(RunError, match="step_00000002/__0_0.distcp: damaged.* use that of step 1"):
         checkpoint.load_model(tmp_path, 2, GPT(SMALL))
 
 
@@ -499,7 +499,7 @@ def be_killed(folder, kills):
             os.waitpid(child, 0)
             reported = max([last, *map(int, seen), *map(int, lines)])
         in_a_save += bool(list(folder.glob("*.tmp")))
-        checkpoint.sweep(folder)
+        checkpoint.remove_partial_saves(folder)
         step = checkpoint.latest(folder, ALONE)[0]
         assert reported <= step <= reported + 2, f"step {step} found, {reported} was whole"
         assert not list(folder.glob("*.damaged"))
@@ -606,3 +606,13 @@ def test_a_manifest_leads_nowhere_else(copied, name):
     (copied / "manifest.json").write_text(checkpoint._manifest_text(body))
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
+
+
+@pytest.mark.parametrize("error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)])
+def test_saver_of_many_ranks_waits_after_an_error_only_if_all_ranks_have_it(tmp_path, error, waits):
+    """A lost rank would keep it waiting for an hour."""
+    saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, keep=1, on_error="stop"), []
+    saver.writers, saver.wait = object(), lambda: waited.append(True)
+    with pytest.raises(error), saver:
+        raise error("a rank is lost")
+    assert bool(waited) == waits

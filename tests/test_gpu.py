@@ -9,9 +9,9 @@ import torch.distributed as dist
 from runs import checkpoints, column, end, run, steps
 from torch.nn.parallel import DistributedDataParallel
 
-import train
 from model import GPT
 from runtime import checkpoint
+from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.parallel import distribute
 from runtime.updates import Updates
@@ -49,7 +49,7 @@ def learn(config, dtype, wrap, steps=6):
     torch.manual_seed(0)
     model = GPT(config.model)
     runner = wrap(model, Ranks(0, 1, device))
-    optimizer = train.build_optimizer(model, config.optim)
+    optimizer = train_state.build_optimizer(model, config.optim)
     updates = Updates(optimizer, device, scaled=dtype == torch.float16, grad_clip=1.0)
     x = torch.arange(4 * 33, device=device).view(4, 33) * 7 % 251
     losses = []

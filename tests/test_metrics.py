@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import RunError
-from runtime.metrics import Metrics, imbalance_and_dead, load_metrics, read
+from runtime.metrics import Metrics, imbalance_and_dead, load_metrics, read_metrics
 
 fuzz = settings(
     max_examples=150,
@@ -28,7 +28,7 @@ fuzz = settings(
 
 
 def steps(folder):
-    return [line["step"] for line in read(folder / "metrics.jsonl")]
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def write_lines(folder, *lines, end="\n"):
@@ -40,10 +40,12 @@ def write_lines(folder, *lines, end="\n"):
 def test_metrics_are_numbers_line_by_line(tmp_path):
     metrics = Metrics(tmp_path, -1)
     metrics.log(0, 0, **{"val/loss": torch.tensor(2.5), "optim/lr": 0.1})
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 0, "tokens": 0, "val/loss": 2.5, "optim/lr": 0.1}]  # at once
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "tokens": 0, "val/loss": 2.5, "optim/lr": 0.1}
+    ]  # at once
     metrics.log(1, 64, **{"train/loss": math.inf, "val/loss": math.nan})
     metrics.close()
-    last = read(tmp_path / "metrics.jsonl")[-1]
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["step"] == 1 and last["train/loss"] == math.inf and math.isnan(last["val/loss"])
 
 
@@ -66,21 +68,21 @@ def test_resuming_leaves_each_step_once(tmp_path):
     late = {"step": 1, "tokens": 32, "a": 4}
     write_lines(tmp_path, {"step": 3, "tokens": 96, "a": 0}, line, other, again, late)
     Metrics(tmp_path, 2).close()
-    assert read(tmp_path / "metrics.jsonl") == [again, other, late]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [again, other, late]
 
 
 @pytest.mark.parametrize("end", ["", "\n", '\n{"step": 2, "tok', "\n" + "\0" * 5000, '\n{"st' + "\0" * 5000, "\n\n"])
 def test_a_broken_end_is_left_out(tmp_path, end):
     lines = [{"step": 0, "tokens": 0}, {"step": 1, "tokens": 64}]
     write_lines(tmp_path, *lines, end=end)
-    assert read(tmp_path / "metrics.jsonl") == lines
+    assert read_metrics(tmp_path / "metrics.jsonl") == lines
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "\0\0\0", "{"])
 def test_no_line_at_all(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert read(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 BROKEN = {
@@ -105,7 +107,7 @@ BROKEN = {
 def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     good = b'{"step": 0, "tokens": 0}'
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, line, good, b""]))
-    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is no JSON object .*; remove that line"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a JSON object .*; remove that line"):
         Metrics(tmp_path, 0)
     assert (tmp_path / "metrics.jsonl").read_bytes().count(good) == 2  # left as it was
 
@@ -135,7 +137,7 @@ def test_any_bytes_are_lines_or_a_named_error(tmp_path, lines, newline, resume_s
     data = newline.join(lines)
     path.write_bytes(data)
     try:
-        before = read(path)
+        before = read_metrics(path)
         Metrics(tmp_path, resume_step).close()
     except RunError as error:
         number = int(re.match(re.escape(f"{path}, line ") + r"(\d+) .*; remove that line$", str(error))[1])
@@ -144,7 +146,7 @@ def test_any_bytes_are_lines_or_a_named_error(tmp_path, lines, newline, resume_s
         return
     assert all(type(line["step"]) is int for line in before)
     assert all(isinstance(value, int | float) for line in before for value in line.values())
-    after = read(path)
+    after = read_metrics(path)
     assert {line["step"] for line in after} == {line["step"] for line in before if line["step"] <= resume_step}
     assert len({(line["step"], *line) for line in after}) == len(after)
 
@@ -159,7 +161,7 @@ def test_a_kill_at_any_byte_costs_the_line_in_writing(tmp_path, data):
     path.write_bytes(text[:cut] + b"\0" * nuls)
     ends = [match.end() - 1 for match in re.finditer(b"\n", text)]  # whole without its line break, but not with NULs
     whole = sum(end <= cut - (nuls > 0) for end in ends)
-    assert read(path) == lines[:whole]
+    assert read_metrics(path) == lines[:whole]
     metrics = Metrics(tmp_path, 3)
     metrics.log(9, 576)
     metrics.close()
@@ -173,10 +175,11 @@ def test_rewriting_reaches_the_disk_before_it_takes_the_files_place(tmp_path, mo
     monkeypatch.setattr(os, "replace", lambda old, new: events.append("replace") or replace(old, new))
     metrics = Metrics(tmp_path, 0)
     inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    assert events == [inode, "replace"]
+    begun = [inode, "replace", tmp_path.stat().st_ino]
+    assert events == begun
     metrics.log(1, 64)
     metrics.sync()
-    assert events == [inode, "replace", inode]
+    assert events == [*begun, inode]
     metrics.close()
 
     def fail(*args):
@@ -236,18 +239,22 @@ def test_numbers_of_a_run_that_begins_again_are_put_aside(tmp_path):
     metrics.close()
     for _ in range(2):  # the second is shorter, and takes nothing's place
         Metrics(tmp_path, -1).log(0, 0)
-        assert [line["step"] for line in read(tmp_path / "metrics.old.jsonl")] == [0, 1, 2] and steps(tmp_path) == [0]
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2] and steps(
+            tmp_path
+        ) == [0]
 
 
 def test_metrics_go_to_the_tracker_too(tmp_path):
     sent = []
-    tracker = SimpleNamespace(recall=sent.append, log=sent.append, finish=lambda: sent.append("finish"))
+    tracker = SimpleNamespace(
+        recall=sent.append, log=sent.append, finish=lambda exit_code: sent.append(("finish", exit_code))
+    )
     kept, late = ({"step": step, "tokens": 32 * step, "val/loss": 2.0} for step in (2, 4))
     write_lines(tmp_path, kept, late)
     metrics = Metrics(tmp_path, 3, tracker)
     metrics.log(3, 96, **{"train/loss": torch.tensor(1.0), "router/loads": torch.tensor([[1, 2]])})
     metrics.close()
-    assert sent == [[kept], {"step": 3, "tokens": 96, "train/loss": 1.0, "router/loads": [[1, 2]]}, "finish"]
+    assert sent == [[kept], {"step": 3, "tokens": 96, "train/loss": 1.0, "router/loads": [[1, 2]]}, ("finish", 0)]
 
 
 # ---- loads in numbers

@@ -31,7 +31,8 @@ from configure import ConfigError
 from eval.trained import load_model
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory
-from runtime.metrics import read
+from runtime import state as train_state
+from runtime.metrics import read_metrics
 from runtime.parallel import full_tensor
 
 REPO_ROOT = Path(__file__).parents[1]
@@ -166,9 +167,9 @@ def work(folder, name, rank=0):
     load_counts, save, build, Updates, settle = (
         model_module.expert_loads,
         checkpoint.Saver.save,
-        train.build_optimizer,
-        train.Updates,
-        train.warm_up_ddp_buckets,
+        train_state.build_optimizer,
+        train_state.Updates,
+        train_state.warm_up_ddp_buckets,
     )
     updates, settling = [], []
 
@@ -245,9 +246,9 @@ def work(folder, name, rank=0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "expert_loads", watched_loads)
         patch.setattr(checkpoint.Saver, "save", watched_save)
-        patch.setattr(train, "build_optimizer", watched_build)
-        patch.setattr(train, "Updates", watched_updates)
-        patch.setattr(train, "warm_up_ddp_buckets", watched_settling)
+        patch.setattr(train_state, "build_optimizer", watched_build)
+        patch.setattr(train_state, "Updates", watched_updates)
+        patch.setattr(train_state, "warm_up_ddp_buckets", watched_settling)
         train.train(config)
     return seen
 
@@ -332,7 +333,7 @@ def outcome(folder, request):
             assert not errors, "\n".join(errors)
             reports = [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
         run = folder / name / "tiny"
-        return Outcome(read(run / "metrics.jsonl"), reports, run)
+        return Outcome(read_metrics(run / "metrics.jsonl"), reports, run)
 
     return outcome
 
@@ -646,7 +647,7 @@ def test_two_agents_of_torchrun_train_like_one_process(jobs, folder):
         assert jobs(name).code == 0, jobs(name).output
     alone = configure.load(folder / "tiny.toml", [f"run.dir={(folder / 'one').as_posix()}", *NODES])
     train.train(alone)
-    one, two = (read(folder / way / "tiny" / "metrics.jsonl") for way in ("one", "nodes"))
+    one, two = (read_metrics(folder / way / "tiny" / "metrics.jsonl") for way in ("one", "nodes"))
     assert "fsdp, about" in jobs("node 0").output + jobs("node 1").output
     assert column(two, "step") == column(one, "step")
     for key in ("train/loss", "val/loss", "optim/grad_norm"):
@@ -719,8 +720,8 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = model_module.GPT(config.model).cuda()
-    optimizer = train.build_optimizer(model, config.optim)
-    updates = train.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
+    optimizer = train_state.build_optimizer(model, config.optim)
+    updates = train_state.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
     x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
     for _ in range(3):
         with torch.autocast("cuda", torch.float16):

@@ -29,11 +29,13 @@ from runs import Forked, checkpoints, column, end, meet_in, run, start_ranks, st
 import configure
 import train
 from configure.schema import KEYS
+from data.bins import check, fingerprint
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from model import GPT
-from runtime import RunError, checkpoint, folder
-from runtime.metrics import read
+from runtime import RunError, checkpoint, distributed, folder
+from runtime import state as train_state
+from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 
 REPO_ROOT = Path(__file__).parents[1]
@@ -97,7 +99,7 @@ def main(tiny_file, monkeypatch):
 def at(monkeypatch):
     """`at(place, action, after=n)`: call `action` at a place of training, when it has been there n times before."""
     places = {
-        "start-up": (train, "build_optimizer"),
+        "start-up": (train_state, "build_optimizer"),
         "step": (train, "learning_rate"),
         "save": (checkpoint.Saver, "_write"),
     }
@@ -146,11 +148,7 @@ def kill(number):
 def test_signal_in_a_step_saves_after_it(main, tiny, at, undisturbed, capsys, number):
     at("step", kill(number), after=4)
     assert main(*HARD) == EXIT_CODE == 75
-    assert (
-        capsys.readouterr()
-        .out.strip()
-        .endswith("asked to stop, saved at step 5. Started again (without --fresh) it goes on")
-    )
+    assert capsys.readouterr().out.strip().endswith("asked to stop, saved at step 5. The same command resumes it")
     assert steps(tiny(*HARD)) == [3, 5]
     assert main(*HARD) == 0
     assert "from step 5" in capsys.readouterr().out
@@ -160,7 +158,7 @@ def test_signal_in_a_step_saves_after_it(main, tiny, at, undisturbed, capsys, nu
 def test_signal_at_start_up_ends_before_the_first_step(main, tiny, at, undisturbed):
     at("start-up", kill(signal.SIGTERM))
     assert main(*HARD) == EXIT_CODE
-    assert steps(tiny(*HARD)) == [] and read(folder.path_of(tiny(*HARD)) / "metrics.jsonl") == []
+    assert steps(tiny(*HARD)) == [] and read_metrics(folder.path_of(tiny(*HARD)) / "metrics.jsonl") == []
     assert main(*HARD) == 0
     assert end(tiny(*HARD)) == undisturbed
 
@@ -171,7 +169,7 @@ def test_signal_in_an_evaluation_ends_it(main, tiny, during_evaluation, undistur
     assert main(*HARD) == EXIT_CODE
     assert len(passes) == 20 * evaluation + 3  # it did not wait for the other 17
     assert steps(tiny(*HARD)) == [s for s in (3, 6, 7) if s <= step]
-    assert column(read(folder.path_of(tiny(*HARD)) / "metrics.jsonl"), "step").count(step) < 2
+    assert column(read_metrics(folder.path_of(tiny(*HARD)) / "metrics.jsonl"), "step").count(step) < 2
     assert main(*HARD) == 0
     assert end(tiny(*HARD)) == undisturbed
 
@@ -200,7 +198,7 @@ def test_train_py_ends_with_the_code_that_asks_for_another_start(tiny_file, tiny
     command = [sys.executable, "train.py", tiny_file, *(f"--{key}" for key in own)]
     process = subprocess.Popen(command, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     metrics = folder.path_of(tiny()) / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and column(read(metrics), "train/loss")):
+    while process.poll() is None and not (metrics.exists() and column(read_metrics(metrics), "train/loss")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     sent = time.monotonic()
@@ -463,7 +461,7 @@ def test_full_disk_stops_the_run_which_goes_on_later(main, tiny, full_disk, save
     capsys.readouterr()
     assert main(*OFTEN) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert "step_00000004: the checkpoint could not be written" in line and "That of step 2 is whole" in line
+    assert "step_00000004: the checkpoint could not be written" in line and "That of step 2 is intact" in line
     assert [path.name for path in checkpoints(tiny()).iterdir()] == ["step_00000002"]
     full_disk.clear()
     assert main(*OFTEN) == 0
@@ -496,9 +494,9 @@ def test_run_whose_last_save_fails_is_a_failure(main, tiny, full_disk, saves_end
 
 def hold(path):
     """Lock the run in `path`, say so, and live on."""
-    folder.lock(path)
-    print("locked", flush=True)
-    time.sleep(100)
+    with folder.claim(path, distributed.Ranks(0, 1, torch.device("cpu"))):
+        print("locked", flush=True)
+        time.sleep(100)
 
 
 def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
@@ -576,10 +574,10 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
     else:
         tokenizer = json.loads((path / "meta.json").read_text())["tokenizer"]
         rewrite(path, tokenizer=tokenizer | {"hash": "0" * 64})
-    monkeypatch.setattr(train, "GPT", None)
+    monkeypatch.setattr(train_state, "GPT", None)
     with pytest.raises(RunError, match=f"the {what} has changed since step 2") as caught:
         train.train(tiny(where))
-    now = train.fingerprint(train.check(path, 257))
+    now = fingerprint(check(path, 257))
     assert then[what] in str(caught.value) and now[what] in str(caught.value) and then[what] != now[what]
     assert "--fresh" in str(caught.value)
     after = content(folder.path_of(tiny()))

@@ -1,11 +1,14 @@
 """The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals."""
 
+import fcntl
 import hashlib
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,18 +17,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import configure
 import train
 from data import DataError
 from data.bins import open_tokens
-from data.loader import Loader, fixed_windows, windows
+from data.loader import Loader, fixed_windows, stream_seed, windows
 from eval.trained import load_model
-from model import GPT
+from model import GPT, Stats
 from router import ROUTERS
-from runtime import RunError, checkpoint
+from runtime import RunError, cadence, checkpoint, reporter
+from runtime import state as train_state
+from runtime.batches import micro_batches
 from runtime.distributed import Ranks
-from runtime.metrics import read
+from runtime.metrics import read_metrics
+from runtime.signals import Stop
+from runtime.statistics import Statistics
 
 REPO_ROOT = Path(__file__).parents[1]
 
@@ -37,7 +45,7 @@ def folder_of(config):
 def run(config):
     """Train, and read the lines of metrics.jsonl."""
     train.train(config)
-    return read(folder_of(config) / "metrics.jsonl")
+    return read_metrics(folder_of(config) / "metrics.jsonl")
 
 
 def column(lines, key):
@@ -194,7 +202,7 @@ def test_weight_decay_on_matrices_only(tiny):
     model = GPT(config.model)
     decay = {
         id(parameter): group["weight_decay"]
-        for group in train.build_optimizer(model, config.optim).param_groups
+        for group in train_state.build_optimizer(model, config.optim).param_groups
         for parameter in group["params"]
     }
     spared = {"gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"}
@@ -203,6 +211,56 @@ def test_weight_decay_on_matrices_only(tiny):
     assert {"blocks.0.mlp.router.weight", "blocks.0.mlp.experts.w_in", "wte.weight", "wpe.weight"} < names.keys()
     for name, parameter in names.items():
         assert decay[id(parameter)] == (0 if name.endswith(tuple(spared)) else 0.3), name
+
+
+# ---- what is due, and what is summed
+
+
+def test_cadence_by_hand(tiny, monkeypatch):
+    config = tiny("train.max_steps=7", "train.checkpoint_interval=3", "eval.interval=2", "train.checkpoint_minutes=1")
+    now = [0.0]
+    monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
+    stop, plan = Stop(), SimpleNamespace(config=config, folder=folder_of(config))
+    due = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), stop)
+    seen = {}
+    for step in range(8):
+        seen[step] = due.at(step)
+        if seen[step].save:
+            due.saved(step)
+    assert [step for step in seen if seen[step].evaluate] == [0, 2, 4, 6, 7]
+    assert [step for step in seen if seen[step].save] == [3, 6, 7]
+    assert due.at(7).save is False  # saved already
+    now[0] = 61.0
+    assert due.at(8).save and not due.at(8).stop
+    stop.asked = True
+    assert due.at(8) == (False, True, True) and due.interrupt(8) == (False, True, True)
+    due.saved(8)
+    assert due.at(8) == due.interrupt(8) == (False, False, True)
+
+
+def test_statistics_by_hand():
+    stats = Statistics(2, 3, torch.device("cpu"))
+    first = Stats(torch.tensor([[1, 2, 3], [4, 0, 2]]), *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), torch.zeros(2))
+    second = Stats(torch.tensor([[0, 6, 0], [2, 2, 2]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), torch.ones(2))
+    for loss, routing in ((2.0, first), (4.0, second)):
+        stats.add_micro_batch(torch.tensor(loss), torch.tensor(0.25), routing)
+    stats.to_step_means(2)
+    assert (stats.steps, stats.loss, stats.aux_loss) == (1, 3, 0.25)
+    assert stats.entropy.tolist() == [1, 1.5] and stats.zero_gates.tolist() == [0.5, 0.5]
+    assert stats.loads.tolist() == [[1, 8, 3], [6, 2, 4]]
+    total = stats.new()
+    for _ in range(4):
+        total.add_step(stats)
+    assert total.steps == 4 and torch.equal(total.mean().vector, stats.vector)
+    total.reset()
+    assert not total.vector.any()
+
+
+def test_dropout_is_seeded_by_seed_step_and_rank(tiny, monkeypatch):
+    seeds, rate = [], train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda *args: seeds.append(torch.initial_seed()) or rate(*args))
+    run(tiny("run.seed=5", "train.max_steps=3"))
+    assert seeds == [stream_seed(5, step, 0) for step in range(3)]
 
 
 # ---- resuming
@@ -263,10 +321,10 @@ def test_ranks_share_out_the_same_batch(tiny, ranks, micro_batch):
     config = tiny()
     loader = Loader(open_tokens(Path(config.data.dir, config.data.name), "train"), 32, 8, seed=0)
     accumulation = 8 // (ranks * micro_batch)
-    parts = [
-        list(train.micro_batches(loader, micro_batch, accumulation, [5], Ranks(rank, ranks, torch.device("cpu"))))
-        for rank in range(ranks)
-    ]
+    plan = SimpleNamespace(
+        loader=loader, config=tiny(f"train.micro_batch_size={micro_batch}"), accumulation=accumulation
+    )
+    parts = [list(micro_batches(plan, [5], Ranks(rank, ranks, torch.device("cpu")))) for rank in range(ranks)]
     rows = [parts[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
     for mine, whole in zip(zip(*rows, strict=True), loader.batch(5), strict=True):
         assert torch.equal(torch.cat(mine), torch.from_numpy(whole))
@@ -401,6 +459,40 @@ def test_command_line_errors_are_one_message(tiny_file, change, arguments, words
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 3 and not done.stdout
+
+
+def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    command = [sys.executable, "train.py", tiny_file, "--optim.lrr=1"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean 'optim.lr'?" in done.stderr
+    done = subprocess.run(command[:-1], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "torch was imported" in done.stderr  # it would have been seen
+
+
+@pytest.mark.parametrize("error", [RuntimeError, RunError, KeyboardInterrupt])
+def test_everything_is_closed_after_an_error(tiny, monkeypatch, error):
+    def raising(optim, max_steps, step):
+        if step == 2:
+            raise error("stopped by the test")
+        return rate(optim, max_steps, step)
+
+    told, rate = [], train.learning_rate
+    tracker = SimpleNamespace(id="x", recall=print, log=print, finish=told.append)
+    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
+    monkeypatch.setattr(train, "learning_rate", raising)
+    config = tiny("train.checkpoint_interval=1", "log.interval=2")
+    with pytest.raises(error, match="stopped by the test") as caught:  # which keeps all that is not closed alive
+        train.train(config)
+    assert told == [1]  # wandb shows a failed run
+    assert not tqdm._instances  # the bar
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]  # of batches
+    with (folder_of(config) / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    del caught
+    monkeypatch.setattr(train, "learning_rate", rate)
+    assert run(config)[-1]["step"] == 4 and told == [1, 0]
 
 
 def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny):

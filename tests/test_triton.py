@@ -345,7 +345,9 @@ def test_where_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
         run([t.double() for t in leaves], experts, d_out.double())
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1.*"):
+    with pytest.raises(
+        ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1.*"
+    ):
         run(leaves, experts, d_out)
     old = mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4")
     with old:

@@ -13,11 +13,13 @@ from test_kernels import AsOnGPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from data.bins import open_tokens
 from data.loader import Loader
 from kernels import cross_entropy
 from model import GPT
 from runtime import RunError, checkpoint, folder
-from runtime.metrics import read
+from runtime import state as train_state
+from runtime.metrics import read_metrics
 from runtime.updates import BAD_GRADIENTS, WINDOW, Updates, is_spike
 
 # ---- against torch's own
@@ -277,7 +279,7 @@ def test_collapse_of_the_loss_scale_ends_with_advice(tiny, poison):
     weights = poison(range(100))
     with pytest.raises(RunError, match=r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"):
         run(tiny("train.max_steps=100", *HALF))
-    scales = column(read(folder.path_of(tiny()) / "metrics.jsonl"), "optim/loss_scale")
+    scales = column(read_metrics(folder.path_of(tiny()) / "metrics.jsonl"), "optim/loss_scale")
     assert len(scales) == 19 and min(scales) == 1
     assert len(weights) == 20 and torch.equal(weights[0], weights[-1])
 
@@ -303,14 +305,14 @@ def test_halted_run_is_noticed_before_it_saves_or_evaluates(tiny, poison, pause)
     with pytest.raises(RunError, match="in step 4, before its update"):
         run(config)
     assert len(weights) == 6 and not steps(config)
-    assert [line["step"] for line in read(folder.path_of(config) / "metrics.jsonl")] == [0]
+    assert [line["step"] for line in read_metrics(folder.path_of(config) / "metrics.jsonl")] == [0]
 
 
 @pytest.fixture
 def model(monkeypatch):
     """A function that returns the model that was trained last."""
-    build, built = train.build_optimizer, []
-    monkeypatch.setattr(train, "build_optimizer", lambda model, optim: built.append(model) or build(model, optim))
+    build, built = train_state.build_optimizer, []
+    monkeypatch.setattr(train_state, "build_optimizer", lambda model, optim: built.append(model) or build(model, optim))
     return lambda: built[-1]
 
 
@@ -338,7 +340,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, sa
     assert (report["step"], report["loss"], report["loss_scale"]) == (2, str(factor), 1.0)
     assert report["learning_rate"] == train.learning_rate(config.optim, 4, 2)
     (rank,) = report["ranks"]
-    tokens = train.open_tokens(Path(config.data.dir, config.data.name), "train")
+    tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
     loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
     assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
     assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)

@@ -20,10 +20,10 @@ from model import GPT, count_parameters, flops_per_token
 from router import ROUTERS, Router
 from runtime import RunError, checkpoint, distributed
 from runtime.parallel import compile_blocks
+from runtime.state import build_optimizer
 from runtime.updates import Updates
 from scripts.bench.harness import DTYPES, Benchmark, divide, synchronize, time_once
 from scripts.bench.peers import PEERS
-from train import build_optimizer
 
 NOTES = (
     "ratio: time over the first row's; peak GB: with weights and AdamW's state",

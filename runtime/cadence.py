@@ -1,0 +1,55 @@
+"""What is due at a step: evaluation, a checkpoint, a line of metrics, the end."""
+
+import time
+from typing import NamedTuple
+
+from runtime import distributed
+from runtime.distributed import Ranks
+from runtime.folder import val_losses
+from runtime.preflight import Plan
+from runtime.signals import Stop
+
+
+class Due(NamedTuple):
+    """What to do once a number of steps are done, before the next; the same on all ranks."""
+
+    evaluate: bool
+    save: bool
+    stop: bool  # some rank was asked to stop
+
+
+class Cadence:
+    """Decides what is due. Every rank asks at every step; they agree through their hosts, no device is waited for."""
+
+    def __init__(self, plan: Plan, start: int, ranks: Ranks, stop: Stop) -> None:
+        """`start`: step of the checkpoint that the run resumes from, or 0."""
+        self.config, self.ranks, self.stop = plan.config, ranks, stop
+        self.saved_step, self.saved_at = start, time.monotonic()
+        evaluated = start > 0 and start in val_losses(plan.folder)
+        self.evaluated_step = start if distributed.gather(evaluated, ranks.control)[0] else -1  # as rank 0 sees it
+
+    def at(self, step: int) -> Due:
+        """What is due after `step` steps. A rank that is asked to stop makes all ranks save and stop."""
+        train, last = self.config.train, step == self.config.train.max_steps
+        minutes = (time.monotonic() - self.saved_at) / 60
+        late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes  # by the clock of one rank
+        stop, late = distributed.any_rank([self.stop.asked, late], self.ranks)
+        on_interval = train.checkpoint_interval and step % train.checkpoint_interval == 0
+        evaluate = (step % self.config.eval.interval == 0 or last) and step != self.evaluated_step
+        return Due(
+            evaluate=evaluate and not stop,
+            save=step > self.saved_step and bool(stop or late or last or on_interval),
+            stop=stop,
+        )
+
+    def interrupt(self, step: int) -> Due:
+        """What is due when a rank was asked to stop during the evaluation at `step`."""
+        return Due(evaluate=False, save=step > self.saved_step, stop=True)
+
+    def log(self, step: int) -> bool:
+        """Whether step number `step` (from 1) ends an interval of metrics."""
+        return step % self.config.log.interval == 0 or step == self.config.train.max_steps
+
+    def saved(self, step: int) -> None:
+        """Note that a checkpoint of `step` is being written; the clock starts anew."""
+        self.saved_step, self.saved_at = step, time.monotonic()

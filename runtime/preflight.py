@@ -1,0 +1,121 @@
+"""Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from configure import Config
+from data import DataError
+from data.bins import Tokens, check, fingerprint, open_tokens
+from data.loader import Loader, fixed_windows
+from model import parameter_shapes
+from runtime import RunError, checkpoint, distributed, initial, memory
+from runtime import folder as run_folder
+
+
+class Plan(NamedTuple):
+    """What `preflight` found out about a run. Nothing of it has been written anywhere."""
+
+    config: Config
+    folder: Path  # runs/<name>
+    changes: list[str]  # `key: old -> new` against the run that is resumed, all of them allowed
+    last_step: int  # of the newest checkpoint; 0 if there is none
+    identity: dict[str, str]  # sha256 of the data set and of its tokenizer; a checkpoint must have the same
+    loader: Loader  # training batches
+    val_tokens: Tokens
+    val_windows: np.ndarray  # (W,) int64, the windows of every evaluation
+    device: torch.device
+    dtype: torch.dtype  # autocast computes in it
+    parallel: str  # "ddp", "fsdp" or "hsdp"
+    memory: memory.Memory  # estimated bytes on each rank
+    initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank takes in one step."""
+        train = self.config.train
+        return train.batch_size // (train.micro_batch_size * distributed.world_size())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every tensor."""
+        return self.parallel != "ddp"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of one optimizer step, over all ranks."""
+        return self.config.train.batch_size * self.config.model.block_size
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """A new autocast context in `dtype`; disabled for float32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def check_identity(self, step: int, metadata: dict) -> None:
+        """Refuse a checkpoint of other data or of code that did not record its data.
+
+        Args:
+            step: the checkpoint's step.
+            metadata: what the checkpoint recorded (`checkpoint.latest`).
+
+        Raises:
+            RunError: a sha256 in `identity` is missing there, or differs.
+        """
+        for what, now in self.identity.items():
+            if what not in metadata:
+                path = checkpoint.folder_of(self.folder / "checkpoints", step)
+                raise RunError(
+                    f"{path}: written by other code (no {what} in it). Use that code, or start over (--fresh)"
+                )
+            if metadata[what] != now:
+                raise RunError(
+                    f"{self.folder}: the {what} has changed since step {step}: sha256 {metadata[what]} then, {now} "
+                    f"now. Restore what the run started with (data.name, data.dir), or start over in a new folder "
+                    f"(--fresh)"
+                )
+
+
+def preflight(config: Config) -> Plan:
+    """Read, check and plan a run, without changing anything on disk or on a device.
+
+    Raises:
+        RunError: the folder holds another run, the device or the ranks do not suffice, or train.init_from does not fit.
+        DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
+    """
+    folder = run_folder.path_of(config)
+    changes = run_folder.changes(config)
+    last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
+
+    data, block_size = Path(config.data.dir, config.data.name), config.model.block_size
+    try:
+        identity = fingerprint(check(data, config.model.vocab_size))
+        train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
+        loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
+        val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)
+    except DataError as error:
+        if distributed.local_rank():
+            raise RunError(str(error)) from error  # the first rank of each node says it once
+        raise
+
+    device = distributed.pick_device(config.train.device)
+    dtype = distributed.pick_dtype(config.train.dtype, device)
+    shapes = parameter_shapes(config.model)
+    ranks, local_ranks = distributed.world_size(), distributed.local_size()
+    parallel, needed = memory.choose_parallelism(config, shapes, dtype, ranks, local_ranks, device)
+    return Plan(
+        config=config,
+        folder=folder,
+        changes=changes,
+        last_step=last_step,
+        identity=identity,
+        loader=loader,
+        val_tokens=val_tokens,
+        val_windows=val_windows,
+        device=device,
+        dtype=dtype,
+        parallel=parallel,
+        memory=needed,
+        initial_weights=None if last_step else initial.read(config),
+    )

@@ -1,0 +1,173 @@
+"""What rank 0 says of a run: the header, the progress bar, lines of metrics, wandb. Other ranks have a silent one."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from model import count_parameters, flops_per_token
+from runtime import RunError, distributed, memory
+from runtime.distributed import Ranks
+from runtime.folder import write_config
+from runtime.metrics import Metrics, load_metrics
+from runtime.preflight import Plan
+from runtime.state import TrainState
+from runtime.statistics import Statistics
+from runtime.tracker import start_wandb
+from runtime.updates import State
+
+BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
+
+
+def start_reporter(plan: Plan, state: TrainState, ranks: Ranks) -> "Reporter | SilentReporter":
+    """Rank 0's reporter, or the silent one of any other rank. Either is a context manager."""
+    return Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
+
+
+class SilentReporter:
+    """The reporter of ranks other than 0: the same methods, nothing said."""
+
+    metadata: dict[str, Any] = {}
+
+    def __enter__(self) -> "SilentReporter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Nothing to time."""
+        yield
+
+    def say_nothing(self, *_: object) -> None:
+        """Stands for every message."""
+
+    log_evaluation = log_steps = count_step = sync = say_nothing
+
+
+class Reporter:
+    """Writes config.toml, metrics.jsonl and wandb, the header to stdout and a progress bar to stderr.
+
+    Attributes:
+        metadata: what a checkpoint records of it: the id of its wandb run.
+    """
+
+    def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
+        """Print the header and open everything. Raises RunError if metrics.jsonl cannot be written."""
+        config, self.plan, self.ranks = plan.config, plan, ranks
+        write_config(plan.folder, config)
+        self.flops = flops_per_token(config.model)
+        self.peak = distributed.peak_flops(plan.device, plan.dtype)
+        self.scaled = state.updates.scaled
+        self.spikes = state.updates.read().spikes  # already reported
+        parameters = count_parameters(config.model)
+        _print_header(plan, ranks, state.step, *parameters)
+        total, active = (f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters)
+        tags = (config.model.router, config.data.name, total, f"{active} active")
+        tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
+        self.metadata = {"wandb": tracker.id} if tracker else {}
+        self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
+        self.bar = tqdm(
+            total=config.train.max_steps,
+            initial=state.step,
+            desc=config.run.name,
+            mininterval=0.3 if sys.stderr.isatty() else 10,
+            bar_format=BAR,
+        )
+        self.clock, self.timed = time.perf_counter(), 0  # that many steps were taken since then
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.bar.close()
+        with suppress(RunError) if error else nullcontext():  # the error under way is the one to be raised
+            self.metrics.close(failed=error is not None)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is done within is no part of the steps' time."""
+        start = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - start
+
+    def count_step(self) -> None:
+        """One more step is under way on the device."""
+        self.timed += 1
+        self.bar.update()
+
+    def sync(self) -> None:
+        """Make the lines so far survive a power failure. Comes before a checkpoint, whose steps are not repeated."""
+        self.metrics.sync()
+
+    def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """A line of validation metrics (`validation.evaluate`) after `step` steps."""
+        self.metrics.log(step, step * self.plan.tokens_per_step, **values)
+        self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}")
+
+    def log_steps(self, step: int, lr: float, counters: State, mean: Statistics, gammas: Tensor | None) -> None:
+        """A line of training metrics; the device is idle, since `counters` were just read from it.
+
+        Args:
+            step: steps done so far.
+            lr: rate of the last one.
+            counters: what became of the steps so far.
+            mean: statistics, means over the steps since the last line.
+            gammas: (L,) scales of KERN's routers, or None.
+        """
+        seconds = (time.perf_counter() - self.clock) / self.timed
+        tokens = self.plan.tokens_per_step
+        values = {"train/loss": mean.loss, "train/aux_loss": mean.aux_loss, "optim/lr": lr}
+        values |= {"optim/grad_norm": counters.grad_norm, "optim/skipped_steps": int(counters.skipped)}
+        if self.scaled:
+            values["optim/loss_scale"] = counters.scale
+        if self.plan.config.train.loss_spike != "off":
+            values["optim/loss_spikes"] = int(counters.spikes)
+        if len(mean.loads):  # no rows for a dense model
+            values |= {"router/entropy": mean.entropy.mean(), "router/zero_gates": mean.zero_gates.mean()}
+            values |= {"router/entropy_of_layers": mean.entropy, "router/loads": mean.loads}
+            values |= {f"router/{name}": value for name, value in load_metrics(mean.loads).items()}
+        if gammas is not None:
+            values |= {"router/gamma": gammas.mean(), "router/gamma_of_layers": gammas}
+        values |= {"perf/tokens_per_sec": tokens / seconds, "perf/step_ms": 1000 * seconds}
+        if self.peak:
+            values["perf/mfu"] = self.flops * tokens / seconds / (self.peak * self.ranks.world_size)
+        if self.plan.device.type == "cuda":
+            values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        self.metrics.log(step, step * tokens, **values)
+        self.bar.set_postfix_str(f"loss {mean.loss.item():.4f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
+        self._report_spikes(counters)
+        self.clock, self.timed = time.perf_counter(), 0
+
+    def _report_spikes(self, counters: State) -> None:
+        new, self.spikes = counters.spikes - self.spikes, counters.spikes
+        if not new:
+            return
+        count = f"{new:.0f} spikes, the last: " if new > 1 else ""
+        then = "skipped" if self.plan.config.train.loss_spike == "skip" else "taken all the same"
+        self.bar.write(
+            f"{self.plan.config.run.name}: {count}step {counters.spike_step + 1:.0f}, loss {counters.spike_loss:.4f} "
+            f"is a spike over {counters.spike_mean:.4f}: {then}"
+        )
+
+
+def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> None:
+    """Two or three lines: the model, the machine, the length of the run; the memory; what has changed in the config."""
+    config = plan.config
+    where = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    print(
+        f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
+        f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
+        f"{len(plan.val_windows)} validation windows" + (f", from step {step}" if step else "")
+    )
+    capacity = distributed.memory_bytes(plan.device)
+    print(f"{plan.folder}: memory: {memory.describe(plan.parallel, plan.memory, capacity)}")
+    if plan.changes:
+        print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

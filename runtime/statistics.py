@@ -1,0 +1,60 @@
+"""What a training step measures, in one vector, so that one collective sums all of it over the ranks."""
+
+import torch
+from torch import Tensor
+
+from model import Stats
+
+
+class Statistics:
+    """Sums over micro-batches, ranks and steps, as named views of one float64 vector on the device.
+
+    A step's own sums count its micro-batches; `to_step_means` turns them into means, so that `steps` is then 1. Loads
+    stay sums: they are tokens per step. Adding up several steps and dividing by `steps` gives their mean.
+
+    Attributes:
+        vector: (3 + 2 L + L E,) float64, all of the below one after the other.
+        steps: (), micro-batches of a step, or steps.
+        loss: (), cross-entropy, nats per token.
+        aux_loss: (), weighted balance and z-losses, mean over layers.
+        entropy: (L,) nats, of the routing scores.
+        zero_gates: (L,) fraction of the chosen gates that are exactly 0.
+        loads: (L, E) tokens per expert.
+    """
+
+    def __init__(self, n_layer: int, n_expert: int, device: torch.device, vector: Tensor | None = None) -> None:
+        """L = `n_layer` layers with a router (0 for a dense model), E = `n_expert`; zeros without a `vector`."""
+        sizes = (1, 1, 1, n_layer, n_layer, n_layer * n_expert)
+        self.shape = (n_layer, n_expert, device)
+        self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device) if vector is None else vector
+        self.steps, self.loss, self.aux_loss, self.entropy, self.zero_gates, loads = self.vector.split(sizes)
+        self.steps, self.loss, self.aux_loss = self.steps[0], self.loss[0], self.aux_loss[0]
+        self.loads = loads.view(n_layer, n_expert)
+
+    def new(self) -> "Statistics":
+        """Zeros of the same shape."""
+        return Statistics(*self.shape)
+
+    @torch.no_grad()
+    def add_micro_batch(self, loss: Tensor, aux_loss: Tensor, stats: Stats) -> None:
+        """Add one micro-batch: `loss` and `aux_loss` (), and the model's `stats` of L layers."""
+        parts = (torch.ones_like(loss), loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
+        self.vector += torch.cat([part.flatten().double() for part in parts])
+
+    @torch.no_grad()
+    def to_step_means(self, micro_batches: float) -> None:
+        """Divide all but the loads by the number of micro-batches of a step over all ranks, in place."""
+        means = len(self.vector) - self.loads.numel()
+        self.vector[:means] *= 1 / micro_batches
+
+    def add_step(self, step: "Statistics") -> None:
+        """Add one step's means."""
+        self.vector += step.vector
+
+    def reset(self) -> None:
+        """Forget everything added so far."""
+        self.vector.zero_()
+
+    def mean(self) -> "Statistics":
+        """The mean over the steps that were added; NaN if there were none."""
+        return Statistics(*self.shape, vector=self.vector / self.steps)

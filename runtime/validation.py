@@ -1,0 +1,60 @@
+"""Validation loss during training: the same windows every time, split across the ranks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loader import prefetch, windows
+from runtime import distributed
+from runtime.batches import to_host_tensors
+from runtime.distributed import Ranks
+from runtime.metrics import load_metrics
+from runtime.preflight import Plan
+from runtime.signals import Stop
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
+    """Cross-entropy and expert loads over the plan's validation windows. Every rank calls it.
+
+    Args:
+        model: what `parallel.distribute` returned. It is left in training mode.
+        plan: the run's plan.
+        ranks: this rank.
+        stop: whether this rank is asked to stop; looked at between micro-batches.
+
+    Returns:
+        The values of one line of metrics: `val/loss` () and `val/window_losses` (W,), nats per token; with routers
+        `val/loads` (L, E), tokens, and two numbers of them. None if any rank is asked to stop meanwhile.
+    """
+    model.eval()
+    indices, block_size = plan.val_windows, plan.config.model.block_size
+    mine = indices[ranks.rank :: ranks.world_size]
+    losses, loads = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device), []
+    micro_batch = plan.config.train.micro_batch_size
+    # Under FSDP2 every rank must join every forward pass: one without windows of its own takes any, and counts none.
+    rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
+    counts = [len(mine[first : first + micro_batch]) for first in rounds]
+    rows = (mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds)
+    batches = prefetch(to_host_tensors(windows(plan.val_tokens, chosen, block_size), ranks.device) for chosen in rows)
+    interrupted = False
+    for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
+        x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
+        with plan.autocast:
+            out = model(x, y)
+        losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
+        loads.append(out.stats.loads * min(count, 1))  # (L, E)
+        interrupted = distributed.any_rank([stop.asked], ranks)[0]
+        if interrupted:
+            break
+    model.train()
+    if interrupted:
+        return None
+    losses = distributed.sum_over_ranks(losses)
+    total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
+    values = {"val/loss": losses.mean(), "val/window_losses": losses}
+    if len(total_loads):  # no rows for a dense model
+        values |= {"val/loads": total_loads}
+        values |= {f"val/{name}": value for name, value in load_metrics(total_loads).items()}
+    return values
