@@ -22,7 +22,7 @@ def add_load_bar(
 ) -> None:
     """Add a colour bar for log2 of LOADS below `axes`."""
     bar = figure.colorbar(image, ax=axes, location="bottom", aspect=60, shrink=shrink, extend="both")
-    bar.set_ticks(np.log2(LOADS), labels=POWERS)
+    bar.set_ticks([*np.log2(LOADS)], labels=POWERS)
     bar.set_label(label)
 
 

@@ -1,6 +1,6 @@
 """One look per router, the same in every picture: colour for the screen, line style and marker for black and white.
 
-No two routers share a marker, and the paper's five differ in line style too, so nothing hangs on colour alone. The
+No two routers share a marker, and the paper's five differ in line style too, so nothing depends on colour alone. The
 colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's family is warm, softmax's blue,
 sigmoid's green.
 """
@@ -30,22 +30,20 @@ STYLES = {  # router: colour, line style, marker
     "sqrtgate": ("#003F63", ":", "8"),
 }
 OTHERS = [  # for routers that someone adds, in the order of router.py's table
-    ("#000000", LONG_DASHES, "o"),
-    ("#666666", "-", "s"),
-    ("#000000", ":", "^"),
-    ("#666666", "-.", "D"),
-    ("#000000", "-", "v"),
-    ("#666666", LONG_DASHES, "P"),
-    ("#000000", "-.", "*"),
-    ("#666666", ":", "X"),
+    *zip(
+        ["#000000", "#666666"] * 4,
+        [LONG_DASHES, "-", ":", "-."] + ["-", LONG_DASHES, "-.", ":"],
+        "os^DvP*X",
+        strict=True,
+    )
 ]
 
 
 def style(router: str) -> dict[str, Any]:
     """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
 
-    A router without a line in STYLES is black or grey, by its place among those; one that router.py no longer knows,
-    by its name.
+    A router without a line in STYLES is black or grey, by its place among those; one that is no longer in router.py, by
+    its name.
     """
     others = [name for name in ROUTERS if name not in STYLES]
     place = others.index(router) if router in others else zlib.crc32(router.encode())

@@ -3,18 +3,19 @@
 import math
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
 from conftest import TINY
 from runs import run as train_run
+from scipy import stats
 from test_report import invent, trained_on
 
 import configure
 from runtime import folder
 from scripts import compare, sample
-from scripts.report.claims import quantile
-from scripts.report.runs import load
+from scripts.report.runs import load_run_record
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +69,18 @@ def test_two_trained_runs(trained, said, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out = said(*trained, "--prompt", "a bee ", "--tokens", 70)
     head, rest = out.split("\n\n")[:2]
-    assert head.splitlines() == [f"A: {trained[0]}", f"B: {trained[1]}"]
+    assert head.splitlines() == [
+        f"{side}: {run}, evaluated up to step 4" for side, run in zip("AB", trained, strict=True)
+    ]
     assert [line.split() for line in rest.splitlines()[2:]] == [["model.router", "kern", "softmax"]]
     assert cells(out, "total") == ["0.03M", "0.03M"] and len(cells(out, "load imbalance")) == 2
-    a, b = (load(run).evaluations[4] for run in trained)
+    a, b = (load_run_record(run).evaluations[4] for run in trained)
     apart = np.subtract(a["val/window_losses"], b["val/window_losses"])
-    half = quantile(5) * apart.std(ddof=1) / math.sqrt(6)
+    half = stats.t.ppf(0.975, 5) * apart.std(ddof=1) / math.sqrt(6)
     row = [f"{value:.4f}" for value in (a["val/loss"], b["val/loss"])]
     row += [f"{apart.mean():+.4f}", f"[{apart.mean() - half:+.4f},", f"{apart.mean() + half:+.4f}]"]
-    assert cells(out, "4  ") == row and len(cells(out, "2  ")) == 5
-    assert "over the 6 validation windows" in out and "Seeds are not covered" in " ".join(out.split())
+    assert cells(out, "4  ")[:-1] == row and len(cells(out, "2  ")) == 6
+    assert "over the 6 validation windows" in out and "Other seeds may differ by more" in out
     texts = out.split("\n\n")[-1].splitlines()
     assert [part.strip() for part in texts[0].split("|")] == ["A, step 4", "B, step 4"]
     assert all(len(line) <= 100 and line[49] == "|" for line in texts)
@@ -85,8 +88,7 @@ def test_two_trained_runs(trained, said, monkeypatch):
 
 @pytest.mark.parametrize("side, router", [(0, "kern"), (1, "softmax")])
 def test_a_sample_is_that_of_scripts_sample(trained, said, capsys, monkeypatch, side, router):
-    monkeypatch.setenv("COLUMNS", "79")  # one below the other
-    monkeypatch.setattr(compare, "column", lambda head, text, width: [f"<{text}>"])
+    monkeypatch.setattr(compare, "format_columns", lambda heads, texts, width: "".join(f"<{text}>" for text in texts))
     texts = re.findall("<(.*?)>", said(*trained, "--prompt", "june", "--tokens", 9, "--seed", 3), re.DOTALL)
     sample.main([str(trained[side]), "--prompt", "june", "--tokens", "9", "--seed", "3", "--temperature", "0.8"])
     assert len(texts) == 2 and texts[side] == capsys.readouterr().out.removesuffix("\n")
@@ -97,49 +99,39 @@ def test_the_last_step_that_both_have(tmp_path, said):
     long = invent(tmp_path / "long", "run.name=long")
     short = invent(tmp_path / "short", "run.name=short", until=0.7, end=2.5)
     out = said(long, short, "--no-sample")
-    assert "nothing but run.name" in out
-    flat = " ".join(out.split())
-    assert "At step 700, the last that both have, A is lower by 0.5000 nats a token" in flat
-    assert "Step 700 is one of 1,000 in A and of 1,000 in B" in flat
-    rows = out.split("95% interval\n")[1].split("\n\n")[0].splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["100", "200", "400", "500", "700"]
+    assert "The configs differ only in run.name." in out
+    assert f"A: {long}, evaluated up to step 1,000\nB: {short}, evaluated up to step 700\n" in out
+    rows = out.split("lower\n")[1].split("\nIntervals")[0].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["100", "300", "500", "700"]
+    assert cells(out, "700") == ["2.0015", "2.5015", "-0.5000", "[-0.5000,", "-0.5000]", "A"]
     assert re.search(r"^step +1,000 +700 of 1,000$", out, re.MULTILINE)
-    assert "is one of" not in said(long, long, "--no-sample")
-
-
-def test_steps_of_the_table():
-    assert compare.some(list(range(0, 1001, 100))) == [200, 400, 600, 800, 1000]
-    assert compare.some([0, 5, 9]) == [5, 9] and compare.some([0]) == [0]
-    assert compare.some(list(range(1, 8))) == [1, 2, 4, 5, 7]
 
 
 def test_which_is_lower(tmp_path, said):
-    """By the interval; open where it holds zero; without one where windows' losses were not logged."""
-    runs = [
+    """By the interval; undecided where it contains zero, and where windows' losses were not logged."""
+    low, high, near = (
         invent(tmp_path / router, f"model.router={router}", f"run.name={router}", noise=0.05, end=end)
         for router, end in (("kern", 2.0), ("softmax", 2.5), ("tanh", 2.02))
-    ]
-    low, high, near = runs
-    assert "B is lower by" in " ".join(said(high, low, "--no-sample").split())
-    assert "A is lower by" in " ".join(said(low, high, "--no-sample").split())
-    assert "which of the two is lower stays open" in " ".join(said(low, near, "--no-sample").split())
+    )
+    for runs, lower in (((high, low), "B"), ((low, high), "A"), ((low, near), "undecided")):
+        assert cells(said(*runs, "--no-sample"), "1,000")[-1] == lower
     bare = [invent(tmp_path / f"bare{i}", f"run.seed={i}", without=("val/window",)) for i in (0, 1)]
-    out = " ".join(said(*bare, "--no-sample").split())
-    assert "A minus B is -0.1000 nats a token, without an interval" in out
-    assert "is lower by" not in out and "The interval is" not in out and "Seeds are not covered" in out
+    assert cells(said(*bare, "--no-sample"), "1,000")[2:] == ["-0.1000", "undecided"]
 
 
-def test_what_else_may_make_the_difference(tmp_path, said):
+def test_what_else_differs_is_shown(tmp_path, said):
     one = invent(tmp_path / "one")
     other = invent(tmp_path / "other", "run.seed=1", "train.batch_size=16", "train.deterministic=true")
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1001, "tokens": 1, "val/loss": NaN}\n')
     out = said(one, other, "--no-sample")
     assert cells(out, "train.batch_size") == ["8", "16"] and cells(out, "train.deterministic") == ["false", "true"]
-    flat = " ".join(out.split())
-    assert "Their seeds differ" in flat and "A step is 2,048 tokens in A and 4,096 in B" in flat
-    assert "B diverged: its loss was not finite at step 1,001" in flat
-    assert "seeds differ" not in (same := said(one, one, "--no-sample")) and "tokens in A" not in same
+    assert cells(out, "run.seed") == ["0", "1"] and "loss not finite at 1,001" in out
+
+
+def test_a_missing_package_is_named(monkeypatch, error):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert error("A", "B") == ("error: scipy not installed: pip install -r requirements-report.txt\n", "")
 
 
 # ---- what it refuses
@@ -154,8 +146,10 @@ def test_runs_on_other_text_show_their_configs_alone(tmp_path, error, said):
 
     one = run("one", facts={"data": "1", "tokenizer": "t"})
     cases = {
-        "trained on different data": run("data", "run.seed=1", facts={"data": "2", "tokenizer": "t"}),
-        "trained on different tokenizer": run("tokens", "run.seed=1", facts={"data": "1", "tokenizer": "u"}),
+        "data (sha256 in their checkpoints) is 1 and": run("data", "run.seed=1", facts={"data": "2", "tokenizer": "t"}),
+        "tokenizer (sha256 in their checkpoints) is": run(
+            "tokens", "run.seed=1", facts={"data": "1", "tokenizer": "u"}
+        ),
         "model.block_size is 256 and 128": run("length", "run.seed=1", "model.block_size=128"),
         "data.name is mix-bytes and pg19": run("name", "run.seed=1", "data.name=pg19"),
         "number of validation windows is 8 and 4": run("windows", "run.seed=1", windows=4),
@@ -195,7 +189,7 @@ def test_without_a_checkpoint_there_is_no_sample(trained, tmp_path, said):
 
 def test_columns_fit_the_terminal():
     texts = ["one\n    indented, and a line that is much too long for its column\n\n\tlast", "\x1b[2Jé" + "x" * 99]
-    wide = compare.beside(["A", "B"], texts, 83).splitlines()
+    wide = compare.format_columns(["A", "B"], texts, 83).splitlines()
     assert wide[0].split("|") == ["A".ljust(41), " B"] and wide[1].split(" | ") == ["-" * 40] * 2
     left, right = zip(*(line.split(" |") for line in wide[2:]), strict=True)
     assert [part.rstrip() for part in left] == [
@@ -203,5 +197,3 @@ def test_columns_fit_the_terminal():
     ]  # fmt: skip
     assert "".join(part.strip() for part in right) == "\ufffd[2Jé" + "x" * 99
     assert max(map(len, wide)) <= 83
-    narrow = compare.beside(["A", "B"], texts, 40).splitlines()
-    assert narrow[0] == "A" and narrow[narrow.index("B") - 1] == "" and max(map(len, narrow)) == 40

@@ -1,0 +1,1 @@
+"""scripts.report: runs sorted into settings, their losses paired, the paper's claims judged, on one page."""

@@ -1,348 +1,191 @@
-"""Pictures of a report. A router looks the same in all (eval/style.py), and nothing hangs on colour alone."""
+"""Pictures of a report: functions that return a figure, or None without data.
+
+Those of one setting take the baseline too, whether they need it or not, so that page.PICTURES can list them.
+A router looks the same in all of them (eval/style.py), and nothing depends on colour alone.
+"""
 
 import math
 import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from eval.pictures import finish, load_bar
+from eval.pictures import add_load_bar
 from eval.style import style
-from scripts.report.claims import differences, interval
+from scripts.report.claims import estimate_interval, pair_differences
+from scripts.report.runs import Arm, Setting
 
-MARKS = 12  # on a line, or not many more
-PAPERS = {"marker": "D", "markersize": 9, "color": "black", "markerfacecolor": "none", "linestyle": "none"}
+MARKS = 12  # markers per line, about
+HEIGHT, LABEL_HEIGHT = 5, 0.22  # inches
+LOSS = "validation loss, nats per token (lower is better)"
 
-
-def losses(setting, path):
-    """Validation loss, mean over seeds, by steps and tokens and, where it was measured, by time of training."""
-    figure, by_step, by_time = step_and_time(setting)
-    steps = setting.steps
-    for arm in setting.arms:
-        look = looks(setting, arm)
-        means = [statistics.fmean(arm.losses(step)) for step in steps]
-        by_step.plot(steps, means, label=f"{arm.label}: {means[-1]:.4f}", **look, markevery=marked(setting, arm, steps))
-        if len(arm.seeds) > 1:
-            ends = [(min(at), max(at)) for at in map(arm.losses, steps)]
-            by_step.fill_between(steps, *zip(*ends, strict=True), color=look["color"], alpha=0.2, linewidth=0)
-        if clock := clock_of(setting, arm):
-            timed = [(clock[step], mean) for step, mean in zip(steps, means, strict=True) if step in clock]
-            by_time.plot(*zip(*timed, strict=True), **look, markevery=marked(setting, arm, timed))
-    low = min(statistics.fmean(arm.losses(setting.end)) for arm in setting.arms)
-    late = steps[len(steps) // 4 :]
-    high = max(statistics.fmean(arm.losses(step)) for arm in setting.arms for step in late)
-    margin = 0.06 * (high - low) or 0.1
-    by_step.set(ylabel="validation loss, nats a token")
-    for axes in filter(None, (by_step, by_time)):
-        axes.set(ylim=(low - margin, high + margin))
-    legend(figure, by_step, f"mean over seeds at step {setting.end:,}")
-    finish(figure, path)
+Points = dict[Any, Sequence[float]]  # x: mean, low, high
+Lines = dict[str, tuple[dict[str, Any], Points]]  # label: style, points
 
 
-def leads(setting, baseline, path):
-    """Loss minus the baseline's: paired, with 95% intervals, by steps and tokens; at equal time of training. False
-    without a step of training."""
+def plot_loss(setting: Setting, baseline: str) -> Figure | None:
+    """Validation loss by steps, mean and range over seeds."""
+    lines = draw_arms(setting, lambda arm: {step: spread(arm.losses(step)) for step in setting.steps})
+    return plot_lines([(f"steps of {setting.tokens:,} tokens", LOSS, lines)], margin=0.06)
+
+
+def plot_loss_by_time(setting: Setting, baseline: str) -> Figure | None:
+    """Validation loss by time of training, where it was logged: median time, mean and range of losses over seeds."""
+
+    def time_losses(arm: Arm) -> Points:
+        clocks = [arm.runs[seed].minutes() for seed in arm.seeds]
+        last = min(map(max, clocks))
+        times = {
+            step: statistics.median(np.interp(step, [*clock], [*clock.values()]) for clock in clocks)
+            for step in setting.steps
+            if step <= last and last
+        }
+        return {at: spread(arm.losses(step)) for step, at in times.items()}
+
+    return plot_lines([("minutes of training", LOSS, draw_arms(setting, time_losses))], margin=0.06)
+
+
+def plot_difference(setting: Setting, baseline: str) -> Figure | None:
+    """Loss minus the baseline's with 95% intervals, by steps."""
     steps = [step for step in setting.steps if step]
-    if not steps:
-        return False
-    figure, by_step, by_time = step_and_time(setting)
-    shown = [0.0]
-    for arm in setting.arms:
+
+    def subtract(arm: Arm) -> Points:
         base = setting.counterpart(arm, baseline)
-        if base is None:
-            continue
-        look = looks(setting, arm)
-        found = [interval([differences(arm, base, step)]) for step in steps]
-        means = [one.mean for one in found]
-        shift = 0.006 * steps[-1] * (setting.arms.index(arm) - len(setting.arms) / 2)  # bars do not hide others
-        places, (begin, every) = [step + shift for step in steps], marked(setting, arm, steps)
-        barred = [(x, one) for x, one in zip(places, found, strict=True) if not math.isnan(one.low)][begin::every]
-        by_step.errorbar(
-            [x for x, _ in barred],
-            [one.mean for _, one in barred],
-            [one.mean - one.low for _, one in barred],
-            fmt="none",
-            ecolor=look["color"],
-            elinewidth=0.8,
-            capsize=2,
-        )
-        by_step.plot(places, means, label=arm.label, **look, markevery=(begin, every))
-        shown += [end for one in found[len(found) // 4 :] for end in one[:3] if not math.isnan(end)]
-        if by_time and (mine := at_equal_times(setting, arm, base, steps)):
-            by_time.plot(*zip(*mine, strict=True), **look, markevery=marked(setting, arm, mine))
-            shown += [value for _, value in mine[len(mine) // 4 :]]
-    margin = 0.15 * (max(shown) - min(shown)) or 0.01
-    for axes in filter(None, (by_step, by_time)):
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(ylim=(min(shown) - margin, max(shown) + margin))
-    by_step.set(ylabel=f"loss minus {baseline}'s, nats a token")
-    if by_time:
-        by_time.set(ylabel=f"loss minus {baseline}'s at that time")
-    legend(figure, by_step, "above 0: worse")
-    finish(figure, path)
-    return True
+        return {step: estimate_interval([pair_differences(arm, base, step)])[:3] for step in steps} if base else {}
+
+    lines = draw_arms(setting, subtract)
+    if lines:
+        lines[baseline] = {"color": "black", "linewidth": 0.8}, dict.fromkeys(steps, (0.0, 0.0, 0.0))
+    label = f"loss minus {baseline}'s, nats per token (below 0: better)"
+    return plot_lines([(f"steps of {setting.tokens:,} tokens", label, lines)], margin=0.3)
 
 
-def at_equal_times(setting, arm, base, steps):
-    """[(time, loss of `arm` then minus that of `base` at that time)], while both were training, by seeds of both."""
-    seeds = arm.shared(base)
-    mine, theirs = (
-        [
-            (clock[step], statistics.fmean(one.runs[seed].loss(step) for seed in seeds))
-            for step in steps
-            if step in clock
-        ]
-        for one, clock in ((arm, clock_of(setting, arm)), (base, clock_of(setting, base)))
-    )
-    if not theirs:
-        return []
-    times, values = zip(*theirs, strict=True)
-    return [(at, loss - np.interp(at, times, values)) for at, loss in mine if times[0] <= at <= times[-1]]
+def plot_routing(setting: Setting, baseline: str) -> Figure | None:
+    """Load imbalance, entropy of the gates and γ over training: means over layers, mean and range over seeds."""
 
+    def collect(arm: Arm, key: str) -> Points:
+        columns = [arm.runs[seed].logged(key) for seed in arm.seeds]
+        steps = sorted(set.intersection(*map(set, columns)))
+        return {step: spread([column[step] for column in columns]) for step in steps}
 
-def ends(settings, baseline, paper, path):
-    """Where each arm ends against the baseline, with 95% intervals; the paper's difference as an open diamond, True if
-    there is one."""
-    rows = [(s, arm, base) for s in settings for arm in s.arms if (base := s.counterpart(arm, baseline))]
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)), layout="constrained")
-    names, printed = [], False
-    for place, (setting, arm, base) in enumerate(rows):
-        names.append(f"{setting.label}: {arm.label}" if setting.label else arm.label)
-        found, look = interval([differences(arm, base, setting.end)]), looks(setting, arm)
-        axes.plot([found.low, found.high], [place, place], color=look["color"], linewidth=2)
-        axes.plot([found.mean], [place], color=look["color"], marker=look["marker"], linestyle="none")
-        comparable = paper and paper.same_tokens(setting)
-        theirs = paper.difference(setting, arm.router, base.router, setting.tenth(setting.end)) if comparable else None
-        if theirs is not None:
-            axes.plot([theirs], [place], **PAPERS)
-            printed = True
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(
-        ylim=(len(names) - 0.4, -0.6),
-        xlabel=f"loss {when(settings)} minus {baseline}'s, nats a token (right of 0: worse)",
-    )
-    axes.grid(axis="x", alpha=0.3)
-    if printed:
-        axes.plot([], [], **PAPERS, label="the paper's")
-    legend(figure, axes)
-    finish(figure, path)
-    return printed
-
-
-def routing(setting, path):
-    """Imbalance of loads, entropy of gates and γ over training, means over layers and seeds; False if there is none."""
-    wanted = {
-        "router/load_imbalance": "busiest expert's load / mean load",
-        "router/entropy": "entropy of the gates, nats",
+    K, E = setting.values["model.top_k"], setting.values["model.n_expert"]
+    labels = {
+        "router/load_imbalance": f"busiest expert's load / mean load (1 to {E / K:g})",
+        "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
         "router/gamma": "γ",
     }
-    lines = {arm.label: {key: over_training(arm, key) for key in wanted} for arm in setting.arms}
-    shown = [key for key in wanted if any(found[key] for found in lines.values())]
-    if not shown:
-        return False
-    figure, every = panels(len(shown))
-    for axes, key in zip(every, shown, strict=True):
+    return plot_lines(
+        [("steps", label, draw_arms(setting, partial(collect, key=key))) for key, label in labels.items()]
+    )
+
+
+def plot_axis(settings: Sequence[Setting], key: str) -> Figure | None:
+    """Loss at the end against a swept key, a panel per corpus; None if two settings have the same value."""
+    corpora: dict[str, Lines] = defaultdict(dict)
+    for setting in sorted(settings, key=lambda setting: setting.values[key]):
         for arm in setting.arms:
-            if points := lines[arm.label][key]:
-                every_so = marked(setting, arm, points)
-                axes.plot(*zip(*points, strict=True), label=arm.label, **looks(setting, arm), markevery=every_so)
-        axes.set(xlabel="steps", ylabel=wanted[key])
-        axes.grid(alpha=0.3)
-    K, E = setting.values["model.top_k"], setting.values["model.n_expert"]
-    if "router/load_imbalance" in shown:
-        every[shown.index("router/load_imbalance")].set_title(f"1: balanced; {E / K:g}: all tokens to {K} experts")
-    if "router/entropy" in shown:
-        every[shown.index("router/entropy")].set_title(f"{math.log(E):.2f}: all {E} experts alike")
-    legend(figure, max(every, key=lambda axes: len(axes.lines)))
-    finish(figure, path)
-    return True
-
-
-def loads(setting, path):
-    """Load of each expert over the mean at the end, a row of panels an arm: by layer and expert, and each layer's in
-    order of size. False without loads."""
-    arms = [(arm, shares) for arm in setting.arms if (shares := load_shares(setting, arm)) is not None]
-    if not arms:
-        return False
-    L, E = arms[0][1].shape
-    height = 0.55 + 0.14 * max(L, 3)
-    figure, every = plt.subplots(
-        *(len(arms), 2),
-        figsize=(12, 1.3 + height * len(arms)),
-        layout="constrained",
-        width_ratios=(3, 1),
-        squeeze=False,
-        sharex="col",
-    )
-    top = max(8, 1.2 * max(float(shares.max()) for _, shares in arms))
-    for (arm, shares), (heat, ranked) in zip(arms, every, strict=True):
-        with np.errstate(divide="ignore"):
-            image = heat.imshow(np.log2(shares), aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
-        heat.set(ylabel="layer", yticks=range(0, L, max(1, L // 6)))
-        heat.set_title(f"{arm.label}, seed {arm.seeds[0]}", loc="left", fontsize=9)
-        layers, experts = np.nonzero(shares == 0)
-        heat.plot(experts, layers, "kx", markersize=min(5, 300 / E), scalex=False, scaley=False)
-        for layer in range(L):
-            tone = str(0.75 * layer / max(1, L - 1))
-            line = np.sort(shares[layer][shares[layer] > 0])[::-1]
-            ranked.plot(line, color=tone, linestyle="-" if layer % 2 else "--", linewidth=1)
-        ranked.set_yscale("log", base=2)
-        ranked.set(ylim=(1 / 16, top))
-        ranked.set_ylabel("load / mean", fontsize=8)
-        ranked.set_yticks([1 / 8, 1, 8], ["1/8", "1", "8"])
-        ranked.grid(alpha=0.3)
-    every[-1][0].set_xlabel("expert")
-    every[-1][1].set_xlabel("experts, busiest first")
-    load_bar(figure, image, every, "load / mean load; ×: no token", 0.5)
-    finish(figure, path)
-    return True
-
-
-def load_shares(setting, arm):
-    """(layers, experts): load over the layer's mean in the last evaluation of the arm's first seed, or None."""
-    line = arm.runs[arm.seeds[0]].evaluations[setting.end]
-    if not line.get("val/loads"):
-        return None
-    counts = np.array(line["val/loads"], dtype=np.float64)
-    return counts / counts.mean(1, keepdims=True)
-
-
-def speed(setting, path):
-    """Tokens a second, median over the log's lines, with quartiles; False without."""
-    found = [(arm, speeds) for arm in setting.arms if len(speeds := speeds_of(arm)) > 1]
-    if not found:
-        return False
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.32 * len(found)), layout="constrained")
-    for place, (_, speeds) in enumerate(found):
-        low, middle, high = statistics.quantiles(speeds, n=4)
-        axes.barh(place, middle, color="#bbbbbb", edgecolor="black", height=0.6, zorder=2)
-        axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3, zorder=3)
-    axes.set_yticks(range(len(found)), [arm.label for arm, _ in found])
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(ylim=(len(found) - 0.4, -0.6), xlabel="tokens a second: median and quartiles over the lines of the log")
-    axes.grid(axis="x", alpha=0.3)
-    finish(figure, path)
-    return True
-
-
-def axis(settings, key, path):
-    """Loss at the end against what was swept, a line a router; a panel for each corpus. False if more than one setting
-    of a corpus has the same value."""
-    corpora = {}
-    for setting in sorted(settings, key=lambda setting: (setting.values["data.name"], setting.values[key])):
-        corpora.setdefault(setting.values["data.name"], []).append(setting)
-    if any(len({setting.values[key] for setting in mine}) < len(mine) for mine in corpora.values()):
-        return False
-    figure, every = panels(len(corpora))
-    for axes, (corpus, mine) in zip(every, corpora.items(), strict=True):
-        lines = {}
-        for setting in mine:
-            for arm in setting.arms:
-                point = setting.values[key], statistics.fmean(arm.losses(setting.end))
-                lines.setdefault(arm.label, (looks(setting, arm), []))[1].append(point)
-        for label, (look, points) in lines.items():
-            axes.plot(*zip(*points, strict=True), label=label, **look)
+            _, points = corpora[setting.values["data.name"]].setdefault(arm.label, (style_arm(setting, arm), {}))
+            if setting.values[key] in points:
+                return None
+            points[setting.values[key]] = spread(arm.losses(setting.end))
+    figure = plot_lines([(f"{key}, {corpus}", LOSS, lines) for corpus, lines in sorted(corpora.items())])
+    for axes in figure.axes if figure else ():
         axes.set_xscale("log", base=2)
-        ticks = [setting.values[key] for setting in mine]
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set(title=corpus, xlabel=key, ylabel=f"validation loss {when(mine)}, nats a token")
+    return figure
+
+
+def draw_arms(setting: Setting, points: Callable[[Arm], Points]) -> Lines:
+    """The line of each arm that has points."""
+    return {arm.label: (style_arm(setting, arm), found) for arm in setting.arms if (found := points(arm))}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, least and greatest."""
+    return statistics.fmean(values), min(values), max(values)
+
+
+def plot_lines(panels: Sequence[tuple[str, str, Lines]], margin: float | None = None) -> Figure | None:
+    """Lines with bands, a panel for each (x label, y label, lines) that has any; each named at its end with its value.
+
+    With `margin` the y-axis leaves out the steep first quarter of the lines, and has that part of its range to spare.
+    """
+    panels = [panel for panel in panels if panel[2]]
+    figure = Figure((8 if len(panels) == 1 else 6 * len(panels), HEIGHT), layout="constrained")
+    for i, (x_label, y_label, lines) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1, xlabel=x_label, ylabel=y_label)
         axes.grid(alpha=0.3)
-    legend(figure, max(every, key=lambda axes: len(axes.lines)))
-    finish(figure, path)
-    return True
+        ends, late = [], []
+        for j, (label, (look, points)) in enumerate(lines.items()):
+            means, lows, highs = zip(*points.values(), strict=True)
+            every = max(1, len(points) // MARKS)
+            axes.plot([*points], means, markevery=(j % every, every), **look)
+            axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
+            ends.append((means[-1], max(points), f"{label} {means[-1]:.4f}", look["color"]))
+            late += means[len(means) // 4 :]
+        if margin is not None:
+            spare = margin * (max(late) - min(late)) or 0.1
+            axes.set_ylim(min(late) - spare, max(late) + spare)
+        label_ends(axes, sorted(ends))
+    return figure if panels else None
 
 
-def when(settings):
-    """Where runs of these settings are compared, in words."""
-    return "at the end" if all(s.end == s.max_steps for s in settings) else "at the last common step"
+def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write a label at each end (y, x, label, colour), lowest first, without overlaps."""
+    low, high = axes.get_ylim()
+    heights = [(y - low) / (high - low) for y, *_ in ends]  # 0 to 1 within the axes
+    spaces = LABEL_HEIGHT / HEIGHT * np.arange(len(ends))
+    places = np.minimum(np.maximum.accumulate(heights - spaces) + spaces, 1 - spaces[::-1])
+    for (y, x, label, colour), place in zip(ends, places, strict=True):
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.5}
+        at = {"xy": (x, y), "xytext": (1.03, place), "textcoords": "axes fraction", "va": "center"}
+        axes.annotate(label, **at, color=colour, fontsize=9, arrowprops=arrow)
 
 
-def over_training(arm, key):
-    """[(step, mean over seeds)] of a number in the log's lines, at steps that all seeds have."""
-    columns = [{line["step"]: line[key] for line in arm.runs[seed].logs if key in line} for seed in arm.seeds]
-    return [
-        (step, statistics.fmean(c[step] for c in columns)) for step in columns[0] if all(step in c for c in columns)
-    ]
-
-
-def time_unit(setting):
-    """(seconds, its name) of the unit that suits the longest of the runs."""
-    longest = max(max(run.seconds().values()) for run in setting.runs)
-    return next(
-        unit for unit in ((3600, "hours"), (60, "minutes"), (1, "seconds")) if longest >= 2 * unit[0] or unit[0] == 1
-    )
-
-
-def clock_of(setting, arm):
-    """{step evaluated: time of training in the setting's unit, median over seeds}, empty if it was not measured.
-    Between lines of the log time is a straight line."""
-    clocks, unit = [arm.runs[seed].seconds() for seed in arm.seeds], time_unit(setting)[0]
-    last = min(map(max, clocks))
-    return {
-        step: statistics.median(np.interp(step, [*clock], [*clock.values()]) for clock in clocks) / unit
-        for step in setting.steps
-        if last and step <= last
-    }
-
-
-def speeds_of(arm):
-    return [
-        line["perf/tokens_per_sec"]
-        for seed in arm.seeds
-        for line in arm.runs[seed].logs
-        if "perf/tokens_per_sec" in line
-    ]
-
-
-def looks(setting, arm):
-    """style() of its router; arms of one router differ in their markers' faces."""
+def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
+    """The style of its router; arms of one router differ in their markers' faces."""
     twins = [other for other in setting.arms if other.router == arm.router]
-    faces = ("full", "none", "left", "right", "top", "bottom")
-    return style(arm.router) | {"fillstyle": faces[twins.index(arm) % len(faces)], "markersize": 5, "linewidth": 1.3}
+    face = ("full", "none", "left", "right", "top", "bottom")[twins.index(arm) % 6]
+    return style(arm.router) | {"fillstyle": face, "markersize": 5, "linewidth": 1.3}
 
 
-def marked(setting, arm, points):
-    """`markevery` of a line: fewer than twice MARKS, and not all arms' at the same points."""
-    every = max(1, len(points) // MARKS)
-    return setting.arms.index(arm) % every, every
+def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
+    """Where each arm ends against the baseline, with 95% intervals; diamonds: the paper's difference."""
+    rows = [(of, arm, base) for of in settings for arm in of.arms if (base := of.counterpart(arm, baseline))]
+    figure = Figure((8, 1.2 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, nats per token (left of 0: better)")
+    for place, (setting, arm, base) in enumerate(rows):
+        found, look = estimate_interval([pair_differences(arm, base, setting.end)]), style_arm(setting, arm)
+        axes.plot([found.low, found.high], [place, place], color=look["color"], linewidth=2)
+        axes.plot(found.mean, place, color=look["color"], marker=look["marker"])
+        theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
+        if theirs is not None and setting.has_paper_tokens:
+            axes.plot(theirs, place, "D", markersize=9, color="black", fillstyle="none")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_yticks(range(len(rows)), [f"{of.label}: {arm.label}" if of.label else arm.label for of, arm, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    return figure if rows else None
 
 
-def panels(number):
-    figure, every = plt.subplots(1, number, figsize=(6 * number, 5), layout="constrained", squeeze=False)
-    return figure, every[0]
-
-
-def step_and_time(setting):
-    """A figure, its panel by steps, with tokens above, and that by time of training, None if it was not measured."""
-    timed = any(clock_of(setting, arm) for arm in setting.arms)
-    figure, (by_step, *rest) = panels(2 if timed else 1)
-    unit, name = (1e9, "billions") if setting.tokens * setting.max_steps >= 1e9 else (1e6, "millions")
-    scale = setting.tokens / unit
-    above = by_step.secondary_xaxis("top", functions=(lambda x: x * scale, lambda x: x / scale))
-    above.set_xlabel(f"training tokens, {name}")
-    by_step.set(xlabel="steps")
-    by_step.xaxis.set_major_formatter("{x:,.0f}")
-    for axes in rest:
-        axes.set(xlabel=f"{time_unit(setting)[1]} of training, without evaluation and saving")
-    for axes in (by_step, *rest):
-        axes.grid(alpha=0.3)
-    return figure, by_step, rest[0] if rest else None
-
-
-def legend(figure, axes, title=None):
-    """Below the panels, of which it hides nothing."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        columns = max(1, int(15 * figure.get_figwidth() / (10 + max(map(len, labels)))))
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            title=title,
-            ncols=min(columns, len(labels)),
-            fontsize=9,
-            handlelength=3.5,
-            frameon=False,
-        )
+def plot_loads(setting: Setting, baseline: str) -> Figure | None:
+    """Load of each expert over its layer's mean at the last common evaluation, of each arm's first seed."""
+    lines = {arm.label: arm.first.evaluations[setting.end] for arm in setting.arms}
+    loads = {label: np.array(line["val/loads"], np.float64) for label, line in lines.items() if line.get("val/loads")}
+    figure = Figure((9, 1.3 + sum(0.55 + 0.14 * max(3, len(of)) for of in loads.values())), layout="constrained")
+    for i, (label, of) in enumerate(loads.items()):
+        axes = figure.add_subplot(len(loads), 1, i + 1, ylabel="layer", yticks=range(0, len(of), 1 + len(of) // 6))
+        axes.set_title(label, loc="left", fontsize=9)
+        with np.errstate(divide="ignore"):
+            octaves = np.log2(of / of.mean(1, keepdims=True))  # (L, E)
+        image = axes.imshow(octaves, aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
+        layers, experts = np.nonzero(of == 0)
+        axes.plot(experts, layers, "kx", markersize=min(5, 300 / of.shape[1]), scalex=False, scaley=False)
+        if i == len(loads) - 1:
+            axes.set_xlabel("expert")
+            add_load_bar(figure, image, figure.axes, "load / mean load; ×: no token", 0.5)
+    return figure if loads else None

@@ -1,0 +1,113 @@
+"""The page of a report: its text, tables and pictures."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+import configure
+from configure.schema import KEYS
+from eval import paper
+from eval.pages import Block, write_page
+from eval.pictures import save_figure
+from scripts.report import pictures, tables
+from scripts.report.claims import HOW, Finding, judge_claims
+from scripts.report.runs import ARM_KEYS, Run, Setting
+
+COST = """Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` and
+`python -m scripts.bench router` time routers in turns within one process."""
+SWEPT = ("model.n_expert", "model.top_k", "model.n_embd", "model.block_size", "model.expert_hidden")
+SHAPE = ("model.n_layer", *SWEPT, "optim.lr", "eval.windows")
+PICTURES = {  # of each setting: caption, function of the setting and the baseline
+    "loss": ("Validation loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
+    "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
+    "time": ("Validation loss by time of training, without evaluation and saving.", pictures.plot_loss_by_time),
+    "routing": ("Load imbalance, entropy of the gates and γ, means over layers and seeds.", pictures.plot_routing),
+    "loads": ("Load of each expert over its layer's mean, first seed, at the end; ×: no token.", pictures.plot_loads),
+}
+
+
+def write_report(
+    settings: Sequence[Setting], notes: Sequence[str], baseline: str, experiment: str | None, folder: Path
+) -> list[Finding]:
+    """Write report.md, report.html and their pictures into `folder`; returns the verdicts. Raises OSError."""
+    runs = [run for setting in settings for run in setting.runs]
+    findings = judge_claims(settings)
+    blocks: list[Block] = [("h1", f"{len(runs)} runs compared" if len(runs) > 1 else "One run")]
+
+    def add_picture(name: str, caption: str, figure: Figure | None) -> None:
+        if figure:
+            save_figure(figure, folder / f"{name}.png")
+            blocks.append(("picture", f"{name}.png", caption))
+
+    if notes:
+        blocks.append(("list", [f"**Note** {line}." for line in notes]))
+    at = "at the end" if all(of.end == of.max_steps for of in settings) else "at the last common step"
+    diamonds = "; diamonds: the paper's difference" * any(of.printed.losses and of.has_paper_tokens for of in settings)
+    ends = pictures.plot_ends(settings, baseline)
+    add_picture("ends", f"Loss {at} minus that of {baseline}, with 95% intervals{diamonds}.", ends)
+    blocks.append(("h2", "Claims"))
+    if findings:
+        blocks += [("table", *tables.build_claims_table(findings, settings)), ("p", HOW), ("p", COST)]
+    else:
+        blocks.append(("p", "None apply: no setting has both routers of a claim."))
+    swept = [key for key in SWEPT if len({setting.values[key] for setting in settings}) > 2]
+    for key in swept[:1]:  # others move with it
+        add_picture(key, f"Loss {at} against {key}, means over seeds.", pictures.plot_axis(settings, key))
+    for setting in settings:
+        based = any(setting.counterpart(arm, baseline) for arm in setting.arms)
+        blocks += [("h2", setting.label or "Loss"), ("p", describe_setting(setting))]
+        blocks += [("p", compare_with_paper(setting, experiment))] if experiment else []
+        blocks.append(("table", *tables.build_loss_table(setting)))
+        blocks += [("table", *tables.build_difference_table(setting, baseline))] if based else []
+        for name, (caption, plot) in PICTURES.items():
+            if based or name != "difference":
+                file = re.sub(r"[^A-Za-z0-9._]+", "-", f"{setting.label}-{name}").strip("-")
+                add_picture(file, caption.format(baseline), plot(setting, baseline))
+        blocks.append(("table", *tables.build_cost_table(setting, baseline if based else setting.arms[0].router)))
+    write_page([*blocks, ("h2", "Runs"), ("p", ", ".join(f"`{run.folder}`" for run in runs))], folder)
+    return findings
+
+
+def describe_setting(setting: Setting) -> str:
+    """Text, length and shape; of the arms' constants those that all runs share and that are not the default."""
+    of, tokens = setting.values, setting.tokens * setting.max_steps
+    constants = {key: {run.value(key) for run in setting.runs} for key in ARM_KEYS[1:]}
+    given = {key: of[key] for key in SHAPE}
+    given |= {key: value for key, (value, *more) in constants.items() if not more and value != KEYS[key]["default"]}
+    words = ", ".join(f"{key.split('.')[1]} {value:g}" for key, value in given.items())
+    steps = f"{setting.max_steps:,} steps of {setting.tokens:,} tokens, {tokens / 1e6:,.1f} M in all"
+    return f"`{of['data.name']}`, {steps}. {words}."
+
+
+def compare_with_paper(setting: Setting, experiment: str) -> str:
+    """How far the paper's numbers may be compared with these runs."""
+    printed = setting.printed
+    if not printed.losses:
+        return f"The paper prints no loss of `{experiment}` in this setting."
+    words = f"The paper's numbers are those of `{experiment}`, at the same part of training."
+    if differ := list_differences(setting, experiment):
+        words += (
+            " **Not the paper's setting**: compare differences between routers, not losses (the paper's values in "
+            f"brackets): {', '.join(differ)}."
+        )
+    if not setting.has_paper_tokens:
+        words += " **Other tokens** than GPT-2's: only the sign of the paper's differences can be compared."
+    if printed.deviations:
+        words += " ± is the standard deviation over seeds, ours of a sample, the paper's of a population."
+    shown = {(arm.router, i) for arm in setting.arms for i in setting.tenths}
+    doubts = [f"{at[0]} at {5 * at[1]}K: {why}" for at, why in printed.doubts.items() if at in shown]
+    return words + f" Numbers marked ? are doubtful: {'; '.join(doubts)}." * bool(doubts)
+
+
+def list_differences(setting: Setting, experiment: str) -> list[str]:
+    """`key = value here (value there)` for each value that no run of the experiment has."""
+    file = paper.EXPERIMENTS / f"{experiment}.toml"
+    points = [Run(file, configure.load(file, point), {}, []) for point in configure.sweep_points(file)]
+    found = []
+    for key in (*setting.values, *ARM_KEYS[1:]):
+        theirs = [point.value(key) for point in points]
+        if odd := sorted({run.value(key) for run in setting.runs}.difference(theirs)):
+            found.append(f"{key} = {', '.join(map(str, odd))} ({theirs[0]})")
+    return found

@@ -1,0 +1,109 @@
+"""The tables of a report, as a head and rows of text."""
+
+import statistics
+from collections.abc import Sequence
+
+from eval import paper
+from model import count_parameters
+from scripts.report.claims import Finding, estimate_interval, pair_differences
+from scripts.report.runs import Run, Setting
+
+Table = tuple[list[str], list[list[str]]]
+COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "load imbalance")
+
+
+def summarize_run(run: Run) -> list[str]:
+    """COLUMNS of a run at its last evaluation. tokens/s: median over the run; imbalance: busiest over mean load."""
+    total, active = count_parameters(run.config.model)
+    step, last = list(run.evaluations.items())[-1]
+    speeds = run.logged("perf/tokens_per_sec").values()
+    return [
+        run.config.run.name,
+        run.config.model.router,
+        f"{total / 1e6:.2f}M",
+        f"{active / 1e6:.2f}M",
+        f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"),
+        f"{last['val/loss']:.4f}",
+        f"{statistics.median(speeds):,.0f}" if speeds else "-",
+        f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-",
+    ]
+
+
+def format_mean(values: Sequence[float]) -> str:
+    """Mean and standard deviation (of a sample) over seeds."""
+    return f"{statistics.fmean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def build_loss_table(setting: Setting) -> Table:
+    """Loss of each arm at the tenths of training; below it the paper's and the difference."""
+    tenths, printed = setting.tenths or {0: setting.end}, setting.printed
+    scaled = bool(printed.losses) and setting.max_steps != paper.STEPS
+    head = ["validation loss at step", *(f"{step:,}" + f" ({5 * i}K)" * scaled * (i > 0) for i, step in tenths.items())]
+    rows = []
+    for arm in setting.arms:
+        seeds = f" ({len(arm.seeds)} seeds)" * (len(arm.seeds) > 1)
+        rows.append([f"**{arm.label}**{seeds}", *(format_mean(arm.losses(step)) for step in tenths.values())])
+        theirs = [printed.format_loss(arm.router, i) for i in tenths]
+        if any(theirs):
+            means = {(arm.router, i): statistics.fmean(arm.losses(step)) for i, step in tenths.items()}
+            apart = [f"{mean - printed.losses[at]:+.4f}" if at in printed.losses else "" for at, mean in means.items()]
+            rows += [["paper", *theirs], ["difference", *apart]]
+    return head, rows
+
+
+def build_difference_table(setting: Setting, baseline: str) -> Table:
+    """Each arm against the baseline at the last common step."""
+    head = [f"at step {setting.end:,}", "seeds", "loss", f"minus {baseline}, paired, 95%", f"{baseline} is"]
+    head += ["the paper's difference"] * bool(setting.printed.losses)
+    rows = []
+    for arm in setting.arms:
+        cells = [arm.label, str(len(arm.seeds)), format_mean(arm.losses(setting.end))]
+        if base := setting.counterpart(arm, baseline):
+            found = estimate_interval([pair_differences(arm, base, setting.end)])
+            cells[1] += f", {found.seeds} paired" * (found.seeds < len(arm.seeds))
+            word = "better" if found.low > 0 else "worse" if found.high < 0 else "undecided"
+            theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
+            cells += [str(found), word if found.seeds > 1 else "undecided (one seed)"]
+            cells.append("" if theirs is None else f"{theirs:+.4f}")
+        rows.append((cells + [""] * 3)[: len(head)])
+    return head, rows
+
+
+def build_cost_table(setting: Setting, baseline: str) -> Table:
+    """Size and speed of each arm, and what its router did in the last line of the first seed's log."""
+    head = [
+        "training",
+        "parameters",
+        "active",
+        "tokens/s",
+        f"time per step / {baseline}'s",
+        "zero gates",
+        "dead experts",
+    ]
+    rows = []
+    for arm in setting.arms:
+        base = arm if baseline in (arm.router, arm.label) else setting.counterpart(arm, baseline)
+        speed, its = (statistics.median(one.logged("perf/tokens_per_sec") or [0]) if one else 0 for one in (arm, base))
+        last = {key: value for line in arm.first.logs for key, value in line.items()}
+        zero, dead = last.get("router/zero_gates"), last.get("router/dead_experts")
+        cells = [f"{count / 1e6:.2f} M" for count in count_parameters(arm.first.config.model)]
+        cells += [f"{speed:,.0f}" if speed else "", f"{its / speed:.3f}" if speed and its else ""]
+        cells += ["" if zero is None else f"{zero:.3f}", "" if dead is None else f"{dead:g}"]
+        rows.append([arm.label, *cells])
+    return head, rows
+
+
+def build_claims_table(findings: Sequence[Finding], settings: Sequence[Setting]) -> Table:
+    """Left minus right and the verdict of each claim, in each setting and over all of them."""
+    several = len(settings) > 1
+    head = ["claim", "where", *["all settings"] * several]
+    head += [setting.label or "left minus right, 95%" for setting in settings]
+    rows = []
+    for claim, words, found, overall in findings:
+        cells = ["{} **{}**".format(*overall) if overall else ""] * several
+        for setting in settings:
+            theirs = setting.printed.subtract(claim.left, claim.right, claim.tenth)
+            cell = "{} **{}**".format(*found[setting.label]) if setting.label in found else ""
+            cells.append(cell + (f" (paper: {theirs:+.4f})" if cell and theirs is not None else ""))
+        rows.append([words, claim.source, *cells])
+    return head, rows
