@@ -28,11 +28,11 @@ import torch
 
 from configure import Config
 from data.bins import sha256_of
-from eval.pages import markdown
+from eval.pages import format_markdown
 from eval.paper import find_paper_table
 from eval.trained import Trained, add_run_arguments, load_run
 from runtime import RunError, checkpoint, distributed, writing
-from runtime.output import first_line, write_atomic
+from runtime.output import first_line, require_packages, write_atomic
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need
@@ -69,15 +69,14 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
     """Index the harness' tasks: the paper's alone if `names` has no other, since all take ten seconds.
 
     Raises:
-        RunError: lm-evaluation-harness is not installed.
+        ValueError: lm-evaluation-harness is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("LOGLEVEL", "ERROR")
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise RunError(f"{error.name} is not installed: pip install -r requirements-eval.txt") from error
+    require_packages("lm_eval", requirements="requirements-eval.txt")
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also raises what it logs
     if not set(names) <= set(TASKS):
@@ -233,7 +232,7 @@ def evaluate_tasks(
                 print(name, flush=True)
             found = evaluate_task(manager, adapter, spec, args)
             if not ranks.rank:
-                write_json(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
+                write_result(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
 
 
 # ---- report
@@ -277,10 +276,11 @@ def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[
     return ["task", "documents", "acc", "acc_norm", "chance", "paper"], rows
 
 
-def write_json(path: Path, value: dict) -> None:
-    """Write indented JSON. Raises RunError if the disk refuses it."""
+def write_result(path: Path, content: str | dict) -> None:
+    """Write a text, or a dict as JSON. Raises RunError if that fails."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1)
     with writing(path):
-        write_atomic(path, json.dumps(value, indent=1) + "\n")
+        write_atomic(path, text + "\n")
 
 
 def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace) -> None:
@@ -291,16 +291,15 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
     mean = mean_accuracy(results)
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
-    write_json(folder / "results.json", about | {"results": results})
-    text = markdown("table", *tabulate_results(results, config))
+    write_result(folder / "results.json", about | {"results": results})
+    text = format_markdown("table", *tabulate_results(results, config))
     if not paper_accuracies(config):
         text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
     if args.num_fewshot and args.tasks_dir:
         text += "\n\nExamples in the prompts are other documents of the same files."
-    with writing(folder / "table.md"):
-        write_atomic(folder / "table.md", text + "\n")
+    write_result(folder / "table.md", text)
     print(f"{text}\n\n{folder}/results.json")
     if config.log.wandb == "disabled":
         return

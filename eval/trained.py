@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from data.bins import fingerprint, open_tokenizer, read_meta, sha256_of
+from data import DataError
+from data.bins import Tokens, check, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
@@ -24,6 +25,11 @@ class Trained(NamedTuple):
     def label(self) -> str:
         """Name of the folder for results: step_00001000, or step_00001000_mean5."""
         return checkpoint.folder_of("", self.step).name + (f"_mean{self.average}" if self.average > 1 else "")
+
+    @property
+    def data_folder(self) -> Path:
+        """The data set that the run was trained on, if it is still there."""
+        return Path(self.config.data.dir, self.config.data.name)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,23 +90,38 @@ def find_tokenizer(trained: Trained) -> Tokenizer:
     Raises:
         ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
     """
-    config, wanted = trained.config, trained.metadata.get("tokenizer")
-    folder = Path(config.data.dir, config.data.name)
+    folder, name, wanted = trained.data_folder, trained.config.run.name, trained.metadata.get("tokenizer")
     if (folder / "meta.json").is_file():
         meta = read_meta(folder)
         if fingerprint(meta)["tokenizer"] == wanted:
             return open_tokenizer(folder)
         raise RunError(
-            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not the one {config.run.name} was trained with; "
+            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not the one {name} was trained with; "
             f"restore the data set of that run, or move this one away"
         )
-    for name in TOKENIZERS:
-        if sha256_of(identity(name)) == wanted:
-            return load_tokenizer(name)
+    for known in TOKENIZERS:
+        if sha256_of(identity(known)) == wanted:
+            return load_tokenizer(known)
     raise RunError(
-        f"{folder}: no such data set, and no known tokenizer is the one {config.run.name} was trained with; restore "
+        f"{folder}: no such data set, and no known tokenizer is the one {name} was trained with; restore "
         f"the data set (data.dir, data.name)"
     )
+
+
+def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
+    """Open a split of a prepared data set for a model.
+
+    Raises:
+        DataError: the set is damaged or incomplete, or has another tokenizer than the run's data.
+    """
+    meta = read_meta(folder)
+    if fingerprint(meta)["tokenizer"] != trained.metadata["tokenizer"]:
+        raise DataError(
+            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {trained.config.run.name}; name a "
+            f"set prepared with the run's tokenizer"
+        )
+    check(folder, trained.config.model.vocab_size)
+    return open_tokens(folder, split)
 
 
 def load_run(folder: str | Path, step: int | None = None, average: int = 1) -> tuple[Trained, Tokenizer]:

@@ -33,13 +33,13 @@ import torch
 from tqdm import tqdm
 
 from data import DataError, readers
-from data.bins import Tokens, check, fingerprint, open_tokens, partial_folder, read_meta
+from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
 from data.loader import fixed_windows, prefetch
 from data.sources import local_inputs
-from data.tokenizer import ByteTokenizer, Tokenizer, identity
+from data.tokenizer import ByteTokenizer, Tokenizer
 from eval.scoring import TOKENS
-from eval.trained import Trained, add_run_arguments, load_run
+from eval.trained import Trained, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
 from runtime import RunError, distributed
@@ -80,17 +80,9 @@ class Result(NamedTuple):
 # ---- what to score
 
 
-def open_set(folder: Path, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
+def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace) -> Corpus:
     """Open a prepared data set. Raises DataError if it is damaged, too short, or of another tokenizer."""
-    meta, block = read_meta(folder), trained.config.model.block_size
-    if meta.tokenizer != identity(tokenizer):
-        theirs, ours = (f"{of['name']!r} (hash {of['hash'][:8]})" for of in (meta.tokenizer, identity(tokenizer)))
-        raise DataError(
-            f"{folder}: its tokenizer is {theirs}, that of {trained.config.run.name} is {ours}; prepare the text again "
-            f"with --tokenizer {tokenizer.name}, or give the text itself"
-        )
-    check(folder, trained.config.model.vocab_size)
-    tokens = open_tokens(folder, args.split)
+    tokens, block = open_set(trained, folder, args.split), trained.config.model.block_size
     if args.stride is None:
         count = min(args.windows or trained.config.eval.windows, len(tokens))  # args.windows may be infinite
         start = block * fixed_windows(tokens, block, count)
@@ -99,7 +91,7 @@ def open_set(folder: Path, trained: Trained, tokenizer: Tokenizer, args: argpars
         check_token_count(tokens.name, len(tokens))
         windows = make_windows(len(tokens), block, args.stride)
         windows = windows[: min(args.windows or math.inf, len(windows))]
-    trained_on = all(trained.metadata.get(key) == sha256 for key, sha256 in fingerprint(meta).items())
+    trained_on = all(trained.metadata.get(key) == sha256 for key, sha256 in fingerprint(read_meta(folder)).items())
     return Corpus(str(folder), tokens, windows, args.split, trained_on)
 
 
@@ -149,7 +141,7 @@ def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argpars
     folders = [Path(name), Path(trained.config.data.dir, name)]
     for folder in folders:
         if (folder / "meta.json").is_file():
-            return open_set(folder, trained, tokenizer, args)
+            return open_prepared(folder, trained, args)
     if Path(name).is_file():
         return open_text(Path(name), trained, tokenizer, args)
     for folder in folders:
@@ -286,7 +278,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     if args.data:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
-        corpora = [open_set(Path(config.data.dir, config.data.name), trained, tokenizer, args)]
+        corpora = [open_prepared(trained.data_folder, trained, args)]
     device = distributed.pick_device(args.device)
     dtype = distributed.pick_dtype(config.train.dtype, device) if device.type == "cuda" else torch.float32
     model, lengths = model.to(device), token_lengths(tokenizer)

@@ -14,9 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from runs import Forked, meet_in, modules_in, start_ranks
 from test_scripts import small_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import train
 from data.tokenizer import ByteTokenizer
@@ -24,23 +22,16 @@ from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import checkpoint, distributed, folder
+from runtime.names import from_gpt2
 from scripts.export.__main__ import export_run
+from scripts.export.tokenizer_files import write_tokenizer
 
 # ---- against HFLM
 
 
-def hf_tokenizer():
-    """data.tokenizer.ByteTokenizer in the words of Hugging Face."""
-    vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {"<|endoftext|>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-
-
 def gpt2_and_ours(block=32):
-    """A random GPT2LMHeadModel, sharp enough that greedy and other answers both come, and our dense model of its
-    weights: transposed where GPT-2 has Conv1D, without biases, which are 0 at GPT-2's initialisation."""
+    """A random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and our dense model with its
+    weights, without biases, which are 0 at GPT-2's initialisation."""
     torch.manual_seed(3)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 24, "vocab_size": 257, "n_positions": block}
     theirs = GPT2LMHeadModel(
@@ -50,22 +41,17 @@ def gpt2_and_ours(block=32):
         **{"model.router": "dense", "model.pos": "learned", "model.block_size": block, "model.vocab_size": 257},
         **{"model.top_k": 2, "model.expert_hidden": 12},
     )
-    names = {"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"}
-    parts = {"ln_1": "ln_1", "ln_2": "ln_2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj"}
-    parts |= {"mlp.c_fc": "mlp.w_in", "mlp.c_proj": "mlp.w_out"}
-    names |= {f"h.{i}.{their}": f"blocks.{i}.{our}" for i in range(2) for their, our in parts.items()}
-    given = theirs.transformer.state_dict()
-    state = {f"{our}.weight": given[f"{their}.weight"] for their, our in names.items()}
-    state = {name: value.t() if name.split(".")[-2] in ("qkv", "proj", "w_in", "w_out") else value
-             for name, value in state.items()}  # fmt: skip
-    ours.load_state_dict(state)
+    state = from_gpt2(theirs.transformer.state_dict())
+    ours.load_state_dict({name: state[name] for name in ours.state_dict()})
     return theirs, ours
 
 
 @pytest.fixture(scope="module")
-def clients():
+def clients(tmp_path_factory):
     theirs, ours = gpt2_and_ours()
-    tokenizer = hf_tokenizer()
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(ByteTokenizer(), path, 32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     return HFLM(theirs, tokenizer=tokenizer, batch_size=3, max_length=32), Adapter(Scorer(ours), ByteTokenizer())
 
 
@@ -461,7 +447,7 @@ def test_a_task_that_does_not_exist(tmp_path):
 
 def test_without_the_harness_the_error_says_what_to_install(run):
     code, printed = Forked(partial(without_the_harness, str(run))).wait(60)
-    assert code == 2 and "error: lm_eval is not installed: pip install -r requirements-eval.txt" in printed
+    assert code == 2 and "error: lm_eval not installed: pip install -r requirements-eval.txt" in printed
 
 
 def without_the_harness(run):

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from data.bins import Tokens, check, fingerprint, open_tokens, read_meta
+from data.bins import Tokens
 from data.loader import count_windows, fixed_windows
 from data.tokenizer import Tokenizer
 from eval.pages import format_markdown, write_page
-from eval.trained import Trained, add_run_arguments, load_run
+from eval.trained import Trained, add_run_arguments, load_run, open_set
 from router import ROUTERS
 from runtime import distributed
 from runtime.output import require_packages, write_atomic
@@ -36,17 +36,10 @@ def open_validation_set(name: str | None, trained: Trained) -> tuple[Path, Token
         ValueError: an incomplete set, another tokenizer, or fewer than two validation windows.
     """
     config = trained.config
-    folder = Path(config.data.dir, config.data.name) if name is None else Path(name)
+    folder = trained.data_folder if name is None else Path(name)
     if not folder.is_dir() and Path(config.data.dir, folder).is_dir():
         folder = Path(config.data.dir, folder)
-    meta = read_meta(folder)
-    if fingerprint(meta)["tokenizer"] != trained.metadata["tokenizer"]:
-        raise ValueError(
-            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {config.run.name}; name a set "
-            f"prepared with the run's tokenizer"
-        )
-    check(folder, config.model.vocab_size)
-    tokens, T = open_tokens(folder, "val"), config.model.block_size
+    tokens, T = open_set(trained, folder, "val"), config.model.block_size
     if count_windows(tokens, T) < 2:
         raise ValueError(f"{folder}: one validation window of {T} tokens, chance needs two; name a larger set")
     return folder, tokens

@@ -26,8 +26,9 @@ from eval.trained import Trained, add_run_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
 from runtime.names import to_gpt2, to_hf
+from runtime.output import require_packages
 from scripts.export.card import format_card
-from scripts.export.check import DTYPES, check_export, import_transformers, load_source
+from scripts.export.check import DTYPES, check_export, load_source
 from scripts.export.tokenizer_files import write_json, write_tokenizer
 
 REPO_ROOT = Path(__file__).parents[2]
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, choices = Path(os.path.realpath(args.out)), (args.step, args.average, args.format)
     try:
         if args.check:
-            import_transformers()
+            require_packages("transformers", requirements="requirements-dev.txt")
         if args.check and is_taken(out):
             trained, tokenizer = load_source(args.run, out, *choices, args.dtype)
         else:

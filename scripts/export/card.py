@@ -11,7 +11,7 @@ import torch
 from configure import Config
 from data.bins import Meta, read_meta
 from data.sources import SOURCES
-from eval.pages import markdown
+from eval.pages import format_markdown
 from eval.trained import Trained
 from model import count_parameters
 from router import ROUTERS
@@ -40,7 +40,9 @@ computed in fp32 whatever the dtype of the rest. [router.py](router.py) is the c
 def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
     """README.md of an export of the run folder `run` as `form` ("nanokern" or "gpt2")."""
     config, model = trained.config, trained.config.model
-    spec, custom, meta = ROUTERS[model.router], form == "nanokern", read_data_meta(config)
+    spec, custom, meta = ROUTERS[model.router], form == "nanokern", None
+    if (trained.data_folder / "meta.json").is_file():
+        meta = read_meta(trained.data_folder)
     settings, (total, active) = model.model_dump(), count_parameters(model)
     mean = f"the mean of those of {trained.average} checkpoints up to" if trained.average > 1 else "those of"
     rows = [*data_rows(config, meta, trained.metadata), *loss_rows(trained, run)]
@@ -64,12 +66,6 @@ def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
         python=platform.python_version(),
         torch=torch.__version__,
     )
-
-
-def read_data_meta(config: Config) -> Meta | None:
-    """Meta of the run's data set, if it is there."""
-    folder = Path(config.data.dir, config.data.name)
-    return read_meta(folder) if (folder / "meta.json").is_file() else None
 
 
 def data_rows(config: Config, meta: Meta | None, metadata: dict[str, Any]) -> list[tuple[str, str]]:
@@ -115,4 +111,4 @@ def describe_licence(meta: Meta | None) -> str:
 
 def format_table(head: Sequence[str], rows: Iterable[tuple[str, Any]]) -> str:
     """A Markdown table of any values."""
-    return markdown("table", list(head), [[str(cell) for cell in row] for row in rows])
+    return format_markdown("table", list(head), [[str(cell) for cell in row] for row in rows])

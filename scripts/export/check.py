@@ -1,10 +1,8 @@
 """Check that an export is the model it was made from: load it with transformers and compare it with the run's."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,14 +26,6 @@ ODD_TEXTS = [
     "naïve 日本語 🙂 e\u0301 \u200b\u0000\x7f",
     "\u0378\U000105c0",
 ]
-
-
-def import_transformers() -> ModuleType:
-    """Import transformers. Raises ValueError if it is not installed."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError("--check needs transformers: pip install transformers (or -r requirements-dev.txt)") from error
 
 
 def load_source(
@@ -77,11 +67,12 @@ def read_export_config(out: Path) -> dict[str, Any]:
 
 def check_export(trained: Trained, tokenizer: Tokenizer, run: str | Path, out: Path) -> int:
     """Print what was compared and by how much it differs. Returns the exit code: 1 if something differs."""
-    hf = import_transformers()
+    import transformers as hf
+
     hf.utils.logging.set_verbosity_error()
     hf.utils.logging.disable_progress_bar()
     try:
-        errors = find_differences(hf, trained, tokenizer, out)
+        errors = find_differences(trained, tokenizer, out)
     except Exception as error:  # a damaged file makes transformers raise almost anything
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     for error in errors:
@@ -92,11 +83,13 @@ def check_export(trained: Trained, tokenizer: Tokenizer, run: str | Path, out: P
 
 
 @torch.no_grad()
-def find_differences(hf: ModuleType, trained: Trained, tokenizer: Tokenizer, out: Path) -> list[str]:
+def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[str]:
     """Compare tokenizer, logits and generation, in fp32; print what agrees and return what differs.
 
     The run's weights are first rounded to the export's dtype.
     """
+    import transformers as hf
+
     config = json.loads((out / "config.json").read_text())
     idx, place = read_windows(trained, tokenizer)
     trust = "auto_map" in config
@@ -128,8 +121,7 @@ def judge_distance(name: str, distance: float) -> list[str]:
 
 def read_windows(trained: Trained, tokenizer: Tokenizer) -> tuple[Tensor, str | Path]:
     """(WINDOWS, T) int64 validation tokens and their folder; random ids without the data set."""
-    T, data = trained.config.model.block_size, trained.config.data
-    folder = Path(data.dir, data.name)
+    T, folder = trained.config.model.block_size, trained.data_folder
     if (folder / "meta.json").is_file():
         tokens = open_tokens(folder, "val")
         starts = [(len(tokens) - T) * i // WINDOWS for i in range(WINDOWS)]
