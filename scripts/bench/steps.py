@@ -64,7 +64,7 @@ class Step:
     def parts(self) -> tuple[Callable[..., Any], Any, Updates, Tensor]:
         """The compiled model, the optimizer, its updates, and x and y (2, B, T)."""
         model, optimizer = build(self.config, self.device, self.make)
-        if self.compile and self.make is GPT:
+        if self.compile and isinstance(model, GPT):
             compile_blocks(model)
         elif self.compile:
             model = torch.compile(model)
@@ -188,11 +188,11 @@ def bench_length(args: Namespace, overrides: list[str]) -> None:
 
 def bench_router(args: Namespace, overrides: list[str]) -> None:
     """Time each router alone, forward and with backward, beside a training step of kern's model."""
-    routers = [router for router in args.routers if ROUTERS[router]]
-    if not routers:
+    specs = {router: spec for router in args.routers if (spec := ROUTERS[router])}
+    if not specs:
         raise RunError("dense has no router: name others")
     config = configure.load(args.config, [*overrides, "--model.router=kern"])
-    model, base = config.model, "softmax" if "softmax" in routers else routers[0]
+    model, base = config.model, "softmax" if "softmax" in specs else next(iter(specs))
     N, C, E, K = math.prod(get_shape(config)), model.n_embd, model.n_expert, model.top_k
     note = (
         f"gates in fp32, without balance losses; ratio: time over {base}'s; a step of kern has {model.n_layer} routers"
@@ -202,17 +202,17 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
     device = bench.device
     x = torch.randn(N, C, device=device, requires_grad=True)  # fp32, which LayerNorm returns under autocast too
     d_weights = torch.randn(N, K, device=device)
-    modules = {router: Router(C, E, K, ROUTERS[router]).to(device) for router in routers}
+    modules = {router: Router(C, E, K, spec).to(device) for router, spec in specs.items()}
 
     def both(router: str) -> None:
         torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
 
-    functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in routers}
-    functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in routers}
+    functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in specs}
+    functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in specs}
     functions["step", "kern"] = Step(config, device, dtype, compile=config.train.compile)
     median = bench.time(functions)
     step, rows = median.get(("step", "kern")), []
-    for router in routers:
+    for router in specs:
         seconds = median[router, "both"]
         row = [router, 1000 * median[router, "forward"], 1000 * seconds, seconds / median[base, "both"]]
         rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
@@ -220,7 +220,7 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
         rows.append([f"step, {name}", None, None, None, 1000 * step, 1.0])
     columns = ["router", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
     bench.add_table(columns, rows)
-    profiled = "kern" if "kern" in routers else routers[-1]
+    profiled = "kern" if "kern" in specs else base
     bench.profile(functions[profiled, "both"], f"router {profiled}, forward and backward")
 
 
