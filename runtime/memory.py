@@ -158,22 +158,18 @@ def check_state_fits(parallel: str, memory: Memory, capacity: int | None, world_
     """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
     if capacity is None or memory.state <= capacity:
         return
-    needed = f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has "
-    needed += format_bytes(capacity)
-    if parallel == "ddp":
-        ranks = _next_power_of_two(memory.state / (USABLE * capacity))
-        remedy = "set --train.parallel=fsdp"
-        remedy += f" on {ranks} GPUs (torchrun --nproc_per_node={ranks})" if ranks > world_size else ""
-    elif parallel == "hsdp":
-        remedy = "set --train.parallel=fsdp, which shards over all nodes"
-    else:
-        remedy = f"start {_next_power_of_two(world_size * memory.state / (USABLE * capacity))} ranks"
-    raise RunError(f"{needed}: {remedy}")
-
-
-def _next_power_of_two(least: float) -> int:
-    """A power of two divides most batch sizes; 2 at least."""
-    return 2 ** max(1, ceil(log2(least)))
+    least = memory.state / (USABLE * capacity) * (1 if parallel == "ddp" else world_size)
+    ranks = 2 ** max(1, ceil(log2(least)))  # a power of two divides most batch sizes
+    remedy = {
+        "ddp": "set --train.parallel=fsdp"
+        + f" on {ranks} GPUs (torchrun --nproc_per_node={ranks})" * (ranks > world_size),
+        "hsdp": "set --train.parallel=fsdp, which shards over all nodes",
+        "fsdp": f"start {ranks} ranks",
+    }
+    raise RunError(
+        f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has {format_bytes(capacity)}: "
+        f"{remedy[parallel]}"
+    )
 
 
 def format_bytes(size: float) -> str:

@@ -12,32 +12,22 @@ from torch import Tensor
 
 from runtime import RunError
 
-HF = {  # module of model.py: module of modeling_nanokern.py
-    "wte": "model.embed_tokens",
-    "wpe": "model.embed_positions",
-    "ln_f": "model.norm",
-    "lm_head": "lm_head",
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-    "attn.qkv": "self_attn.qkv_proj",  # stored as q_proj, k_proj, v_proj
-    "attn.proj": "self_attn.o_proj",
-    "mlp.w_in": "mlp.up_proj",
-    "mlp.w_out": "mlp.down_proj",
-    "mlp.router": "mlp.router",
-    "mlp.experts": "mlp.experts",
+MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2)
+    "wte": ("model.embed_tokens", "transformer.wte"),
+    "wpe": ("model.embed_positions", "transformer.wpe"),
+    "ln_f": ("model.norm", "transformer.ln_f"),
+    "lm_head": ("lm_head", "lm_head"),
+    "ln_1": ("input_layernorm", "ln_1"),
+    "ln_2": ("post_attention_layernorm", "ln_2"),
+    "attn.qkv": ("self_attn.qkv_proj", "attn.c_attn"),  # qkv_proj is stored as q_proj, k_proj, v_proj
+    "attn.proj": ("self_attn.o_proj", "attn.c_proj"),
+    "mlp.w_in": ("mlp.up_proj", "mlp.c_fc"),
+    "mlp.w_out": ("mlp.down_proj", "mlp.c_proj"),
+    "mlp.router": ("mlp.router", None),
+    "mlp.experts": ("mlp.experts", None),
 }
-GPT2 = {  # module of model.py: module of transformers' GPT-2
-    "wte": "transformer.wte",
-    "wpe": "transformer.wpe",
-    "ln_f": "transformer.ln_f",
-    "lm_head": "lm_head",
-    "ln_1": "ln_1",
-    "ln_2": "ln_2",
-    "attn.qkv": "attn.c_attn",
-    "attn.proj": "attn.c_proj",
-    "mlp.w_in": "mlp.c_fc",
-    "mlp.w_out": "mlp.c_proj",
-}
+HF = {name: hf for name, (hf, _) in MODULES.items()}
+GPT2 = {name: gpt2 for name, (_, gpt2) in MODULES.items() if gpt2}
 EXPERTS = {"w_in": "up_proj", "w_out": "down_proj"}  # (E, C, H) and (E, H, C) in both
 TRANSPOSED = ("attn.qkv", "attn.proj", "mlp.w_in", "mlp.w_out")  # (in, out) in GPT-2
 BIASED = ("ln_1", "ln_2", "ln_f", *TRANSPOSED)  # modules that always have a bias in GPT-2
