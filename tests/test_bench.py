@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import CASES, make
+from test_kernels import CASES, make_inputs
 
 import configure
 import scripts.bench.__main__ as bench
@@ -170,7 +170,7 @@ def test_figures_are_on_disk_after_each_table(benchmark: Benchmark, out: Path, c
 @pytest.mark.parametrize("case", ["typical", "idle expert"])
 @pytest.mark.parametrize("name", [name for name in bench_moe.ALTERNATIVES if name != "F.grouped_mm"])
 def test_alternatives_compute_the_same(name, case):
-    leaves, experts, d_out = make(*CASES[case], case, torch.float64)
+    leaves, experts, d_out = make_inputs(*CASES[case], case, torch.float64)
     assert_same(bench_moe.ALTERNATIVES[name], leaves, experts, d_out, 1e-12)
 
 

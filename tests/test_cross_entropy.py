@@ -1,6 +1,7 @@
-"""kernels/cross_entropy.py: both ways of computing it against F.cross_entropy in float64, and what memory it takes.
+"""kernels/cross_entropy.py: both backends against F.cross_entropy in float64, and peak memory.
 
-Without a GPU the Triton kernel is interpreted; that it compiles for the GPUs in use test_triton.py looks at."""
+Without a GPU the Triton kernel runs in the interpreter; test_triton.py tests that it compiles.
+"""
 
 import math
 import subprocess
@@ -31,7 +32,7 @@ SHAPES = {  # N, C, V
     "one token to choose": (9, 4, 1),
     "two": (40, 3, 2),
     "more than a block": (20, 8, 5000),
-    "a whole block": (5, 8, 4096),
+    "one full block": (5, 8, 4096),
 }
 WAYS = [("torch", dtype) for dtype in DTYPES] + [("triton", dtype) for dtype in DTYPES if dtype != torch.float64]
 
@@ -49,7 +50,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
 
 
-def make(N, C, V, dtype=torch.float32):
+def make_inputs(N, C, V, dtype=torch.float32):
     g = torch.Generator().manual_seed(N + V)
     x, weight = torch.randn(N, C, generator=g), 0.5 * torch.randn(V, C, generator=g)
     weight *= torch.linspace(0.5, 1.5, V)[:, None]  # the largest logits come late
@@ -57,7 +58,7 @@ def make(N, C, V, dtype=torch.float32):
     return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE)
 
 
-def run(x, weight, targets, backend="auto", scale=1.0, autocast=None):
+def run_backend(x, weight, targets, backend="auto", scale=1.0, autocast=None):
     """[loss, two gradients of scale · loss], every element that nothing writes being NaN."""
     x, weight = (t.detach().requires_grad_() for t in (x, weight))
     empty = torch.empty
@@ -103,8 +104,8 @@ def assert_near(got, wanted, tolerance):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend, dtype", WAYS)
 def test_equals_float64(backend, dtype, shape, small_chunks):
-    inputs = make(*SHAPES[shape], dtype)
-    got = run(*inputs, backend)
+    inputs = make_inputs(*SHAPES[shape], dtype)
+    got = run_backend(*inputs, backend)
     assert [t.dtype for t in got] == [torch.promote_types(dtype, torch.float32), dtype, dtype]
     assert_near(got, exact(*inputs), tolerance_of(dtype, inputs))
 
@@ -112,9 +113,9 @@ def test_equals_float64(backend, dtype, shape, small_chunks):
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.integers(1, 400), st.integers(1, 20), st.integers(1, 300), st.integers(1, 2**18))
 def test_any_shape_in_any_chunks(N, C, V, chunk_bytes):
-    inputs = make(N, C, V, torch.float64)
+    inputs = make_inputs(N, C, V, torch.float64)
     with mock.patch.object(cross_entropy, "CHUNK_BYTES", chunk_bytes):
-        got = run(*inputs)
+        got = run_backend(*inputs)
     for a, b in zip(got, exact(*inputs), strict=True):
         assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -136,8 +137,8 @@ def test_rows_of_a_chunk(n_row, vocab_size, itemsize):
 @pytest.mark.parametrize("dtype", HALF)
 def test_autocast(dtype, backend, small_chunks):
     """Inputs are rounded to its type, and gradients are float32, like the inputs."""
-    x, weight, targets = make(140, 16, 257)
-    got = run(x, weight, targets, backend, autocast=dtype)
+    x, weight, targets = make_inputs(140, 16, 257)
+    got = run_backend(x, weight, targets, backend, autocast=dtype)
     assert {t.dtype for t in got} == {torch.float32}
     assert_near(got, exact(x.to(dtype), weight.to(dtype), targets), tolerance_of(dtype, (x, weight)))
 
@@ -145,26 +146,26 @@ def test_autocast(dtype, backend, small_chunks):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_large_and_small_logits(backend):
     """±1e4, whole numbers so that nothing is rounded before the softmax, and rows where two are on top."""
-    x, weight, targets = ((100 * t).round() if t.is_floating_point() else t for t in make(60, 8, 300))
+    x, weight, targets = ((100 * t).round() if t.is_floating_point() else t for t in make_inputs(60, 8, 300))
     weight[7], targets[::3] = weight[5], 7
     x[::2], x[1::4] = (x[::2] / 10).round(), 20 * weight[5].sign()
     logits = x @ weight.T
     assert logits.max() > 1e4 and logits.min() < -1e4
     tolerance = tolerance_of(torch.float32, (x, weight))
-    assert_near(run(x, weight, targets, backend), exact(x, weight, targets), tolerance)
+    assert_near(run_backend(x, weight, targets, backend), exact(x, weight, targets), tolerance)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_small_probabilities_in_float16(backend):
     """At the start of training each is 2e-5, below the least normal number of float16; under a small loss scale or a
     large one."""
-    x, weight, targets = make(8, 8, 50304)
+    x, weight, targets = make_inputs(8, 8, 50304)
     x, weight = x.half().float(), (0.05 * weight).half().float()
     wanted = exact(x, weight, targets)
     others = torch.ones(50304, dtype=torch.bool, device=DEVICE).index_fill_(0, targets, False)  # not drowned by targets
     tolerance = torch.finfo(torch.float16).eps / 2  # of one rounding; observed: 0.45 of it
     for scale in (2.0**-10, 1.0, 2.0**20):
-        loss, d_x, d_weight = run(x, weight, targets, backend, scale, torch.float16)
+        loss, d_x, d_weight = run_backend(x, weight, targets, backend, scale, torch.float16)
         assert_near([loss, d_x / scale, d_weight / scale], wanted, tolerance)
         error = d_weight[others] / scale - wanted[2][others]
         assert error.norm() < tolerance * wanted[2][others].norm()
@@ -173,17 +174,17 @@ def test_small_probabilities_in_float16(backend):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_large_sums_in_float16(backend, small_chunks):
     """One token is the target of every row: its weight's gradient is a sum that float16 cannot hold."""
-    x, weight, targets = make(140, 8, 20)
+    x, weight, targets = make_inputs(140, 8, 20)
     x, weight, targets = (4 + x).half().float(), weight.half().float(), torch.full_like(targets, 3)
     assert 256 * 140 * 4 > torch.finfo(torch.float16).max
     tolerance = tolerance_of(torch.float16, (x, weight))
-    assert_near(run(x, weight, targets, backend, autocast=torch.float16), exact(x, weight, targets), tolerance)
+    assert_near(run_backend(x, weight, targets, backend, autocast=torch.float16), exact(x, weight, targets), tolerance)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_without_gradients_there_is_no_work_for_them(backend, monkeypatch):
-    x, weight, targets = make(20, 16, 257)
-    wanted = run(x, weight, targets, backend)[0]
+def test_without_gradients_none_are_computed(backend, monkeypatch):
+    x, weight, targets = make_inputs(20, 16, 257)
+    wanted = run_backend(x, weight, targets, backend)[0]
     weight.requires_grad_()
     before = weight.detach().clone()
     monkeypatch.setattr(cross_entropy, "add_product", lambda *args: pytest.fail("a gradient"))
@@ -196,14 +197,14 @@ def test_without_gradients_there_is_no_work_for_them(backend, monkeypatch):
 
 
 def test_frozen_head():
-    x, weight, targets = make(30, 8, 20)
+    x, weight, targets = make_inputs(30, 8, 20)
     linear_cross_entropy(x.requires_grad_(), weight, targets)[0].backward()
     assert_close(x.grad, exact(x, weight, targets)[1].float())
     assert weight.grad is None
 
 
 def test_backward_twice():
-    x, weight, targets = make(30, 8, 20)
+    x, weight, targets = make_inputs(30, 8, 20)
     loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)[0]
     first = torch.autograd.grad(2 * loss, (x, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (x, weight), retain_graph=True)
@@ -215,7 +216,7 @@ def test_backward_twice():
 
 
 def test_targets_outside_the_vocabulary():
-    x, weight, targets = make(30, 8, 20)
+    x, weight, targets = make_inputs(30, 8, 20)
     for wrong in (20, -1, -100):
         targets[4] = wrong
         if not find_triton_problem(x.device, x.dtype):
@@ -228,22 +229,22 @@ def test_targets_outside_the_vocabulary():
 
 
 def test_backends():
-    x, weight, targets = make(30, 8, 20)
+    x, weight, targets = make_inputs(30, 8, 20)
     with pytest.raises(ValueError, match="'fast' is not one of auto, reference, torch, triton"):
         linear_cross_entropy(x, weight, targets, "fast")[0]
     with pytest.raises(ValueError, match="'triton' .*auto"):
         linear_cross_entropy(x.double(), weight.double(), targets, "triton")[0]
     assert_close(linear_cross_entropy(x, weight, targets, "reference")[0], linear_cross_entropy(x, weight, targets)[0])
-    reference = run(x, weight, targets, "reference", autocast=torch.bfloat16)
+    reference = run_backend(x, weight, targets, "reference", autocast=torch.bfloat16)
     assert {t.dtype for t in reference} == {torch.float32}
     assert_near(reference, exact(x.bfloat16(), weight.bfloat16(), targets), tolerance_of(torch.bfloat16, (x, weight)))
 
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_operator_is_as_its_fake(grad):
-    x, weight, targets = make(30, 8, 20)
+    x, weight, targets = make_inputs(30, 8, 20)
     arguments = (x.requires_grad_(grad), weight.requires_grad_(grad), targets, torch.float32, grad, False)
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others derive d_x and d_w, too
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others also differentiate d_x and d_w
     torch.library.opcheck(cross_entropy.linear_cross_entropy_op, arguments, test_utils=checks)
 
 
@@ -289,7 +290,7 @@ def step(N, V, backend):
     cross_entropy.linear_cross_entropy(x, weight, torch.randint(V, (N,)), backend)[0].backward()
 
 cross_entropy.CHUNK_BYTES = 2**24
-for backend in ("torch", "reference"):  # what libraries keep is there before
+for backend in ("torch", "reference"):  # allocate what libraries keep
     step(512, 512, backend)
 for backend in ("torch", "reference"):
     before = peak()
@@ -300,7 +301,7 @@ for backend in ("torch", "reference"):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_peak_memory():
-    """The whole process's: 16 MiB chunks against three times all logits, 512 MiB each."""
+    """Peak of the process: 16 MiB chunks against three times all logits, 512 MiB each."""
     process = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
     )
@@ -321,9 +322,11 @@ def test_peak_memory():
 @pytest.mark.parametrize("N, C, V", [(8192, 768, 50304), (4096, 768, 50257), (8192, 128, 257)])
 def test_full_size_on_a_gpu(N, C, V, dtype, backend, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 2**27)
-    x, weight, targets = make(N, C, V)
+    x, weight, targets = make_inputs(N, C, V)
     weight *= 0.1
-    first, again = (run(x, weight, targets, backend, autocast=dtype if dtype in HALF else None) for _ in range(2))
+    first, again = (
+        run_backend(x, weight, targets, backend, autocast=dtype if dtype in HALF else None) for _ in range(2)
+    )
     tolerance = (
         3e-6 if dtype == torch.float32 else tolerance_of(dtype, (x, weight))
     )  # a GPU sums in tiles, not in a row

@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-def make(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
+def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
     """(x, w_in, w_out, weights), experts and the gradient of the output."""
     g = torch.Generator().manual_seed(N + E)
     x, w_in, w_out, d_out = (torch.randn(s, generator=g) for s in ((N, C), (E, C, H), (E, H, C), (N, C)))
@@ -47,7 +47,7 @@ def make(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
     return leaves, experts, d_out.to(device, dtype)
 
 
-def run(backend, leaves, experts, d_out):
+def run_backend(backend, leaves, experts, d_out):
     """[output, four gradients]."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     out = expert_mlp(*leaves, experts, backend)
@@ -56,9 +56,9 @@ def run(backend, leaves, experts, d_out):
 
 def assert_equals_reference(leaves, experts, d_out):
     dtype = leaves[0].dtype
-    mine = run("torch", leaves, experts, d_out)
+    mine = run_backend("torch", leaves, experts, d_out)
     plain = experts.as_subclass(torch.Tensor)
-    wanted = run("reference", [t.double() for t in leaves], plain, d_out.double())
+    wanted = run_backend("reference", [t.double() for t in leaves], plain, d_out.double())
     for name, a, b in zip(NAMES, mine, wanted, strict=True):
         assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
         assert a.shape == b.shape, name
@@ -101,8 +101,8 @@ def test_each_layout_is_the_one_tested(on_layout, request, monkeypatch):
     for layout in (torch_grouped.PerExpertMM, torch_grouped.PaddedBMM):
         add = layout.add_to_tokens
         monkeypatch.setattr(layout, "add_to_tokens", lambda self, *a, add=add: used.append(self) or add(self, *a))
-    leaves, experts, d_out = make(*CASES["typical"])
-    run("torch", leaves, on_layout(experts), d_out)
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
+    run_backend("torch", leaves, on_layout(experts), d_out)
     name, n_expert = request.node.callspec.params["on_layout"], CASES["typical"][3]
     count = {"dense": 0, "mm, an expert per part": 2 * n_expert}.get(name, 2)  # forward and backward
     layout = torch_grouped.PaddedBMM if name.startswith("bmm") else torch_grouped.PerExpertMM
@@ -128,7 +128,7 @@ def test_the_disguise_refuses_operations_that_wait():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_torch_equals_reference(case, dtype, on_layout):
-    leaves, experts, d_out = make(*CASES[case], case, dtype)
+    leaves, experts, d_out = make_inputs(*CASES[case], case, dtype)
     loads = experts.flatten().bincount(minlength=CASES[case][3])
     assert (loads.min() == 0) or case not in ("idle expert", "all on one expert")
     assert_equals_reference(leaves, on_layout(experts), d_out)
@@ -137,9 +137,11 @@ def test_torch_equals_reference(case, dtype, on_layout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["typical", "idle expert", "all on one expert"])
 def test_torch_repeats_bit_for_bit(case, dtype, on_layout):
-    leaves, experts, d_out = make(*CASES[case], case, dtype)
-    first = run("torch", leaves, on_layout(experts), d_out)
-    assert all(torch.equal(a, b) for a, b in zip(first, run("torch", leaves, on_layout(experts), d_out), strict=True))
+    leaves, experts, d_out = make_inputs(*CASES[case], case, dtype)
+    first = run_backend("torch", leaves, on_layout(experts), d_out)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, run_backend("torch", leaves, on_layout(experts), d_out), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,20 +149,20 @@ def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layo
     """Slots without a row must not read another token's values: NaN times a gate of 0 is NaN."""
     if torch_grouped.DENSE_LIMIT == math.inf:
         pytest.skip("all experts see all tokens")
-    leaves, experts, d_out = make(*CASES["typical"], dtype=dtype)
+    leaves, experts, d_out = make_inputs(*CASES["typical"], dtype=dtype)
     leaves[0][-1] = d_out[-1] = torch.nan  # the last row of its experts, next to the slots without one
-    out, d_x, d_w_in, d_w_out, d_weights = run("torch", leaves, on_layout(experts), d_out)
+    out, d_x, d_w_in, d_w_out, d_weights = run_backend("torch", leaves, on_layout(experts), d_out)
     spared = torch.ones(8, dtype=torch.bool).index_fill(0, experts[-1], False)
     assert all(t[:-1].isfinite().all() for t in (out, d_x, d_weights))
     assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
 
 
 def test_an_overflow_reaches_no_token_that_did_not_choose_the_expert(on_layout):
-    leaves, experts, d_out = make(*CASES["typical"])
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
     experts[0] = torch.tensor([0, 1, 2, 3])[: experts.shape[1]]
     leaves[0][0, 0] = 1e20
     leaves[1][7, 0] = leaves[2][7] = 1e30  # of an expert that the first token did not choose
-    out, d_x, *_, d_weights = run("torch", leaves, on_layout(experts), d_out)
+    out, d_x, *_, d_weights = run_backend("torch", leaves, on_layout(experts), d_out)
     assert all(t[0].isfinite().all() for t in (out, d_x, d_weights))
 
 
@@ -171,7 +173,7 @@ def test_torch_equals_reference_for_any_shape(data):
         return data.draw(st.integers(1, most))
 
     N, C, H, E = draw(80), draw(12), draw(12), draw(9)
-    leaves, experts, d_out = make(N, C, H, E, draw(E), dtype=torch.float64)
+    leaves, experts, d_out = make_inputs(N, C, H, E, draw(E), dtype=torch.float64)
     for dressed in (experts, experts.as_subclass(AsOnGPU)):
         assert_equals_reference(leaves, dressed, d_out)
 
@@ -179,7 +181,7 @@ def test_torch_equals_reference_for_any_shape(data):
 @pytest.mark.parametrize("case", ["typical", "idle expert", "every expert"])
 def test_reference_equals_a_loop_over_tokens(case):
     N, C, H, E, K = CASES[case]
-    leaves, experts, d_out = make(N, C, H, E, K, case, torch.float64)
+    leaves, experts, d_out = make_inputs(N, C, H, E, K, case, torch.float64)
     x, w_in, w_out, weights = [t.requires_grad_() for t in leaves]
     rows = []
     for n in range(N):
@@ -190,14 +192,14 @@ def test_reference_equals_a_loop_over_tokens(case):
         rows.append(row)
     loop = torch.stack(rows)
     gradients = torch.autograd.grad(loop, leaves, d_out)
-    for name, a, b in zip(NAMES, run("reference", leaves, experts, d_out), [loop, *gradients], strict=True):
+    for name, a, b in zip(NAMES, run_backend("reference", leaves, experts, d_out), [loop, *gradients], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
-    leaves, experts, d_out = make(*CASES["idle expert"], "idle expert")
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert")
     leaves[3][::2] = 0
-    out, d_x, d_w_in, d_w_out, d_weights = run("torch", leaves, on_layout(experts), d_out)
+    out, d_x, d_w_in, d_w_out, d_weights = run_backend("torch", leaves, on_layout(experts), d_out)
     assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
     assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
     assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
@@ -221,26 +223,26 @@ class BytesMade(TorchDispatchMode):
         return out
 
 
-def memory(leaves, experts, d_out):
+def measure_memory(leaves, experts, d_out):
     """(bytes kept for the backward pass, bytes made in both passes) of the torch backend."""
     saved = []
     with (
         BytesMade() as made,
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t),
     ):
-        run("torch", leaves, experts, d_out)
+        run_backend("torch", leaves, experts, d_out)
     return sum(saved), made.total
 
 
 @pytest.mark.parametrize("K", [1, 2])
 def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K):
     N, C, H, E = 1000, 16, 24, 8
-    leaves, _, d_out = make(N, C, H, E, K)
+    leaves, _, d_out = make_inputs(N, C, H, E, K)
     collapsed = torch.arange(K).expand(N, K) + E - K
     balanced = torch.arange(N * K).view(N, K) % E
     assert_equals_reference(leaves, on_layout(collapsed.contiguous()), d_out)
-    saved, made = memory(leaves, on_layout(collapsed.contiguous()), d_out)
-    _, usual = memory(leaves, on_layout(balanced), d_out)
+    saved, made = measure_memory(leaves, on_layout(collapsed.contiguous()), d_out)
+    _, usual = measure_memory(leaves, on_layout(balanced), d_out)
     on_gpu = on_layout(balanced).device.type == "cuda"
     slots = (
         N * K + E * torch_grouped.PaddedBMM.size if on_gpu else N * (E if torch_grouped.DENSE_LIMIT else K)
@@ -255,38 +257,38 @@ def test_a_cpu_never_holds_the_tokens_or_outputs_of_all_rows(monkeypatch):
     monkeypatch.setattr(torch_grouped, "DENSE_LIMIT", 0)
     monkeypatch.setattr(torch_grouped, "PART_BYTES", 4 * N * C)
     with BytesMade() as made:
-        run("torch", *make(N, C, H, E, K))
+        run_backend("torch", *make_inputs(N, C, H, E, K))
     assert made.largest <= 4 * N * C
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_gradcheck(backend):
-    leaves, experts, _ = make(7, 3, 4, 4, 2, dtype=torch.float64)
+    leaves, experts, _ = make_inputs(7, 3, 4, 4, 2, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in leaves]
     assert torch.autograd.gradcheck(lambda *t: expert_mlp(*t, experts, backend), leaves)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_autocast(backend):
-    leaves, experts, d_out = make(*CASES["typical"])
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
     with torch.autocast("cpu", torch.bfloat16):
-        under = run(backend, leaves, experts, d_out.bfloat16())
+        under = run_backend(backend, leaves, experts, d_out.bfloat16())
     low = [t.bfloat16() for t in leaves[:3]] + leaves[3:]
-    cast = run(backend, low, experts, d_out.bfloat16())
+    cast = run_backend(backend, low, experts, d_out.bfloat16())
     assert under[0].dtype == torch.bfloat16
     assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
 
 
 def test_inputs_are_left_alone(on_layout):
-    leaves, experts, d_out = make(*CASES["typical"])
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
     before = [t.clone() for t in (*leaves, experts, d_out)]
-    run("torch", leaves, on_layout(experts), d_out)
+    run_backend("torch", leaves, on_layout(experts), d_out)
     assert all(torch.equal(a, b) for a, b in zip(before, (*leaves, experts, d_out), strict=True))
 
 
 def test_backends_by_name():
-    leaves, experts, d_out = make(*CASES["typical"])
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
     with pytest.raises(ValueError, match="backend 'tritn' is not one of auto, reference, torch"):
         expert_mlp(*leaves, experts, "tritn")
@@ -303,17 +305,17 @@ def cuda():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_torch_equals_reference_on_gpu(case, dtype, cuda):
-    assert_equals_reference(*make(*CASES[case], case, dtype, cuda))
+    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, cuda))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_no_host_synchronisation_on_gpu(dtype, cuda):
-    arguments = make(*CASES["idle expert"], "idle expert", dtype, cuda)
-    run("torch", *arguments)  # libraries may wait while they start
+    arguments = make_inputs(*CASES["idle expert"], "idle expert", dtype, cuda)
+    run_backend("torch", *arguments)  # libraries may wait while they start
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run("torch", *arguments)
+        run_backend("torch", *arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -44,7 +44,7 @@ def seed():
     torch.manual_seed(0)
 
 
-def make(name, n_embd=C, n_expert=E, top_k=K, seed=0):
+def make_router(name, n_embd=C, n_expert=E, top_k=K, seed=0):
     """A router whose parameters are all random, γ included."""
     torch.manual_seed(seed)
     router = Router(n_embd, n_expert, top_k, ROUTERS[name])
@@ -56,7 +56,7 @@ def make(name, n_embd=C, n_expert=E, top_k=K, seed=0):
     return router
 
 
-def identity(name, n_expert=E, top_k=K):
+def identity_router(name, n_expert=E, top_k=K):
     """A router whose logits are its input."""
     router = Router(n_expert, n_expert, top_k, ROUTERS[name])
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_every_router_has_an_oracle():
 
 @pytest.mark.parametrize("name, biased", [(n, False) for n in SPARSE] + [(n, True) for n in BIASED])
 def test_equals_oracle_in_values_and_gradients(name, biased):
-    router = make(name)
+    router = make_router(name)
     if biased:
         router.selection_bias.normal_(std=0.3)
     x = torch.randn(N, C, requires_grad=True)
@@ -195,33 +195,33 @@ logit_rows = arrays("float32", (3, E), elements=st.floats(-100, 100, width=32))
 def test_kern_scale_invariance_and_bound(array, scale):
     logits = torch.from_numpy(array)
     logits = logits[logits.norm(dim=1) > 0.1]  # where ε = 1e-8 is not seen
-    gates = identity("kern")(logits).weights
+    gates = identity_router("kern")(logits).weights
     assert (gates >= 0).all()
     assert (gates.square().sum(1) <= 1 + 1e-5).all()  # Σ g² <= γ², γ = 1
-    assert_close(identity("kern")(scale * logits).weights, gates, rtol=1e-4, atol=1e-5)
+    assert_close(identity_router("kern")(scale * logits).weights, gates, rtol=1e-4, atol=1e-5)
 
 
 def test_kern_scale_invariance_keeps_the_experts_and_gamma_bounds_the_gates():
     logits = torch.randn(N, E)
-    assert torch.equal(identity("kern")(37.0 * logits).experts, identity("kern")(logits).experts)
-    router = make("kern")
+    assert torch.equal(identity_router("kern")(37.0 * logits).experts, identity_router("kern")(logits).experts)
+    router = make_router("kern")
     squares = router(torch.randn(N, C)).weights.square().sum(1)
     assert squares.max() <= 0.7**2 * (1 + 1e-5)
-    assert squares.max() > 0.5 * 0.7**2  # the bound is one
+    assert squares.max() > 0.5 * 0.7**2  # the bound is tight
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(-60, 60), min_size=E, max_size=E, unique=True), st.permutations(range(E)))
 def test_kern_is_equivariant_to_a_permutation_of_experts(row, order):
     logits = torch.tensor([row], dtype=torch.float32)
-    gates, permuted = (dense_gates(*identity("kern")(s)[:2]) for s in (logits, logits[:, order]))
+    gates, permuted = (dense_gates(*identity_router("kern")(s)[:2]) for s in (logits, logits[:, order]))
     assert_close(permuted, gates[:, order])
 
 
 def test_kern_equals_norelu_at_8_of_64_but_not_at_64_of_64():
     x = torch.randn(N, C)
     for top_k, equal in ((8, True), (64, False)):
-        kern, norelu = (make(name, n_expert=64, top_k=top_k) for name in ("kern", "kern-norelu"))
+        kern, norelu = (make_router(name, n_expert=64, top_k=top_k) for name in ("kern", "kern-norelu"))
         a, b = kern(x), norelu(x)
         assert ((a.logits > 0).sum(1) >= 8).all()
         assert torch.equal(a.weights, b.weights) == equal
@@ -298,7 +298,7 @@ SPANS_ALL = {"softmax", "softmax-l2", "kern", "kern-norelu", "kern-mc", "kern-no
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("loser", [0.1, -1.0])
 def test_idle_experts_get_a_gradient_only_through_a_norm_over_all(name, loser):
-    router = make(name)
+    router = make_router(name)
     x = torch.rand(N, C) + 0.1
     with torch.no_grad():  # logits of the first half: positive and large, of the second half: near `loser`
         router.weight[: E // 2] = 1 + torch.rand(E // 2, C)
@@ -332,7 +332,7 @@ EXTREMES = {
 def test_extreme_logits(name, extreme):
     usual = torch.randn(N, E)
     x = EXTREMES[extreme](usual).requires_grad_()
-    router = identity(name)
+    router = identity_router(name)
     routing = router(x)
     ((routing.weights * torch.randn(N, K)).sum() + balance(routing)).backward()
     for tensor in (routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())):
@@ -360,7 +360,7 @@ def test_ties_go_to_the_lower_index(array, data):
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_routing_is_float32_whatever_the_autocast(name):
-    router = make(name)
+    router = make_router(name)
     x = torch.randn(N, C)
     plain = router(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -378,7 +378,7 @@ def test_router_under_float16_autocast_computes_as_without(name, norm):
     logits = norm * F.normalize(torch.randn(N, E), dim=-1)
     upstream, outcomes = torch.randn(N, K), []
     for enabled in (False, True):
-        router, x = identity(name), logits.clone().requires_grad_()
+        router, x = identity_router(name), logits.clone().requires_grad_()
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             routing = router(x)
             loss = (routing.weights * upstream).sum() + balance(routing)
@@ -425,12 +425,12 @@ def test_tied_logits(name, tied):
     for gradient in (x.grad, *(p.grad for p in router.parameters())):
         assert gradient.isfinite().all()
     if name in RELU and tied != "equal rows of W":
-        assert router.weight.grad.abs().max() < N  # 1 / ε, the norm's slope at 0, has no part in it
+        assert router.weight.grad.abs().max() < N  # 1 / ε, the norm's slope at 0, does not enter
 
 
 @pytest.mark.parametrize("name", RELU)
 def test_a_token_without_positive_score_lifts_its_logits(name):
-    router = make(name, n_embd=E).double()
+    router = make_router(name, n_embd=E).double()
     with torch.no_grad():
         router.weight.copy_(torch.eye(E))
         if router.bias is not None:
@@ -460,13 +460,13 @@ def test_a_token_without_positive_score_lifts_its_logits(name):
     assert router.gamma is None or router.gamma.grad == 0
 
 
-def test_lift_changes_no_bit_where_a_score_is_positive(monkeypatch):
+def test_dead_token_gradient_changes_no_bit_where_a_score_is_positive(monkeypatch):
     x = torch.randn(N, C, requires_grad=True)
     results = []
-    for lifted in (True, False):
-        if not lifted:
-            without_lift(monkeypatch)
-        router = make("kern")
+    for enabled in (True, False):
+        if not enabled:
+            disable_dead_token_gradient(monkeypatch)
+        router = make_router("kern")
         weights = router(x).weights
         assert (weights[:, 0] > 0).all()
         gradients = torch.autograd.grad((weights * torch.arange(K)).sum(), [x, *router.parameters()])
@@ -474,8 +474,8 @@ def test_lift_changes_no_bit_where_a_score_is_positive(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_lift_compiles_into_one_graph():
-    router = make("kern")
+def test_dead_token_gradient_compiles_into_one_graph():
+    router = make_router("kern")
     torch.nn.init.constant_(router.bias, -10.0)
     x = torch.randn(N, C)
     gradients = []
@@ -487,8 +487,10 @@ def test_lift_compiles_into_one_graph():
 
 
 def learn_pairs(name, disturb, steps=600):
-    """(mean loss of the last 50 steps, zero gates of both layers at first, and at last): a tiny GPT learns a random
-    table of 16 x 16 tokens, for which it needs its experts. `disturb(model)` goes before."""
+    """Train a tiny GPT on a random table of 16 x 16 tokens, which needs experts, after `disturb(model)`.
+
+    Returns (mean loss of the last 50 steps, zero gates of both layers at first, and at last).
+    """
     torch.manual_seed(0)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 16, "pos": "learned"}
     experts = {"router": name, "n_expert": 8, "top_k": 2, "expert_hidden": 16, "backend": "auto", "bias": False}
@@ -515,14 +517,14 @@ def drown_in_bias(model):
 
 
 def drown_in_weights(model):
-    """All that routers see gets a part in common, and W the opposite of it."""
+    """Add a common part to all inputs of the routers, and the opposite of it to W."""
     common = torch.tensor([1.0, -1.0]).repeat_interleave(16)
     model.wpe.weight.add_(0.15 * common)
     for block in model.blocks:
         block.mlp.router.weight.sub_(0.5 * common)
 
 
-def without_lift(monkeypatch):
+def disable_dead_token_gradient(monkeypatch):
     monkeypatch.setattr(router_module.DeadTokenGradient, "apply", lambda weights, logits: weights)
 
 
@@ -532,7 +534,7 @@ def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch
     recovered, at_first, at_last = learn_pairs("kern", drown_in_bias)
     assert (at_first == 1).all()
     assert at_last.max() < 0.2
-    without_lift(monkeypatch)
+    disable_dead_token_gradient(monkeypatch)
     dead, _, at_last = learn_pairs("kern", drown_in_bias)
     assert (at_last == 1).all()
     assert recovered < 0.7 * dead  # 0.43, and 0.49 with another seed
@@ -542,7 +544,7 @@ def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch
     recovered, at_first, at_last = learn_pairs("kern-nobias", drown_in_weights)
     assert (at_first == 1).all()
     assert at_last.max() < 0.2
-    without_lift(monkeypatch)  # the layers below bring some tokens back, without being told to
+    disable_dead_token_gradient(monkeypatch)  # the layers below still bring some tokens back
     dead, _, at_last = learn_pairs("kern-nobias", drown_in_weights)
     assert at_last.min() > 0.25
     assert recovered < dead
@@ -553,7 +555,7 @@ def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_selection_bias_shifts_the_choice_alone(name):
-    router = make(name)
+    router = make_router(name)
     x = torch.randn(N, C)
     before = router(x)
     router.selection_bias[5] = 1e3
@@ -575,8 +577,8 @@ def test_update_selection_bias():
 
 
 def test_selection_bias_balances():
-    router = make("sigmoid-renorm")
-    x = torch.randn(512, C) + 0.5  # a common direction: some experts are liked by all
+    router = make_router("sigmoid-renorm")
+    x = torch.randn(512, C) + 0.5  # a common direction: some experts are preferred by all
     loads = [expert_loads(router(x).experts, E)]
     for _ in range(200):
         update_selection_bias(router.selection_bias, loads[-1], rate=0.02)
@@ -587,7 +589,7 @@ def test_selection_bias_balances():
 
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_balance_loss_equals_transformers(top_k):
-    router = make("softmax", top_k=top_k)
+    router = make_router("softmax", top_k=top_k)
     x = torch.randn(N, C, requires_grad=True)
     routing = router(x)
     mine = balance(routing)
@@ -598,12 +600,12 @@ def test_balance_loss_equals_transformers(top_k):
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "kern", "kern-norelu", "sqrtsoftplus"])
 def test_balance_loss_at_balance_and_collapse(name):
-    balanced = identity(name, top_k=1)(10 * torch.eye(E))
+    balanced = identity_router(name, top_k=1)(10 * torch.eye(E))
     loads = expert_loads(balanced.experts, E)
     assert torch.equal(loads, torch.ones(E, dtype=torch.int64))
     assert balance_loss(token_distribution(balanced), loads).item() == pytest.approx(1, rel=1e-5)
     assert_close(token_distribution(balanced).sum(1), torch.ones(E))
-    collapsed = identity(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
+    collapsed = identity_router(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
     loads = expert_loads(collapsed.experts, E)
     assert loads[3] == loads.sum() == N
     assert balance_loss(token_distribution(collapsed), loads).item() == pytest.approx(E, rel=1e-5)
@@ -614,7 +616,7 @@ def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
     x = torch.randn(N, C)
     gradients = {}
     for name in ("kern-nobias", "softmax"):
-        router = make(name)
+        router = make_router(name)
         routing = router(scale * x)
         loss = balance(routing)
         wanted = [scale, router.weight] + ([router.gamma] if router.spec.gamma else [])
@@ -622,15 +624,15 @@ def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
     assert gradients["kern-nobias"][2] is None
     assert gradients["kern-nobias"][0].abs() < 1e-6
     assert gradients["kern-nobias"][1].abs().max() > 1e-3
-    assert gradients["softmax"][0].abs() > 1e-3  # which softmax cannot say
+    assert gradients["softmax"][0].abs() > 1e-3  # unlike softmax
 
 
 def test_z_loss():
-    router = make("kern")
+    router = make_router("kern")
     x = torch.randn(N, C)
     logits = F.linear(x, router.weight, router.bias)
     assert_close(z_loss(router(x)), (logits.exp().sum(1).log() ** 2).mean())
-    assert z_loss(identity("softmax")(torch.full((N, E), 1e4))).isfinite()
+    assert z_loss(identity_router("softmax")(torch.full((N, E), 1e4))).isfinite()
 
 
 # errors
@@ -659,7 +661,7 @@ def test_top_k_error(top_k):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1.0, 1e4])
-def test_l2_norm_by_hand_is_autograds(size):
+def test_l2_norm_equals_autograd(size):
     s = size * torch.randn(6, 9, dtype=torch.float64)
     d_out = torch.randn_like(s)
     outs, gradients = [], []

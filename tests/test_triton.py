@@ -1,5 +1,7 @@
-"""kernels/triton_experts.py against `reference`: interpreted on a CPU with small shapes, on a GPU with full ones; and
-compiled for the GPUs in use, which needs none."""
+"""kernels/triton_experts.py against `reference`: small shapes in the interpreter on a CPU, full ones on a GPU.
+
+The kernels are also compiled for A100 and H100, which needs no GPU.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import CASES, NAMES, TOLERANCE, make
+from test_kernels import CASES, NAMES, TOLERANCE, make_inputs
 from torch.utils.checkpoint import checkpoint
 
 import kernels
@@ -25,7 +27,7 @@ pytest.importorskip("triton")
 
 from kernels import triton_experts  # noqa: E402
 
-SMALL = triton_experts.Tile(32, 16, 16, 4, 2)  # many tiles, whole and cut, even in small matrices
+SMALL = triton_experts.Tile(32, 16, 16, 4, 2)  # many tiles, full and partial, even in small matrices
 FEW = (40, 20, 24, 3, 2)  # N, C, H, E, K: more than one tile of SMALL in each direction, but few: each takes 20 ms
 DTYPES = triton_experts.DTYPES
 on_cpu = pytest.mark.skipif(not triton_experts.INTERPRETED, reason="TRITON_INTERPRET is not set")
@@ -42,7 +44,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def rounded_bfloat16():
-    """The interpreter cuts float32 to bfloat16 where a GPU rounds, which would double the error."""
+    """The interpreter truncates float32 to bfloat16 where a GPU rounds, which would double the error."""
     if not triton_experts.INTERPRETED:
         yield
         return
@@ -60,7 +62,7 @@ def rounded_bfloat16():
         yield
 
 
-def poisoned(make_empty):
+def fill_with_nan(make_empty):
     def filled(*args, **kwargs):
         out = make_empty(*args, **kwargs)
         return out.fill_(float("nan")) if out.is_floating_point() else out
@@ -68,12 +70,12 @@ def poisoned(make_empty):
     return filled
 
 
-def run(leaves, experts, d_out, backend="triton"):
+def run_backend(leaves, experts, d_out, backend="triton"):
     """[output, four gradients], every element that no kernel writes being NaN."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     with (
-        mock.patch.object(torch, "empty", poisoned(torch.empty)),
-        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+        mock.patch.object(torch, "empty", fill_with_nan(torch.empty)),
+        mock.patch.object(torch, "empty_like", fill_with_nan(torch.empty_like)),
     ):
         out = expert_mlp(*leaves, experts, backend)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
@@ -81,14 +83,14 @@ def run(leaves, experts, d_out, backend="triton"):
 
 def assert_equals_reference(leaves, experts, d_out):
     dtype = leaves[0].dtype
-    wanted = run([t.double() for t in leaves], experts, d_out.double(), "reference")
-    for name, a, b in zip(NAMES, run(leaves, experts, d_out), wanted, strict=True):
+    wanted = run_backend([t.double() for t in leaves], experts, d_out.double(), "reference")
+    for name, a, b in zip(NAMES, run_backend(leaves, experts, d_out), wanted, strict=True):
         assert a.dtype == (torch.float32 if name == "weights" else dtype), name
         assert a.shape == b.shape, name
         assert (a.double() - b).norm() <= TOLERANCE[dtype] * b.norm(), name
 
 
-# What the fast tests look at: every case in one type, and what is special about types in more.
+# What the fast tests cover: every case in one dtype, and cases that depend on the dtype in more.
 FAST = {torch.float16: {"one token", "no token", "idle expert"}}
 FAST[torch.bfloat16] = FAST[torch.float16] | {"typical", "zero gates"}
 FAST[torch.float32] = FAST[torch.bfloat16] | {"all on one expert", "every expert", "one expert"}
@@ -103,18 +105,18 @@ def slow_unless(condition, *values):
     "case, dtype", [slow_unless(case in FAST[dtype], case, dtype) for case in CASES for dtype in DTYPES]
 )
 def test_equals_reference(case, dtype, small_tiles):
-    assert_equals_reference(*make(*CASES[case], case, dtype))
+    assert_equals_reference(*make_inputs(*CASES[case], case, dtype))
 
 
 @on_cpu
 @pytest.mark.parametrize(
     "dtype",
-    [slow_unless(dtype != torch.bfloat16, dtype) for dtype in DTYPES],  # whose tiles are those of float16
+    [slow_unless(dtype != torch.bfloat16, dtype) for dtype in DTYPES],  # its tiles are those of float16
 )
 def test_equals_reference_with_the_tiles_of_a_gpu(dtype):
-    """Cut ones, and two of them along H; those of float32 are smaller."""
+    """Partial tiles, and two of them along H; those of float32 are smaller."""
     shape = (72, 40, 70) if dtype == torch.float32 else (140, 70, 140)
-    assert_equals_reference(*make(*shape, 2, 1, dtype=dtype))
+    assert_equals_reference(*make_inputs(*shape, 2, 1, dtype=dtype))
 
 
 def equals_reference_for_any_shape(data):
@@ -122,7 +124,7 @@ def equals_reference_for_any_shape(data):
         return data.draw(st.integers(1, most))
 
     N, C, H, E = draw(60), draw(24), draw(24), draw(6)
-    leaves, experts, d_out = make(N, C, H, E, draw(E))
+    leaves, experts, d_out = make_inputs(N, C, H, E, draw(E))
     skew = data.draw(st.sampled_from(["balanced", "skewed", "collapsed"]))
     if skew == "skewed":  # expert 0 takes half the tokens that did not choose it
         free = (experts != 0).all(1) & (torch.arange(N) % 2 == 0)
@@ -153,7 +155,7 @@ def test_equals_reference_for_many_shapes(data):
 
 @on_cpu
 def test_rows_are_sorted_by_expert_and_by_token():
-    experts = make(57, 1, 1, 9, 3, "idle expert")[1]
+    experts = make_inputs(57, 1, 1, 9, 3, "idle expert")[1]
     order, inverse, offsets = triton_experts.sort_rows(experts, 9)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
     assert torch.equal(order[inverse.long()], torch.arange(57 * 3, dtype=torch.int32))
@@ -163,9 +165,9 @@ def test_rows_are_sorted_by_expert_and_by_token():
 
 @on_cpu
 def test_idle_experts_and_zero_gates_get_exact_zeros(small_tiles):
-    leaves, experts, d_out = make(*CASES["idle expert"], "idle expert", torch.float16)
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", torch.float16)
     leaves[3][::2] = 0
-    out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
+    out, d_x, d_w_in, d_w_out, d_weights = run_backend(leaves, experts, d_out)
     assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
     assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
     assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
@@ -174,29 +176,29 @@ def test_idle_experts_and_zero_gates_get_exact_zeros(small_tiles):
 
 @on_cpu
 def test_runs_repeat_bit_for_bit(small_tiles):
-    arguments = make(*FEW, dtype=torch.float16)
-    assert all(torch.equal(a, b) for a, b in zip(run(*arguments), run(*arguments), strict=True))
+    arguments = make_inputs(*FEW, dtype=torch.float16)
+    assert all(torch.equal(a, b) for a, b in zip(run_backend(*arguments), run_backend(*arguments), strict=True))
 
 
 @on_cpu
 def test_inputs_of_any_strides_are_left_alone(small_tiles):
-    leaves, experts, d_out = make(*FEW)
-    wanted = run(leaves, experts, d_out)
+    leaves, experts, d_out = make_inputs(*FEW)
+    wanted = run_backend(leaves, experts, d_out)
     strided = [t.mT.contiguous().mT for t in leaves]
     assert not any(t.is_contiguous() for t in strided)
     before = [t.clone() for t in (*strided, experts, d_out)]
-    got = run(strided, experts.mT.contiguous().mT, d_out.mT.contiguous().mT)
+    got = run_backend(strided, experts.mT.contiguous().mT, d_out.mT.contiguous().mT)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, (*strided, experts, d_out), strict=True))
     out = expert_mlp(*[t.requires_grad_() for t in leaves], experts, "triton")
     out.sum().backward()  # whose gradient has strides of 0
-    assert torch.equal(leaves[0].grad, run(leaves, experts, torch.ones_like(d_out))[1])
+    assert torch.equal(leaves[0].grad, run_backend(leaves, experts, torch.ones_like(d_out))[1])
 
 
 @on_cpu
 def test_what_is_saved_for_the_backward_pass():
     N, C, H, E, K = 200, 16, 24, 8, 4
-    leaves, experts, _ = make(N, C, H, E, K, dtype=torch.float16)
+    leaves, experts, _ = make_inputs(N, C, H, E, K, dtype=torch.float16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         expert_mlp(*[t.requires_grad_() for t in leaves], experts, "triton")
@@ -209,10 +211,10 @@ def test_what_is_saved_for_the_backward_pass():
 
 @on_cpu
 def test_more_than_2_to_the_31_elements(tmp_path):
-    """Element 2^32 lies at 0 for an offset of 32 bits."""
+    """With a 32-bit offset, element 2^32 would be element 0."""
 
     def virtual(*shape, dtype=torch.float16):
-        """Zeros that take room only where they are written to: a file of holes."""
+        """Zeros in a sparse file, which take space only where they are written to."""
         file = tmp_path / str(len(list(tmp_path.iterdir())))
         return torch.from_file(str(file), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
@@ -240,7 +242,7 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     triton_experts.up_kernel[(1,)](tall, w, gates, order, here, out, gated, width, width, 1, 1, 64, 64, 64)
     torch.testing.assert_close(out[:3], wanted)
 
-    order[far:] = torch.arange(3)  # and the other way
+    order[far:] = torch.arange(3)  # and the reverse
     gates[:3] = 1
     triton_experts.up_kernel[(1,)](near, w, gates, order, ends, tall, gated, width, width, 1, 1, 64, 64, 64)
     torch.testing.assert_close(tall[far:], wanted)
@@ -270,7 +272,7 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 
 @on_cpu
 def test_the_operators_obey_torch():
-    leaves, experts, d_out = make(*CASES["one expert"])
+    leaves, experts, d_out = make_inputs(*CASES["one expert"])
     leaves = [t.requires_grad_() for t in leaves]
     torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts))
     kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts)[1:]
@@ -279,8 +281,8 @@ def test_the_operators_obey_torch():
 
 @on_cpu
 def test_compiled_without_a_graph_break_and_under_checkpointing(small_tiles):
-    leaves, experts, d_out = make(*FEW)
-    wanted = run(leaves, experts, d_out)
+    leaves, experts, d_out = make_inputs(*FEW)
+    wanted = run_backend(leaves, experts, d_out)
 
     def twice(*arguments):
         return expert_mlp(*arguments, "triton") * 1
@@ -294,7 +296,7 @@ def test_compiled_without_a_graph_break_and_under_checkpointing(small_tiles):
 
 
 @on_cpu
-def test_the_whole_model_compiles_without_a_graph_break():
+def test_the_model_compiles_without_a_graph_break():
     """Router, experts and head inside, forward and backward."""
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 40}
     model = GPT(Model(**sizes, n_expert=4, top_k=2, expert_hidden=8, backend="triton"))
@@ -330,10 +332,10 @@ def test_blocks_share_one_graph(monkeypatch, checkpointing):
 
 @on_cpu
 def test_autocast(small_tiles):
-    leaves, experts, d_out = make(*FEW)
+    leaves, experts, d_out = make_inputs(*FEW)
     with torch.autocast("cpu", torch.bfloat16):
-        under = run(leaves, experts, d_out.bfloat16())
-    cast = run([t.bfloat16() for t in leaves[:3]] + leaves[3:], experts, d_out.bfloat16())
+        under = run_backend(leaves, experts, d_out.bfloat16())
+    cast = run_backend([t.bfloat16() for t in leaves[:3]] + leaves[3:], experts, d_out.bfloat16())
     assert under[0].dtype == torch.bfloat16
     assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
@@ -341,14 +343,14 @@ def test_autocast(small_tiles):
 
 @on_cpu
 def test_where_triton_cannot_run(monkeypatch):
-    leaves, experts, d_out = make(*CASES["one token"])
+    leaves, experts, d_out = make_inputs(*CASES["one token"])
     with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
-        run([t.double() for t in leaves], experts, d_out.double())
+        run_backend([t.double() for t in leaves], experts, d_out.double())
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
     with pytest.raises(
         ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1.*"
     ):
-        run(leaves, experts, d_out)
+        run_backend(leaves, experts, d_out)
     old = mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4")
     with old:
         assert "Tesla T4: use a GPU of compute capability 8.0" in kernels.find_triton_problem(
@@ -358,12 +360,12 @@ def test_where_triton_cannot_run(monkeypatch):
         assert kernels.find_triton_problem(torch.device("cuda"), torch.float16) == ""
     monkeypatch.setattr(kernels, "triton_experts", None)
     with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
-        run(leaves, experts, d_out)
+        run_backend(leaves, experts, d_out)
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
 
 
 def test_kernels_compile_for_a100_and_h100(tmp_path):
-    """scripts.aot for the flagship in float16; then once more with a tile that is too wide, the others being cached."""
+    """Run scripts.aot for the flagship in float16, then again with a tile that is too wide, the others cached."""
     again = """
 from kernels import triton_experts
 from scripts import aot
@@ -406,7 +408,7 @@ def cuda():
     return "cuda"
 
 
-def full(name, routing, dtype):
+def make_full_inputs(name, routing, dtype):
     """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or idle."""
     N, C, H, E, K = FULL[name]
     some = torch.Generator("cuda").manual_seed(0)
@@ -428,8 +430,8 @@ def full(name, routing, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_equals_reference_on_gpu(case, cuda):
-    """In one type: each shape and type is compiled for itself, and the interpreter has the others."""
-    assert_equals_reference(*make(*CASES[case], case, torch.float16, cuda))
+    """In one dtype, since each shape and dtype compiles separately; the interpreter tests the others."""
+    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float16, cuda))
 
 
 @pytest.mark.gpu
@@ -437,18 +439,18 @@ def test_equals_reference_on_gpu(case, cuda):
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "collapsed", "idle"])
 @pytest.mark.parametrize("name", FULL)
 def test_equals_reference_in_full_size_on_gpu(name, routing, dtype, cuda):
-    assert_equals_reference(*full(name, routing, dtype))
+    assert_equals_reference(*make_full_inputs(name, routing, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype, cuda):
-    arguments = full("flagship", "skewed", dtype)
-    first = run(*arguments, "auto")  # which is triton; compiles
+    arguments = make_full_inputs("flagship", "skewed", dtype)
+    first = run_backend(*arguments, "auto")  # which is triton; compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = run(*arguments)
+        second = run_backend(*arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -456,8 +458,8 @@ def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype, cuda):
 
 @pytest.mark.gpu
 def test_compiled_on_gpu(cuda):
-    leaves, experts, d_out = full("flagship", "balanced", torch.float16)
-    wanted = run(leaves, experts, d_out)
+    leaves, experts, d_out = make_full_inputs("flagship", "balanced", torch.float16)
+    wanted = run_backend(leaves, experts, d_out)
     leaves = [t.requires_grad_() for t in leaves]
     out = torch.compile(expert_mlp, fullgraph=True)(*leaves, experts)
     got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
