@@ -69,6 +69,3 @@ def _mark(text: str) -> str:
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
     text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
     return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda found: found[0].replace(" ", "\u00a0"), text)
-
-
-write, markdown = write_page, format_markdown  # old names, until the last caller has changed

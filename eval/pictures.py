@@ -30,6 +30,3 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """Write the figure and close it."""
     figure.savefig(path, dpi=DPI)
     plt.close(figure)
-
-
-load_bar, finish = add_load_bar, save_figure  # old names, until the last caller has changed
