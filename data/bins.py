@@ -1,8 +1,8 @@
-"""A data set on disk: raw token shards, and `meta.json`, which is written last and makes the set whole.
+"""A data set on disk: raw token shards, and `meta.json`, which is written last and makes the set complete.
 
 data/<name>/train-00000.bin train-00001.bin … val-00000.bin: little-endian uint16 ids, nothing else
 data/<name>/meta.json: what they are, see Meta
-data/<name>/gpt2.tiktoken: what the tokenizer, if it is gpt2, needs to decode them
+data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the tokenizer
 """
 
 import hashlib
@@ -12,10 +12,10 @@ import os
 import resource
 import shlex
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -26,23 +26,25 @@ from data import DataError
 from data.sources import SOURCES
 from data.tokenizer import RANKS_FILE, Tokenizer, load_tokenizer
 
-DATA_DIR = Path(__file__).parent  # where prepared sets go unless told otherwise
+DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 DTYPE = "uint16"
 SHARD_TOKENS = 100_000_000  # 200 MB
-HASHED_BYTES = 2**30  # sets up to 1 GiB are read whole at each check
+HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
 SAMPLE_BYTES = 2**16  # of each shard of a larger set
 CHUNK_BYTES = 2**22
 RELEASE_BYTES = 2**28  # mapped memory a reader may hold
-FAULT_BYTES = 2**16  # that Linux maps around a byte that is read
+FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
 
-# The form of meta.json, whoever wrote it: nothing missing, nothing added, numbers neither true nor 7.0 nor "7".
+# meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as true, 7.0 or "7".
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, config=CLOSED)
 class Shard:
+    """One file of tokens."""
+
     name: str
     tokens: Annotated[Count, Field(ge=1)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -50,13 +52,15 @@ class Shard:
 
 @dataclass(frozen=True, config=CLOSED)
 class Split:
+    """Training or validation."""
+
     tokens: Count
     documents: Count
     files: list[Shard]
 
 
-class MadeBy(TypedDict):
-    """A tokenizer, as far as its ids go."""
+class TokenizerInfo(TypedDict):
+    """What identifies a tokenizer."""
 
     name: str
     hash: str
@@ -66,18 +70,20 @@ class MadeBy(TypedDict):
 
 @dataclass(frozen=True, config=CLOSED)
 class Meta:
+    """The content of meta.json."""
+
     name: str
-    tokenizer: MadeBy
+    tokenizer: TokenizerInfo
     dtype: str
     splits: dict[str, Split]  # train, val
     source: dict  # the arguments that decide what is in the set
     prepare: str  # the command line that made it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if set(self.splits) != {"train", "val"}:
             raise ValueError(f"splits {', '.join(self.splits) or 'none'}, expected train, val")
         for name, split in self.splits.items():
-            for i, shard in enumerate(split.files):  # no other name, so none that leads out of the folder
+            for i, shard in enumerate(split.files):  # no other name, so none outside the folder
                 if shard.name != f"{name}-{i:05d}.bin":
                     raise ValueError(f"{name} file {i} is {shard.name!r}, expected '{name}-{i:05d}.bin'")
             total = sum(shard.tokens for shard in split.files)
@@ -86,10 +92,19 @@ class Meta:
 
 
 class Tokens:
-    """Shards of uint16 ids as one logical array. Of shards mapped into memory nothing is loaded before it is read, and
-    what is read does not stay in the process: beyond RELEASE_BYTES it is left to the page cache.
+    """Shards of uint16 ids as one logical array.
 
-    `vocab_size` is where ids end; `files` names the shards, and `remedy` what mends them, for `check_ids`."""
+    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page cache, so that the
+    process does not grow.
+
+    Args:
+        shards: uint16 arrays, (n,) each.
+        name: of these tokens, for messages.
+        maps: the memory maps behind `shards`, if any.
+        vocab_size: ids must be below.
+        files: the shards' paths, for the messages of `check_ids`.
+        remedy: what to do about a bad shard, for the same.
+    """
 
     def __init__(
         self,
@@ -99,7 +114,7 @@ class Tokens:
         vocab_size: int = 2**16,
         files: Sequence[Path] = (),
         remedy: str = "",
-    ):
+    ) -> None:
         self.name, self.vocab_size = name, vocab_size
         self._shards, self._maps, self._files, self._remedy = shards, maps, files, remedy
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
@@ -109,7 +124,7 @@ class Tokens:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), shape (count,): a view where they lie in one shard, else a copy."""
+        """Tokens [start, start + count), (count,) uint16: a view if they are in one shard, else a copy."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
         self._touched += FAULT_BYTES + 2 * count
@@ -126,18 +141,21 @@ class Tokens:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
     def check_ids(self, start: int, count: int) -> None:
-        """Raises DataError if a shard with one of the tokens [start, start + count) holds ids beyond the vocabulary."""
+        """Raises DataError if a shard with any of the tokens [start, start + count) has ids beyond the vocabulary."""
         first, last = (bisect_right(self._starts, place) - 1 for place in (start, start + count - 1))
         for path, shard in zip(self._files[first : last + 1], self._shards[first : last + 1], strict=True):
-            _check_ids(path, shard, self.vocab_size, self._remedy)
+            if fault := _find_bad_id(shard, self.vocab_size):
+                raise DataError(f"{path}: {fault}. {self._remedy}")
 
 
 def read_meta(folder: str | Path) -> Meta:
-    """What `folder` holds. Raises DataError where it is missing, half-prepared or not of this format."""
+    """The checked meta.json of a set. Raises DataError if it is missing, half-prepared or of another format."""
     folder = Path(folder)
     if not folder.is_dir():
         if partial_folder(folder).is_dir():
-            raise DataError(f"{folder}: half-prepared. Go on by the command that began it: {_prepare_command(folder)}")
+            raise DataError(
+                f"{folder}: half-prepared. Resume with the command that began it: {_prepare_command(folder)}"
+            )
         raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
     path = folder / "meta.json"
     if not path.is_file():
@@ -149,13 +167,13 @@ def read_meta(folder: str | Path) -> Meta:
     except ValidationError as error:
         first, *more = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         reason = first.removeprefix(": ") + (f", and {len(more)} more" if more else "")
-    except (ValueError, RecursionError) as error:  # no JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
         reason = f"{type(error).__name__}: {error}"
     raise DataError(f"{path}: cannot be read ({reason}). Prepare the set again: {_prepare_command(folder)} --force")
 
 
 def open_tokens(folder: str | Path, split: str) -> Tokens:
-    """The tokens of `split` ("train" or "val"), memory-mapped. Run `check` first."""
+    """The tokens of `split` ("train" or "val"), memory-mapped. Run `check_dataset` first."""
     meta = read_meta(folder)
     files = [Path(folder, shard.name) for shard in meta.splits[split].files]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a map keeps its file open
@@ -172,17 +190,23 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that made this set, from the set's own files: no network is needed."""
+    """The tokenizer that made this set, from the set's own files; needs no network."""
     ranks = Path(folder, RANKS_FILE)
     return load_tokenizer(read_meta(folder).tokenizer["name"], ranks if ranks.is_file() else None)
 
 
-def check(folder: str | Path, vocab_size: int) -> Meta:
-    """Whether training may trust this set: every shard there, of the length and (up to 1 GiB in all) the sha256 that
-    meta.json states, its ids the tokenizer's. Above 1 GiB the first ids of each shard alone are looked at: the others
-    are when training reads them, by `data.loader.windows`. `vocab_size` is the model's.
+def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
+    """Check that training may use a set.
 
-    Raises DataError naming the file, what was expected, what was found and the command that mends it.
+    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, the first ids of each shard, and
+    `data.loader.windows` checks the others as training reads them.
+
+    Args:
+        folder: of the set.
+        vocab_size: of the model; the tokenizer's may be smaller.
+
+    Raises:
+        DataError: names the file, what was expected, what was found and the command that repairs it.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -194,21 +218,26 @@ def check(folder: str | Path, vocab_size: int) -> Meta:
         )
     check_lengths(folder, meta)
     shards = [shard for split in meta.splits.values() for shard in split.files]
-    whole = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
+    complete = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
     for shard in shards:
         path = folder / shard.name
         try:
             _check_sample(path, limit, _remedy(meta))
-            if whole:
-                _check_whole(path, limit, shard.sha256, _remedy(meta))
+            if complete:
+                _, faults = scan_shard(path, shard.sha256, meta.tokenizer)
+                if faults:
+                    raise DataError(f"{path}: {faults[0]}. {_remedy(meta)}")
         except OSError as error:
             found = f"cannot be read ({error.strerror})"
             raise DataError(f"{path}: {found}. Make it readable: chmod u+r {path}; or: {_remedy(meta)}") from error
     return meta
 
 
+check = check_dataset  # TODO: until train.py imports check_dataset
+
+
 def check_lengths(folder: Path, meta: Meta) -> None:
-    """Raises DataError if a shard is missing or not of the length that `meta` states."""
+    """Raises DataError if a shard is missing or its length is not what `meta` states."""
     if meta.dtype != DTYPE:
         raise DataError(f"{folder}/meta.json: dtype {meta.dtype!r}, expected {DTYPE!r}. {_remedy(meta)}")
     for split in meta.splits.values():
@@ -223,55 +252,75 @@ def check_lengths(folder: Path, meta: Meta) -> None:
                 raise DataError(f"{path}: expected {expected}, found {size}. {_remedy(meta)}")
 
 
+def scan_shard(
+    path: Path, sha256: str, tokenizer: TokenizerInfo, progress: Callable[[int], object] = lambda tokens: None
+) -> tuple[int, list[str]]:
+    """Read a shard completely, once.
+
+    Args:
+        path: of the shard.
+        sha256: what its hash should be.
+        tokenizer: whose ids it should hold.
+        progress: called with the number of tokens read since the last call.
+
+    Returns:
+        (end-of-text tokens, what is wrong with the shard).
+    """
+    digest, ends, position, faults = hashlib.sha256(), 0, 0, []
+    with path.open("rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+            ids = np.frombuffer(data, "<u2")
+            ends += int(np.count_nonzero(ids == tokenizer["eot"]))
+            if not faults and (fault := _find_bad_id(ids, tokenizer["vocab_size"], position)):
+                faults.append(fault)
+            position += len(ids)
+            progress(len(ids))
+    if digest.hexdigest() != sha256:
+        faults.append(f"expected sha256 {sha256}, found {digest.hexdigest()}")
+    return ends, faults
+
+
 def fingerprint(meta: Meta) -> dict[str, str]:
-    """Two sha256 by which to know the tokens again and what they mean, whatever the set's name, place and history:
-    `data` of the shards in their order, `tokenizer` of what decodes them."""
+    """Two sha256 that identify a set whatever its name, place and history.
+
+    `data` is that of the shards in their order, `tokenizer` that of what decodes them.
+    """
     shards = [(split, shard.tokens, shard.sha256) for split in ("train", "val") for shard in meta.splits[split].files]
     parts = {"data": shards, "tokenizer": meta.tokenizer}
     return {key: sha256_of(part) for key, part in parts.items()}
 
 
-def sha256_of(value) -> str:
-    """Of its JSON, keys sorted."""
+def sha256_of(value: Any) -> str:
+    """The sha256 of a value's JSON, keys sorted."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_sample(path: Path, vocab_size: int, remedy: str) -> None:
-    """Raises DataError if the first ids of a shard give away that it holds something else."""
+    """Raises DataError if the first ids of a shard show that it holds something else."""
     ids = np.fromfile(path, "<u2", SAMPLE_BYTES // 2)
-    _check_ids(path, ids, vocab_size, remedy)
-    if len(ids) >= 64 and not ids[1::2].any():
-        what = "as wider integers have it, or a file of which a part was never written"
-        raise DataError(f"{path}: expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}. {remedy}")
+    fault = _find_bad_id(ids, vocab_size)
+    if not fault and len(ids) >= 64 and not ids[1::2].any():
+        what = "as in wider integers, or in a file of which a part was never written"
+        fault = f"expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}"
+    if fault:
+        raise DataError(f"{path}: {fault}. {remedy}")
 
 
-def _check_whole(path: Path, vocab_size: int, sha256: str, remedy: str) -> None:
-    """Raises DataError of ids beyond the vocabulary, and of another sha256; reads each byte once."""
-    digest, largest = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            digest.update(data)
-            largest = max(largest, np.frombuffer(data, "<u2").max())
-    if largest >= vocab_size:
-        _check_ids(path, np.fromfile(path, "<u2"), vocab_size, remedy)
-    if digest.hexdigest() != sha256:
-        raise DataError(f"{path}: expected sha256 {sha256}, found {digest.hexdigest()}. {remedy}")
-
-
-def _check_ids(path: Path, ids: np.ndarray, vocab_size: int, remedy: str) -> None:
-    """Raises DataError if some of `ids`, (n,), the first of a shard, are beyond the vocabulary."""
-    beyond = np.flatnonzero(ids >= vocab_size)
-    if len(beyond):
-        found = f"id {ids[beyond[0]]} at token {beyond[0]:,}"
-        more = f"{len(beyond):,} such among {len(ids):,}"
-        raise DataError(f"{path}: {found}, expected below {vocab_size} ({more}). {remedy}")
+def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:
+    """The first of `ids`, (n,) from token `position` of a shard on, beyond the vocabulary, in words; empty if none."""
+    if not len(ids) or ids.max() < vocab_size:
+        return ""
+    first = int(np.argmax(ids >= vocab_size))
+    return f"id {ids[first]} at token {position + first:,}, expected below {vocab_size}"
 
 
 def _remedy(meta: Meta) -> str:
     return f"Prepare it again: {meta.prepare} --force"
 
 
-def summary(meta: Meta, folder: Path) -> str:
+def describe_set(meta: Meta, folder: Path) -> str:
+    """Tokens, documents and place of a set, in a line."""
     train, val = meta.splits["train"], meta.splits["val"]
     return (
         f"{train.tokens:,} train and {val.tokens:,} val tokens of {train.documents:,} and {val.documents:,} documents "
@@ -280,12 +329,12 @@ def summary(meta: Meta, folder: Path) -> str:
 
 
 def partial_folder(folder: str | Path) -> Path:
-    """Where the set in `folder` is written before it is whole."""
+    """Where the set in `folder` is written before it is complete."""
     return Path(f"{folder}.partial")
 
 
 def _prepare_command(folder: Path) -> str:
-    """The command that makes `folder`, as far as its name tells."""
+    """The command that makes `folder`, guessed from its name."""
     command = ["python", "-m", "data.prepare"]
     corpus = folder.name if folder.name in SOURCES else "text"
     command += [corpus]

@@ -1,12 +1,12 @@
 """Which windows a training step reads: a pure function of (seed, step), so there is nothing to save or replay.
 
 Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An epoch is a
-pseudo-random permutation of all windows; row r of step s takes place s * batch_size + r in the endless row of epochs.
+pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in the sequence of epochs.
 """
 
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,21 +19,29 @@ T = TypeVar("T")
 
 
 class Loader:
-    """Training batches. The batch of a step is the same however ranks and micro-batches slice it."""
+    """Training batches. The batch of a step is the same however ranks and micro-batches slice it.
 
-    def __init__(self, tokens: Tokens, block_size: int, batch_size: int, seed: int):
+    Args:
+        tokens: of the training split.
+        block_size: T, tokens per window.
+        batch_size: windows per step, over all ranks.
+        seed: decides the order of the windows.
+    """
+
+    def __init__(self, tokens: Tokens, block_size: int, batch_size: int, seed: int) -> None:
         self.n_windows = count_windows(tokens, block_size)
         self._tokens, self._block_size, self._batch_size, self._seed = tokens, block_size, batch_size, seed
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [start, start + count) of the batch of `step` (from 0): inputs and targets, int64, each (count, T).
+        """Rows [start, start + count) of the batch of `step`, which counts from 0; by default all rows from `start`.
 
-        Without `count`, all rows from `start` on.
+        Returns:
+            Inputs and targets, (count, T) int64 each.
         """
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """Which windows those rows are, (count,) int64."""
+        """The windows of those rows, (count,) int64."""
         count = self._batch_size - start if count is None else count
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
         places = step * self._batch_size + np.arange(start, start + count)
@@ -42,7 +50,7 @@ class Loader:
 
 
 def count_windows(tokens: Tokens, block_size: int) -> int:
-    """Windows in `tokens`. Raises DataError if there is not even one."""
+    """The number of windows in `tokens`. Raises DataError if there is none."""
     if len(tokens) <= block_size:
         raise DataError(
             f"{tokens.name}: {len(tokens)} tokens, but one window of block_size {block_size} needs {block_size + 1}. "
@@ -52,15 +60,26 @@ def count_windows(tokens: Tokens, block_size: int) -> int:
 
 
 def fixed_windows(tokens: Tokens, block_size: int, count: int) -> np.ndarray:
-    """Indices, (count,), of windows spread evenly over `tokens`, for evaluation; all windows if there are fewer."""
+    """Indices, (count,) int64, of windows spread evenly over `tokens`, for evaluation; all if there are fewer."""
     n = count_windows(tokens, block_size)
     count = min(count, n)
     return np.arange(count) * n // count
 
 
 def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of the windows `indices`, (B,): int64, each (B, T). Raises DataError naming file and place if
-    an id is beyond the tokens' vocabulary: on a GPU it would be an assertion that names nothing."""
+    """Read windows.
+
+    Args:
+        tokens: of a split.
+        indices: (B,) int64, which windows.
+        block_size: T.
+
+    Returns:
+        Inputs and targets, (B, T) int64 each.
+
+    Raises:
+        DataError: an id is beyond the vocabulary, with file and place; on a GPU it would be an anonymous assertion.
+    """
     ids = np.empty((len(indices), block_size + 1), np.uint16)
     for row, index in enumerate(indices):
         ids[row] = tokens.read(int(index) * block_size, block_size + 1)
@@ -71,9 +90,10 @@ def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.nd
 
 
 def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
-    """The same items, each made by another thread while the one before it is in use."""
+    """The same items, each made by another thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
-        source, end = iter(items), object()
+        source = iter(items)
+        end: Any = object()
         following = thread.submit(next, source, end)
         while (item := following.result()) is not end:
             following = thread.submit(next, source, end)
@@ -81,12 +101,21 @@ def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
 
 
 def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Where `indices` go in the permutation of [0, n) that belongs to `seed` and their `epochs`; all (B,) int64.
+    """Apply a pseudo-random permutation of [0, n), another one for each seed and epoch, in O(B) memory.
 
-    Memory is O(B), whatever n. A Feistel network (Luby and Rackoff 1988) permutes the next power of four; what it takes
-    out of [0, n) goes through it again until it is back (cycle walking: Black and Rogaway 2002).
+    Args:
+        indices: (B,) int64 in [0, n).
+        n: the size of what is permuted.
+        seed: any integer.
+        epochs: (B,) int64, of each index.
+
+    Returns:
+        (B,) int64, where the indices go.
+
+    Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four; what leaves [0, n) passes it
+    again until it is back (cycle walking, Black and Rogaway 2002).
     """
-    half = np.uint64(max(3, ((n - 1).bit_length() + 1) // 2))  # bits a side; at least 64 places, fewer mix badly
+    half = np.uint64(max(3, ((n - 1).bit_length() + 1) // 2))  # bits per side; below 64 places it mixes badly
     seeds = np.full(len(indices), seed % 2**64, np.uint64)
     keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
     out = indices.astype(np.uint64)
@@ -118,7 +147,7 @@ def _feistel(x: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood 2014): every bit of x, (B,) uint64, sways every bit of the result."""
+    """SplitMix64 (Steele, Lea and Flood 2014): every bit of x, (B,) uint64, affects every bit of the result."""
     x = x + GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""The corpora that `python -m data.prepare` knows: one table, and the list of input files behind each row.
+"""The corpora that `python -m data.prepare` knows: one table, and the input files of each row.
 
 Sizes and counts come from the corpora's own pages and scripts as stored in 2026-11 (docs/data.md names them); "~" marks
-what is reckoned from them. The hub may have moved on since.
+estimates from them. The hub may have changed since.
 """
 
 import sysconfig
@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from data import DataError
 from data.readers import KINDS, Input
+from runtime.output import first_line
 
 
 class Hub(NamedTuple):
     """Files of one data set on the Hugging Face hub."""
 
     repo: str
-    files: str  # a pattern below the repository
+    files: str  # a pattern, relative to the repository
     download: str
     tokens: str
     licence: str
@@ -25,13 +26,15 @@ class Hub(NamedTuple):
 
 
 class Source(NamedTuple):
+    """A corpus; tokenizer, validation fraction and text field are defaults."""
+
     about: str
-    tokenizer: str  # unless told otherwise
-    val_fraction: float  # of the documents, unless told otherwise
-    paper: str = "-"  # what the paper used
-    notes: str = "-"
+    tokenizer: str
+    val_fraction: float  # of the documents
+    paper: str = ""  # what the paper used
+    notes: str = ""
     text_field: str = "text"
-    hub: dict[str, Hub] = {}  # by the name that --config takes; the first unless told otherwise
+    hub: dict[str, Hub] = {}  # by the name that --config takes; the first is the default
     local: str = ""  # what --source takes; empty: nothing
 
 
@@ -45,7 +48,7 @@ SOURCES = {
         tokenizer="bytes",
         val_fraction=0.05,
         notes="for the quickstart; needs no network; PSF licence; --roots FOLDER: Python sources there instead, under "
-        "licences of their own (a GPU image's site-packages holds over 100 M GPT-2 tokens)",
+        "their own licences (site-packages of a GPU image has over 100 M GPT-2 tokens)",
     ),
     "text": Source(
         about=f"your own files and folders of them: {' '.join(KINDS)}",
@@ -57,7 +60,7 @@ SOURCES = {
         about="web pages of educational value",
         tokenizer="gpt2",
         val_fraction=0.0005,
-        paper="50 B tokens of FineWeb-Edu, sample not named: sample-100BT holds enough to see none twice",
+        paper="50 B tokens of FineWeb-Edu, sample not named: sample-100BT has enough to see none twice",
         local=COPY,
         hub={
             "sample-10BT": Hub(FINEWEB, "sample/10BT/*.parquet", "28.5 GB, 14 files", "10 B", ODC_BY),
@@ -70,9 +73,9 @@ SOURCES = {
         about="LaTeX sources of arXiv papers",
         tokenizer="gpt2",
         val_fraction=0.001,
-        paper="`Arxiv`, not said which: the Pile's meaning, LaTeX source, is assumed",
-        notes="pile: the rows of the whole Pile that are ArXiv's, each paper about twice, as the Pile has them; "
-        "pile-sample: 8% of them; common-pile: plain text, not LaTeX",
+        paper="`Arxiv`, version not stated: the Pile's, LaTeX source, is assumed",
+        notes="pile: the ArXiv rows of the Pile, each paper about twice, as in the Pile; pile-sample: 8% of them; "
+        "common-pile: plain text, not LaTeX",
         local=COPY,
         hub={
             "proof-pile-2": Hub(
@@ -99,14 +102,14 @@ SOURCES = {
         tokenizer="gpt2",
         val_fraction=0.001,
         paper="Books3, ~27 B tokens",
-        notes="withdrawn for copyright in 2023: prepared from your own copy alone; pg19 is the public-domain stand-in",
+        notes="withdrawn for copyright in 2023: prepared only from your own copy; pg19 is the public-domain substitute",
         local="books3.tar.gz, or a folder, or jsonl(.gz, .zst)",
     ),
     "pg19": Source(
         about="28,602 books of Project Gutenberg published before 1919, 10.9 GiB",
         tokenizer="gpt2",
         val_fraction=0.005,
-        paper="- (stands in for Books3)",
+        paper="not used; a substitute for Books3",
         local=COPY,
         hub={
             "default": Hub(
@@ -120,91 +123,108 @@ SOURCES = {
     ),
 }
 
-# Tests are more than half of the library, and many systems ship Python without them;
-# encodings and pydoc_data are generated tables; the rest is other people's code.
+# Tests are more than half of the library, and many systems ship Python without them; encodings and pydoc_data are
+# generated tables; the others are installed packages.
 STDLIB_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
 def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
-    """Every module of the running Python's standard library, in the order of their relative paths; or every one below
-    the folders `roots`. Raises DataError of a root that is no folder or has none."""
+    """Every module of the running Python's standard library in the order of relative paths, or every one below `roots`.
+
+    Raises DataError if a root is missing or has no module.
+    """
     if not roots:
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in modules_of(root) if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)]
-        return [Input(str(path), path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
+        return [
+            _input(path, root) for path in _list_modules(root) if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)
+        ]
     inputs = []
     for root in roots:
-        paths = [path for path in modules_of(root) if path.is_file()]
-        if not paths:
+        modules = _list_modules(root)
+        if not modules:
             found = "no .py file in it" if root.is_dir() else "no such folder"
             raise DataError(f"{root}: {found}: name another --roots, such as {sysconfig.get_path('purelib')}")
-        base = root.resolve().name
-        inputs += [
-            Input(str(path), f"{base}/{path.relative_to(root).as_posix()}", path.stat().st_size) for path in paths
-        ]
+        inputs += [_input(path, root, f"{root.resolve().name}/") for path in modules]
     return inputs
-
-
-def modules_of(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
 
 
 def local_inputs(paths: Iterable[Path]) -> list[Input]:
     """The files named, and those below the folders named in sorted order.
 
-    Raises DataError of a path that is not there, a file of no known kind, a folder without files of a known kind.
+    Raises DataError at a missing path, a file of unknown kind, or a folder without files of a known kind.
     """
     inputs = []
     for path in paths:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.name.lower().endswith(KINDS) and file.is_file())
+            files = _list_files(path, KINDS)
             if not files:
                 raise DataError(
                     f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another --source"
                 )
-            inputs += [Input(str(file), file.relative_to(path).as_posix(), file.stat().st_size) for file in files]
+            inputs += [_input(file, path) for file in files]
         elif not path.is_file():
             raise DataError(f"{path}: no such file or folder: correct --source")
         elif not path.name.lower().endswith(KINDS):
             raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
         else:
-            inputs.append(Input(str(path), path.name, path.stat().st_size))
+            inputs.append(_input(path, path.parent))
     return inputs
 
 
-def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]:
-    """(revision, its files in sorted order): the commit `revision`, or the newest and what it is called.
+def _list_modules(root: Path) -> list[Path]:
+    return sorted(_list_files(root, (".py",)), key=lambda path: path.relative_to(root).as_posix())
 
-    Raises DataError where the hub cannot be reached, or has no such data set or files.
+
+def _list_files(root: Path, ends: tuple[str, ...]) -> list[Path]:
+    """Files below `root` whose names end so, in any case of letters."""
+    return sorted(path for path in root.rglob("*") if path.name.lower().endswith(ends) and path.is_file())
+
+
+def _input(path: Path, root: Path, prefix: str = "") -> Input:
+    return Input(str(path), prefix + path.relative_to(root).as_posix(), path.stat().st_size)
+
+
+def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]:
+    """Files of a data set on the hub.
+
+    Args:
+        hub: which data set and files.
+        revision: a commit, branch or tag; by default the newest commit.
+
+    Returns:
+        (the commit's name, its files in sorted order).
+
+    Raises:
+        DataError: the hub is unreachable, or has no such data set or files.
     """
     import fsspec
     from huggingface_hub import HfApi
 
     page = f"https://huggingface.co/datasets/{hub.repo}"
     try:
-        revision = HfApi().dataset_info(hub.repo, revision=revision, timeout=30).sha
-        root = f"datasets/{hub.repo}@{revision}/"
+        commit = HfApi().dataset_info(hub.repo, revision=revision, timeout=30).sha
+        root = f"datasets/{hub.repo}@{commit}/"
         found = fsspec.filesystem("hf").glob(root + hub.files, detail=True)
     except Exception as error:  # whatever the client libraries raise
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise DataError(
-            f"{page} cannot be had ({reason}). With a network, see whether the page opens; `hf auth login` and "
-            f"HF_TOKEN help with limits, HF_ENDPOINT names a mirror. Without one, fetch the files elsewhere:\n"
+            f"{page} is unreachable ({type(error).__name__}: {first_line(error)}). With a network, see whether the "
+            f"page opens; `hf auth login` and HF_TOKEN help with rate limits, HF_ENDPOINT names a mirror. Without one, "
+            f"fetch the files on another machine:\n"
             f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER\n"
             f"and add --source FOLDER to this command"
         ) from error
     if not found:
-        raise DataError(f"{page} has no files {hub.files!r} at revision {revision}: choose another --config")
-    return revision, [Input(f"hf://{path}", path.removeprefix(root), found[path]["size"]) for path in sorted(found)]
+        raise DataError(f"{page} has no files {hub.files!r} at revision {commit}: choose another --config")
+    return str(commit), [Input(f"hf://{path}", path.removeprefix(root), found[path]["size"]) for path in sorted(found)]
 
 
-def table() -> str:
+def describe_sources() -> str:
     """What `python -m data.prepare --list` prints."""
     lines = []
     for name, source in SOURCES.items():
         lines += [f"{name}: {source.about}"]
         for i, (config, hub) in enumerate(source.hub.items()):
-            chosen = " (unless told otherwise)" if i == 0 and len(source.hub) > 1 else ""
+            chosen = " (default)" if i == 0 and len(source.hub) > 1 else ""
             lines += [
                 f"    --config {config}{chosen}: {hub.repo}, {hub.files}",
                 f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}",
@@ -214,6 +234,6 @@ def table() -> str:
             f"    text field {source.text_field!r}, tokenizer {source.tokenizer}, "
             f"{source.val_fraction:.2%} of the documents for validation"
         ]
-        lines += [f"    paper: {source.paper}"] if source.paper != "-" else []
-        lines += [f"    notes: {source.notes}"] if source.notes != "-" else []
+        lines += [f"    paper: {source.paper}"] if source.paper else []
+        lines += [f"    notes: {source.notes}"] if source.notes else []
     return "\n".join(lines)

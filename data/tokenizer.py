@@ -7,25 +7,27 @@ import tempfile
 from base64 import b64decode
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from data import DataError
+from runtime.output import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 RANKS_FILE = "gpt2.tiktoken"
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI carries the ranks
+WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the file
 
-# tiktoken's regular expression gives up (a Rust panic) where it must step back over 10^6 white-space characters,
+# tiktoken's regular expression fails (a Rust panic) where it must step back over 10^6 white-space characters,
 # so longer runs are cut first. The ids still decode to the same text.
 MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
 
 class TokenizerError(DataError):
-    """There is no such tokenizer, or the file that defines it is missing or wrong."""
+    """The tokenizer is unknown, or the file that defines it is missing or wrong."""
 
 
 class ByteTokenizer:
@@ -35,13 +37,14 @@ class ByteTokenizer:
     hash = hashlib.sha256(b"utf-8 bytes, 256 = end of text").hexdigest()
     vocab_size = 257
     eot = 256
-    files: dict[str, bytes] = {}
+    files: ClassVar[dict[str, bytes]] = {}
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array a text. Lone surrogates, which UTF-8 cannot hold, become `?`."""
+        """One uint16 array, (n,), per text. Lone surrogates, which UTF-8 cannot hold, become `?`."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16) for text in texts]
 
     def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -51,18 +54,22 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken, from the bytes of its ranks file. `hash` is that file's sha256."""
+    """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file.
+
+    Args:
+        ranks: the content of that file.
+    """
 
     name = "gpt2"
     vocab_size = 50257
     eot = 50256
 
-    def __init__(self, ranks: bytes):
+    def __init__(self, ranks: bytes) -> None:
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str
 
         self.hash = hashlib.sha256(ranks).hexdigest()
-        self.files = {RANKS_FILE: ranks}  # kept beside the tokens, so that they decode without a network
+        self.files = {RANKS_FILE: ranks}  # stored beside the tokens, so that they decode without a network
         self.bpe = tiktoken.Encoding(
             self.name,
             pat_str=r50k_pat_str,
@@ -72,7 +79,7 @@ class GPT2Tokenizer:
         )
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array a text. `<|endoftext|>` in a text is text like any other; lone surrogates become U+FFFD."""
+        """One uint16 array, (n,), per text. `<|endoftext|>` is ordinary text; lone surrogates become U+FFFD."""
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
@@ -84,6 +91,7 @@ class GPT2Tokenizer:
         return np.concatenate(ids).astype(np.uint16)
 
     def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -96,64 +104,57 @@ TOKENIZERS = (ByteTokenizer.name, GPT2Tokenizer.name)
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`. `ranks` is a file of GPT-2 ranks; `bytes` needs none and ignores it.
+    """The tokenizer called `name`. `ranks` is GPT-2's BPE file; `bytes` ignores it.
 
-    Raises TokenizerError: unknown name; no ranks on this machine and no download; a ranks file with another sha256.
+    Raises:
+        TokenizerError: the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     if name == GPT2Tokenizer.name:
-        return GPT2Tokenizer(read_ranks(ranks))
+        return GPT2Tokenizer(_read_bpe_file(ranks))
     raise TokenizerError(f"no tokenizer {name!r}: choose one of {', '.join(TOKENIZERS)}")
 
 
 def identity(tokenizer: Tokenizer | str) -> dict:
-    """What meta.json says of a tokenizer, which may be known by its name alone."""
+    """What meta.json says about a tokenizer, given itself or its name."""
     if tokenizer == GPT2Tokenizer.name:
         return {"hash": RANKS_SHA256} | {key: getattr(GPT2Tokenizer, key) for key in ("name", "vocab_size", "eot")}
-    tokenizer = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
-    return {key: getattr(tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
+    found = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
+    return {key: getattr(found, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
-def read_ranks(ranks: str | Path | None = None) -> bytes:
-    """GPT-2's ranks file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
-    cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's own name for it
-    path = Path(ranks) if ranks else cached
-    if not ranks and not cached.is_file():
-        return _download_ranks(cached.name)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        reason = f"{path}: cannot read GPT-2's ranks ({error.strerror})"
-        raise TokenizerError(f"{reason}. {_how_to_supply(cached.name)}") from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != RANKS_SHA256:
-        raise TokenizerError(
-            f"{path}: not GPT-2's ranks: sha256 {found}, expected {RANKS_SHA256}. {_how_to_supply(cached.name)}"
-        )
-    return data
-
-
-def _download_ranks(cache_name: str) -> bytes:
+def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
+    """GPT-2's BPE file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
     import requests
     from tiktoken.load import read_file_cached
 
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache")
+    cached = Path(cache, hashlib.sha1(RANKS_URL.encode()).hexdigest())  # tiktoken's own name for it
+    path = Path(ranks) if ranks else cached
     try:
-        requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network without end
-        return read_file_cached(RANKS_URL, RANKS_SHA256)
+        if ranks or cached.is_file():
+            data = path.read_bytes()
+        else:
+            requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network forever
+            data = read_file_cached(RANKS_URL, RANKS_SHA256)
     except (requests.RequestException, OSError, ValueError) as error:
-        raise TokenizerError(
-            f"GPT-2's ranks are not on this machine, and {RANKS_URL} cannot be had ({type(error).__name__}). "
-            f"{_how_to_supply(cache_name)}"
-        ) from error
+        what = f"{path}: cannot read GPT-2's BPE file ({first_line(error)})"
+        if not ranks and not cached.is_file():
+            what = f"GPT-2's BPE file is not on this machine, and {RANKS_URL} is unreachable ({type(error).__name__})"
+        raise TokenizerError(f"{what}. {_how_to_supply(cached.name)}") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != RANKS_SHA256:
+        what = f"{path}: not GPT-2's BPE file: sha256 {found}, expected {RANKS_SHA256}"
+        raise TokenizerError(f"{what}. {_how_to_supply(cached.name)}")
+    return data
 
 
 def _how_to_supply(cache_name: str) -> str:
     archive_path = f"{WHISPER}/whisper/assets/{RANKS_FILE}"
     return (
-        f"Give the file (sha256 {RANKS_SHA256[:8]}…) by `--bpe-ranks FILE`, or put it as {cache_name} into the folder "
-        f"that TIKTOKEN_CACHE_DIR names. PyPI has it:\n"
+        f"Pass the file (sha256 {RANKS_SHA256[:8]}…) with `--bpe-ranks FILE`, or save it as {cache_name} in the folder "
+        f"TIKTOKEN_CACHE_DIR. PyPI has it:\n"
         f"  pip download --no-deps --no-binary :all: openai-whisper=={WHISPER.rpartition('-')[2]}\n"
         f"  tar xzf {WHISPER}.tar.gz {archive_path}\n"
         f"and then add: --bpe-ranks {archive_path}"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import configure
 from data import DataError
-from data.bins import Tokens, check, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
+from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
@@ -120,7 +120,7 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
             f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {trained.config.run.name}; name a "
             f"set prepared with the run's tokenizer"
         )
-    check(folder, trained.config.model.vocab_size)
+    check_dataset(folder, trained.config.model.vocab_size)
     return open_tokens(folder, split)
 
 

@@ -32,10 +32,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import DataError, readers
+from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
 from data.loader import fixed_windows, prefetch
+from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import ByteTokenizer, Tokenizer
 from eval.scoring import TOKENS
@@ -99,7 +100,7 @@ def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse
     """Tokenize a text file. Raises DataError if it cannot be read, or holds fewer than two tokens."""
     encoder = Encoder(tokenizer, 0, args.text_field)
     block, documents, rows, start = trained.config.model.block_size, [], [], 0
-    for raw in readers.read(local_inputs([path])[0], args.text_field):
+    for raw in read_documents(local_inputs([path])[0], args.text_field):
         try:
             text = encoder.text(raw) or ""
         except ValueError as error:

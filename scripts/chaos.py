@@ -22,7 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import configure
-from data.bins import check
+from data.bins import check_dataset
 from runtime import RunError, checkpoint, folder
 from runtime.checkpoint import DamagedError
 from runtime.metrics import read
@@ -94,7 +94,7 @@ def main(argv=None):
         overrides = [*DEFAULTS, *overrides, f"--run.dir={args.out}"]
         names = ["undisturbed", "disturbed"]
         calm, torn = (configure.load(file, [*overrides, f"--run.name={name}"], args.ranks) for name in names)
-        check(Path(calm.data.dir, calm.data.name), calm.model.vocab_size)
+        check_dataset(Path(calm.data.dir, calm.data.name), calm.model.vocab_size)
         out, ours = Path(args.out), [*names, *(f"{name}.log" for name in names)]
         if out.is_dir() and (others := sorted(set(os.listdir(out)) - set(ours))):
             raise RunError(f"{out} holds more than this script's runs ({others[0]} …): name another folder by --out")

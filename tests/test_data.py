@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
-from data.bins import Tokens, check, fingerprint, open_tokenizer, open_tokens, read_meta
+from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import Loader, fixed_windows, permute, prefetch, stream_seed, windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, load_tokenizer
 from data.writer import Writer
@@ -76,7 +76,7 @@ def test_unknown_tokenizer():
 def test_ranks_file_is_checked(tmp_path):
     wrong = tmp_path / "ranks"
     wrong.write_bytes(b"IQ== 0\n")
-    with pytest.raises(TokenizerError, match=f"{wrong}: not GPT-2's ranks: sha256 [0-9a-f]*, expected 306cd27f"):
+    with pytest.raises(TokenizerError, match=f"{wrong}: not GPT-2's BPE file: sha256 [0-9a-f]*, expected 306cd27f"):
         load_tokenizer("gpt2", wrong)
     with pytest.raises(TokenizerError, match="absent.*No such file.*--bpe-ranks FILE"):
         load_tokenizer("gpt2", tmp_path / "absent")
@@ -195,7 +195,7 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
 def test_meta_tells_what_is_there(tmp_path):
     folder = tmp_path / "set"
     write_set(folder)
-    meta = check(folder, vocab_size=257)
+    meta = check_dataset(folder, vocab_size=257)
     assert meta == read_meta(folder)
     assert meta.tokenizer == {"name": "bytes", "hash": BYTES.hash, "vocab_size": 257, "eot": 256}
     assert (meta.splits["train"].tokens, meta.splits["train"].documents) == (25, 5)
@@ -275,8 +275,8 @@ def damage_link(path):
         (damage_grow, r"expected 14 bytes \(7 tokens\), found 16"),
         (damage_empty, r"expected 14 bytes \(7 tokens\), found 0"),
         (damage_flip, "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
-        (damage_high_bit, r"id 279 at token 1, expected below 257 \(1 such among 7\)"),
-        (damage_byte_order, r"id 5632 at token 0, expected below 257 \(6 such among 7\)"),  # 256 becomes 1
+        (damage_high_bit, r"id 279 at token 1, expected below 257"),
+        (damage_byte_order, r"id 5632 at token 0, expected below 257"),  # 256 becomes 1
         (damage_remove, "missing, expected 7 tokens"),
         (damage_folder, "not a file, expected 7 tokens"),
         (damage_link, "a link to nothing, expected 7 tokens"),
@@ -286,7 +286,7 @@ def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
     damage(tmp_path / "set/train-00001.bin")
     with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
 
 
 def test_a_shard_that_cannot_be_read(tmp_path, monkeypatch):
@@ -297,7 +297,7 @@ def test_a_shard_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "fromfile", refuse)  # chmod would not stop root
     with pytest.raises(DataError, match="train-00000.bin: cannot be read .Permission denied.. Make it readable: chmod"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u4"])
@@ -312,7 +312,7 @@ def test_wider_ids_are_known_by_their_zeros(tmp_path, monkeypatch, dtype, hashed
     monkeypatch.setattr(bins, "HASHED_BYTES", hashed)
     says = "id [0-9]+ at token 1, expected below 257" if dtype == ">u4" else "expected uint16, found every second of"
     with pytest.raises(DataError, match=f"train-00000.bin: {says}.*--force"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
 
 
 def test_a_shard_never_written_is_not_taken_for_text(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_a_shard_never_written_is_not_taken_for_text(tmp_path, monkeypatch):
     os.truncate(tmp_path / "set/train-00000.bin", 400)
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     with pytest.raises(DataError, match="a file of which a part was never written"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
 
 
 # ids beyond the vocabulary
@@ -341,28 +341,26 @@ def beyond(tmp_path):
     return tmp_path / "set"
 
 
-BEYOND = (
-    r"train-00001.bin: id 999 at token 150, expected below 257 \(2 such among 200\). Prepare it again: .*text --force"
-)
+BEYOND = r"train-00001.bin: id 999 at token 150, expected below 257. Prepare it again: .*text --force"
 
 
 def test_an_id_beyond_the_vocabulary_is_named_at_start(beyond, monkeypatch):
     monkeypatch.setattr(bins, "CHUNK_BYTES", 64)  # the ids lie in two chunks
     monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)  # and not in the sample
     with pytest.raises(DataError, match=BEYOND):
-        check(beyond, 50304)  # the tokenizer's ids count, not the model's
+        check_dataset(beyond, 50304)  # the tokenizer's ids count, not the model's
 
 
 def test_an_id_beyond_the_vocabulary_is_named_in_the_first_ids_of_a_large_set(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     with pytest.raises(DataError, match=BEYOND):
-        check(beyond, 50304)
+        check_dataset(beyond, 50304)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_when_a_window_of_a_large_set_is_read(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)
-    check(beyond, 50304)
+    check_dataset(beyond, 50304)
     tokens = open_tokens(beyond, "train")
     bad = [w for w in range(549 // 9) if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)]
     assert len(bad) == 2
@@ -392,7 +390,7 @@ def prepared(folder: Path, documents=(b"to be", b"or not"), val=b"that is", name
             writer.write("train", np.frombuffer(document, np.uint8).astype(np.uint16))
         writer.write("val", np.frombuffer(val, np.uint8).astype(np.uint16))
         writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
-    return fingerprint(check(folder, 257))
+    return fingerprint(check_dataset(folder, 257))
 
 
 def test_fingerprint_hangs_on_tokens_and_tokenizer_alone(tmp_path):
@@ -436,32 +434,32 @@ def test_big_sets_are_not_hashed(tmp_path, monkeypatch):
     write_set(tmp_path / "set")
     damage_flip(tmp_path / "set/train-00001.bin")
     monkeypatch.setattr(bins, "HASHED_BYTES", 10)
-    assert check(tmp_path / "set", 257).splits["train"].tokens == 25
+    assert check_dataset(tmp_path / "set", 257).splits["train"].tokens == 25
 
 
 def test_check_wants_a_set_that_fits(tmp_path):
     write_set(tmp_path / "set")
     with pytest.raises(DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"):
-        check(tmp_path / "set", 256)
+        check_dataset(tmp_path / "set", 256)
     meta = json.loads((tmp_path / "set/meta.json").read_text())
     (tmp_path / "set/meta.json").write_text(json.dumps(meta | {"dtype": "int32"}))
     with pytest.raises(DataError, match="dtype 'int32', expected 'uint16'.*--force"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
     (tmp_path / "set/meta.json").write_text('{"name": ')
     with pytest.raises(DataError, match="meta.json: cannot be read.*--force"):
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
 
 
 def test_check_names_the_prepare_command(tmp_path, monkeypatch):
     elsewhere = f"{tmp_path}/stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}$"
     with pytest.raises(DataError, match=elsewhere):
-        check(tmp_path / "stdlib", 257)
+        check_dataset(tmp_path / "stdlib", 257)
     monkeypatch.setattr(bins, "DATA_DIR", tmp_path)
     with pytest.raises(DataError, match="Prepare it: python -m data.prepare stdlib$"):
-        check(tmp_path / "stdlib", 257)
+        check_dataset(tmp_path / "stdlib", 257)
     (tmp_path / "books").mkdir()
     with pytest.raises(DataError, match="half-prepared.*python -m data.prepare text --source FILES --name books$"):
-        check(tmp_path / "books", 257)
+        check_dataset(tmp_path / "books", 257)
 
 
 @pytest.mark.parametrize(
@@ -496,7 +494,7 @@ def test_meta_of_another_form(tmp_path, change, says):
     change(meta)
     path.write_text(json.dumps(meta))
     with pytest.raises(DataError) as caught:
-        check(tmp_path / "set", 257)
+        check_dataset(tmp_path / "set", 257)
     assert str(caught.value).startswith(f"{path}: cannot be read (") and says in str(caught.value)
     assert re.search("Prepare the set again: .*--name set.*--force$", str(caught.value))
 
@@ -512,52 +510,17 @@ def test_meta_that_may_not_be_read(tmp_path, monkeypatch):
         read_meta(tmp_path / "set")
 
 
-def test_half_prepared_set_is_not_taken_for_a_set(tmp_path):
-    folder, ids = tmp_path / "set", np.arange(5, dtype=np.uint16)
-    with pytest.raises(KeyboardInterrupt), Writer(folder, BYTES, 2) as writer:
-        writer.write("train", ids)
-        writer.commit({"place": 5})
-        writer.write("train", ids)
-        raise KeyboardInterrupt
-    assert not folder.exists()
-    with pytest.raises(
-        DataError,
-        match="set: half-prepared. Go on by the command that began it: .*text --source FILES --name set --out",
-    ):
-        check(folder, 257)
-    found = {path.name: path.stat().st_size for path in (tmp_path / "set.partial").glob("*.bin")}
-    assert found == {"train-00000.bin": 4, "train-00001.bin": 4, "train-00002.bin": 2}  # what is committed alone
-
-    with Writer(folder, BYTES, 2) as writer:
-        assert writer.state == {"place": 5} and writer.tokens("train") == 5
-        writer.write("train", ids[:2])
-        writer.finish("set", {}, "")
-    tokens = open_tokens(folder, "train")
-    assert tokens.read(0, len(tokens)).tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["set"] and len(check(folder, 257).splits["train"].files) == 4
-
-
-def test_uncommitted_set_leaves_nothing(tmp_path):
+def test_unfinished_set_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "set", BYTES, 2) as writer:
         writer.write("train", np.arange(5, dtype=np.uint16))
+        assert len(list((tmp_path / "set.partial").glob("train*"))) == 3
+        with pytest.raises(
+            DataError,
+            match="set: half-prepared. Resume with the command that began it: .*text --source FILES --name set --out",
+        ):
+            check_dataset(tmp_path / "set", 257)
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-
-
-def test_writer_tells_when_a_shard_is_full(tmp_path):
-    with Writer(tmp_path / "set", BYTES, 4) as writer:
-        filled = [writer.write("train", np.zeros(n, np.uint16)) for n in (3, 0, 1, 3, 9, 1)]
-        assert filled == [False, False, True, False, True, False]
-        assert (writer.tokens("train"), writer.tokens("val")) == (17, 0)
-
-
-def test_lost_part_of_an_unfinished_set(tmp_path):
-    with Writer(tmp_path / "set", BYTES, 4) as writer:
-        writer.write("train", np.arange(6, dtype=np.uint16))
-        writer.commit(None)
-    os.truncate(tmp_path / "set.partial/train-00001.bin", 2)
-    with pytest.raises(DataError, match="set.partial: part of train-00001.bin is lost: start over by --force"):
-        Writer(tmp_path / "set", BYTES, 4)
 
 
 def test_ids_must_fit_uint16(tmp_path):

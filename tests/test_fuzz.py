@@ -1,6 +1,7 @@
 """Whatever a config file, a command line or a data set holds: it runs no code, starts no run it should not, and every
 fault is named with its place. Values are drawn by hypothesis, the same ones at each run."""
 
+import io
 import json
 import math
 import pickle
@@ -17,9 +18,11 @@ import train
 from configure import Config, ConfigError, from_command_line, load, sweep_points
 from configure.schema import KEYS, SECTIONS
 from data import DataError, prepare
-from data.bins import Meta, check, fingerprint, open_tokenizer, open_tokens, read_meta
+from data.bins import Meta, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
+from data.encode import Encoded
 from data.loader import Loader
 from data.tokenizer import ByteTokenizer, TokenizerError, load_tokenizer
+from data.units import read_units
 from data.writer import Writer
 
 BYTES = ByteTokenizer()
@@ -180,7 +183,7 @@ def try_set(folder, meta: bytes):
     """The data set under another meta.json: either it works, or a DataError names it; nothing else may happen."""
     (folder / "meta.json").write_bytes(meta)
     try:
-        found = check(folder, 50304)
+        found = check_dataset(folder, 50304)
     except DataError as error:
         assert str(folder) in str(error) and "repare" in str(error)
         return None
@@ -251,7 +254,7 @@ def test_a_pickle_as_meta_runs_nothing(tmp_path, corpus, pickled):
     for use in (
         read_meta,
         open_tokenizer,
-        lambda folder: check(folder, 257),
+        lambda folder: check_dataset(folder, 257),
         lambda folder: open_tokens(folder, "val"),
     ):
         with pytest.raises(DataError, match="tiny/meta.json: cannot be read"):
@@ -260,13 +263,13 @@ def test_a_pickle_as_meta_runs_nothing(tmp_path, corpus, pickled):
 
 def test_a_pickle_as_ranks_runs_nothing(tmp_path, corpus, pickled):
     (tmp_path / "ranks").write_bytes(pickled)
-    with pytest.raises(TokenizerError, match="ranks: not GPT-2's ranks: sha256"):
+    with pytest.raises(TokenizerError, match="ranks: not GPT-2's BPE file: sha256"):
         load_tokenizer("gpt2", tmp_path / "ranks")
     shutil.copytree(corpus / "tiny", tmp_path / "tiny")
     meta = json.loads((tmp_path / "tiny/meta.json").read_text())
     (tmp_path / "tiny/meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | {"name": "gpt2"}}))
     (tmp_path / "tiny/gpt2.tiktoken").write_bytes(pickled)
-    with pytest.raises(TokenizerError, match="gpt2.tiktoken: not GPT-2's ranks: sha256"):
+    with pytest.raises(TokenizerError, match="gpt2.tiktoken: not GPT-2's BPE file: sha256"):
         open_tokenizer(tmp_path / "tiny")
 
 
@@ -286,44 +289,27 @@ def test_a_pickle_as_a_shard_runs_nothing(tmp_path, corpus, pickled):
     for data, says in ((pickled, f"expected {size} bytes"), (pickled.ljust(size, b"."), "train-00000.bin: id ")):
         shard.write_bytes(data)
         with pytest.raises(DataError, match=says):
-            check(tmp_path / "tiny", 257)
+            check_dataset(tmp_path / "tiny", 257)
     windows = Loader(open_tokens(tmp_path / "tiny", "train"), 32, 8, 0)
     with pytest.raises(DataError, match="train-00000.bin: id [0-9]+ at token 0, expected below 257"):
         windows.batch(0)
 
 
-def test_a_pickle_as_progress_runs_nothing(tmp_path, pickled, capsys):
-    partial = tmp_path / "set.partial"
-    partial.mkdir()
-    (partial / "progress.json").write_bytes(pickled)
-    with pytest.raises(DataError, match="set.partial: progress.json cannot be read: start over by --force"):
-        Writer(tmp_path / "set", BYTES)
+def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, canary, capsys):
     (tmp_path / "text.txt").write_text("some text " * 99)
-    command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
-    assert prepare.main([*command, "--name", "set"]) == 2
-    assert "progress.json cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "splits",
-    [
-        {"train": {"documents": 1, "shards": [{"name": "../mine", "tokens": 1, "sha256": "0" * 64}], "open_tokens": 0}},
-        {"../mine": {"documents": 1, "shards": [], "open_tokens": 1}},
-        {"train": {"documents": 1, "shards": [], "open_tokens": -1}},
-        {"train": 3},
-        [],
-    ],
-)
-def test_progress_reaches_no_other_file(tmp_path, splits):
-    """What a commit covers is cut to its length, so a name there must not lead out of the folder."""
-    for name in ("mine", "mine-00000.bin"):
-        (tmp_path / name).write_text("precious")
-    (tmp_path / "set.partial").mkdir()
-    progress = {"made_from": {}, "splits": splits, "state": None}
-    (tmp_path / "set.partial/progress.json").write_text(json.dumps(progress))
-    with pytest.raises(DataError, match="progress.json cannot be read: start over by --force"):
-        Writer(tmp_path / "set", BYTES)
-    assert (tmp_path / "mine").read_text() == (tmp_path / "mine-00000.bin").read_text() == "precious"
+    units = tmp_path / "set.partial/units-0123456789ab"
+    units.mkdir(parents=True)
+    (tmp_path / "set.partial/begun.json").write_bytes(pickled)
+    objects = io.BytesIO()
+    np.savez(objects, **dict.fromkeys(Encoded._fields, np.array([Payload(canary)], object)))
+    for unit in (pickled, objects.getvalue()):
+        (units / "00000000-00000000-last.npz").write_bytes(unit)
+        command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
+        assert prepare.main([*command, "--name", "set"]) == 2
+        assert "begun.json cannot be read): resume with those, start over with --force" in capsys.readouterr().err
+        with pytest.raises(DataError, match="last.npz was damaged .* and is removed: start again to make it anew"):
+            list(read_units(units))
+        assert not list(units.iterdir())
 
 
 PAYLOADS = [

@@ -29,10 +29,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import Forked
 
-from data import DataError, bins, prepare, sources, verify, writer
-from data.bins import check, open_tokenizer, open_tokens, read_meta
+from data import DataError, bins, prepare, sources, units, verify
+from data.bins import check_dataset, open_tokenizer, open_tokens, read_meta
 from data.encode import Encoder
-from data.readers import KINDS, read
+from data.readers import KINDS, read_documents
 from data.sources import SOURCES, local_inputs
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
@@ -127,10 +127,14 @@ def run(tmp_path, capsys):
 
 
 @pytest.fixture
-def small_steps(monkeypatch):
-    """Batches of a few documents, each committed; a worker process for every few of them."""
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 500)
-    monkeypatch.setattr(prepare, "COMMIT_SECONDS", -1)
+def small_units(monkeypatch):
+    """Units of a document or two."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 50)
+
+
+@pytest.fixture
+def many_workers(monkeypatch):
+    """A worker process for every few documents."""
     monkeypatch.setattr(prepare, "WORKER_BYTES", 500)
 
 
@@ -213,15 +217,11 @@ def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
     texts = corpus_texts()
     builder, paths = make(tmp_path, name, texts)
     inputs = local_inputs([tmp_path / name])
-    raws = [raw for file in inputs for raw in read(file, "text")]
+    raws = [raw for file in inputs for raw in read_documents(file, "text")]
     encoder = Encoder(BYTES, 0.5)
     found = [encoder.text(raw) for raw in raws]
     assert found == texts_by_datasets(builder, paths)
     assert sorted(found) == sorted(texts) and len(texts) == 40
-    for skip in (1, 6, 7, 8, 39, 40):
-        assert [raw for file in inputs[-1:] for raw in read(file, "text", skip)] == list(read(inputs[-1], "text"))[
-            skip:
-        ]
     if name != "folder":
         done = [raw.done for raw in raws]
         assert found == texts
@@ -233,7 +233,7 @@ def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, end):
     data = "\r\n# naïve\r\n\n a <|endoftext|> b \x00\u2028 🙂\n".encode()
     compress = {".gz": gzip.compress, ".zst": zstd}.get(Path("a" + end).suffix, bytes)
     (tmp_path / f"a{end}").write_bytes(in_parts(compress, data) if compress is not bytes else data)
-    assert [raw.data for raw in read(local_inputs([tmp_path])[0], "text")] == [data]
+    assert [raw.data for raw in read_documents(local_inputs([tmp_path])[0], "text")] == [data]
 
 
 def test_documented_kinds_are_the_ones_read():
@@ -281,7 +281,7 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
     texts += ["val " + "x" * next(n for n in itertools.count() if place("val " + "x" * n) < val_fraction)]
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(bins, "load_tokenizer", lambda *_: any_tokenizer)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", steps)
+    monkeypatch.setattr(units, "UNIT_BYTES", steps)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in.jsonl").write_bytes(jsonl(texts))
         args = (
@@ -289,7 +289,7 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         )
         assert prepare.main(args.split()) == 0
         assert documents_of(Path(folder, "text")) == split_of(texts, val_fraction)
-        check(Path(folder, "text"), any_tokenizer.vocab_size)
+        check_dataset(Path(folder, "text"), any_tokenizer.vocab_size)
         assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
 
 
@@ -309,25 +309,24 @@ def test_split_hangs_on_the_text_alone(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["in", "rows.jsonl.gz"])
-def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatch, small_steps, name):
+def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatch, small_units, many_workers, name):
     texts = corpus_texts()
     if name == "in":
         write_tree(tmp_path / "in", {"a.jsonl": jsonl(texts[:20]), "b.tar": tar({"x.txt": texts[30].encode()})})
     else:
         (tmp_path / name).write_bytes(gzip.compress(jsonl(texts)))
-    processes, write = [], Writer.write
+    processes, pool = [], units.ProcessPoolExecutor
     monkeypatch.setattr(
-        Writer, "write", lambda *args: processes.append(len(multiprocessing.active_children())) or write(*args)
+        units, "ProcessPoolExecutor", lambda n, *args, **more: processes.append(n) or pool(n, *args, **more)
     )
     sets = []
     for workers in (1, 2, 3):
         monkeypatch.setattr(prepare, "cores", lambda workers=workers: workers)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        processes.clear()
         code, out = run("text", "--source", tmp_path / name, "--shard-tokens", 997, "--val-fraction", 0.2)
         assert code == 0 and f"{workers} workers" in out
-        assert max(processes) == (0 if workers == 1 else workers)
         sets.append(snapshot(tmp_path / "out"))
+    assert processes == [2, 3]
     assert sets[0] == sets[1] == sets[2] and len(sets[0]) > 10
 
 
@@ -355,7 +354,7 @@ def test_a_folder_becomes_a_set(run, tmp_path):
     found = documents_of(tmp_path / "out/mine")
     assert found["train"] and found["val"]
     assert found == split_of(["# naïve\r\n", "bee\n", "sea", "one", "two", "<|endoftext|>"], 0.4)
-    meta = check(tmp_path / "out/mine", 257)
+    meta = check_dataset(tmp_path / "out/mine", 257)
     assert meta.name == "mine" and (meta.source["empty"], meta.source["bad"]) == (2, 0)
     assert meta.prepare.startswith(f"python -m data.prepare text --source {source} --name mine")
     assert os.listdir(tmp_path / "out") == ["mine"]
@@ -450,71 +449,99 @@ def test_source_files_changed_since_are_noticed(run, books, tmp_path, monkeypatc
     assert code == 0 and "already there" in out
 
 
-def test_source_files_changed_in_the_middle(run, books, tmp_path, small_steps, monkeypatch):
-    """The part that is prepared is of other files: going on would mix them."""
-    fail_after(monkeypatch, 5)
-    assert run(*books)[0] == 130
-    monkeypatch.undo()
-    (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
-    code, out = run(*books)
-    assert code == 2 and "unfinished set made with other arguments (inputs" in out
-
-
-def fail_after(monkeypatch, writes: int, error=KeyboardInterrupt) -> None:
-    """Lets the command fail at this call of Writer.write."""
-    calls, write = itertools.count(1), Writer.write
+def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
+    """Lets the command fail at the unit of this number."""
+    calls, write = itertools.count(1), units._write_unit
 
     def failing(*args):
-        if next(calls) == writes:
+        if next(calls) == count:
             raise error
         return write(*args)
 
-    monkeypatch.setattr(Writer, "write", failing)
+    monkeypatch.setattr(units, "_write_unit", failing)
 
 
-def test_stopped_by_control_c_it_goes_on(run, books, tmp_path, small_steps, monkeypatch):
+def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
     assert run(*books)[0] == 0
     whole = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
         fail_after(patch, 13)
         code, out = run(*books)
-        assert code == 130 and "stopped; start again to go on" in out
-    with pytest.raises(DataError, match="text: half-prepared. Go on by the command that began it"):
-        check(tmp_path / "out/text", 257)
+        assert code == 130 and "stopped; start again to resume" in out
+    with pytest.raises(DataError, match="text: half-prepared. Resume with the command that began it"):
+        check_dataset(tmp_path / "out/text", 257)
     assert run("text", main=verify.main)[0] == 2
     unfinished = snapshot(tmp_path / "out")
+    assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
 
-    for changed in (("--val-fraction", 0.5), ("--shard-tokens", 500), ("--text-field", "body")):
-        code, out = run(*books, *changed)
-        assert code == 2 and "unfinished set made with other arguments" in out
-        assert all(remedy in out for remedy in (changed[0][2:].replace("-", "_"), "--force", "--name"))
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    for changed in (("--val-fraction", 0.5), ("--shard-tokens", 500), ("--text-field", "body"), ("inputs",)):
+        if changed == ("inputs",):
+            (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
+        code, out = run(*books, *(changed if len(changed) > 1 else ()))
+        assert code == 2 and "text.partial holds an unfinished set made with other arguments" in out
+        assert all(remedy in out for remedy in (changed[0].strip("-").replace("-", "_"), "--force", "--name"))
         assert snapshot(tmp_path / "out") == unfinished
+    (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     code, out = run(*books)
-    assert code == 0 and re.search(r", from ([1-9]\d?)% on", out)
+    assert code == 0 and re.search(r", resuming after 1\d units", out)
     assert snapshot(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("seconds", [-1, 1000])
-def test_work_is_committed_as_time_passes(run, books, tmp_path, small_steps, monkeypatch, seconds):
-    """Where shards are large, too."""
-    monkeypatch.setattr(prepare, "COMMIT_SECONDS", seconds)
-    fail_after(monkeypatch, 13)
-    assert run(*books, "--shard-tokens", 10**6)[0] == 130
-    assert (tmp_path / "out/text.partial/progress.json").exists() == (seconds < 0)
+def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small_units, monkeypatch):
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    opened, read = [], units.read_documents
+    monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
+    with monkeypatch.context() as patch:
+        calls, real = itertools.count(1), units.write_atomic
+
+        def stop_at_b(path, *args, **more):
+            if "b.jsonl" in opened and next(calls) == 6:  # those of a.jsonl are written
+                raise KeyboardInterrupt
+            return real(path, *args, **more)
+
+        patch.setattr(units, "write_atomic", stop_at_b)
+        assert run(*books)[0] == 130
+    opened.clear()
+    assert run(*books)[0] == 0 and opened == ["b.jsonl"]
+    assert snapshot(tmp_path / "out") == whole
 
 
-def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_steps, monkeypatch):
+@pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_units, monkeypatch, damage):
     with monkeypatch.context() as patch:
         fail_after(patch, 13)
-        assert run(*books, "--val-fraction", 0.5)[0] == 130
+        assert run(*books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))[0] == 130
+    if damage == "begun.json":
+        (tmp_path / "out/text.partial/begun.json").write_text("{")
+        code, out = run(*books)
+        assert code == 2 and "begun.json cannot be read" in out and "--force" in out
     code, out = run(*books, "--force")
-    assert code == 0 and "% on" not in out
-    unfinished = snapshot(tmp_path / "out")
+    assert code == 0 and "resuming" not in out
+    forced = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     assert run(*books)[0] == 0
-    assert snapshot(tmp_path / "out") == unfinished
+    assert snapshot(tmp_path / "out") == forced
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", None])
+def test_a_damaged_unit_is_made_anew(run, books, tmp_path, small_units, monkeypatch, garbage):
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        fail_after(patch, 13)
+        assert run(*books)[0] == 130
+    unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
+    unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
+    code, out = run(*books)
+    assert code == 2 and f"{unit} was damaged" in out and "is removed: start again to make it anew" in out
+    assert run(*books)[0] == 0
+    assert snapshot(tmp_path / "out") == whole
 
 
 def test_left_overs_of_an_older_format_are_replaced(run, books, tmp_path):
@@ -523,7 +550,7 @@ def test_left_overs_of_an_older_format_are_replaced(run, books, tmp_path):
     with pytest.raises(DataError, match="half-prepared, it has no meta.json"):
         read_meta(tmp_path / "out/text")
     assert run(*books)[0] == 0
-    check(tmp_path / "out/text", 257)
+    check_dataset(tmp_path / "out/text", 257)
     assert not (tmp_path / "out/text/train-00999.bin").exists()
 
 
@@ -546,31 +573,7 @@ def test_a_set_behind_a_link_is_replaced_where_it_lies(run, books, tmp_path):
     assert (tmp_path / "out/text").is_symlink() and os.listdir(tmp_path / "disk") == ["text"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "no JSON"])
-def test_force_starts_over_where_an_unfinished_set_is_damaged(run, books, tmp_path, damage):
-    ids = np.full(500, 7, np.uint16)
-    assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out/text")
-    made_from = {
-        key: value for key, value in read_meta(tmp_path / "out/text").source.items() if key not in ("empty", "bad")
-    }
-    shutil.rmtree(tmp_path / "out/text")
-    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "out/text", BYTES, 1000, made_from) as writer:
-        writer.write("train", ids)
-        writer.commit({})
-        raise KeyboardInterrupt
-    partial = tmp_path / "out/text.partial"
-    if damage == "cut short":
-        os.truncate(partial / "train-00000.bin", 10)
-    else:
-        (partial / "progress.json").write_text("{")
-    code, out = run(*books)
-    assert code == 2 and "start over by --force" in out
-    assert run(*books, "--force")[0] == 0
-    assert snapshot(tmp_path / "out/text") == whole
-
-
-def test_two_processes_at_once(run, books, tmp_path, small_steps):
+def test_two_processes_at_once(run, books, tmp_path, small_units):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
         other = subprocess.run(
@@ -687,7 +690,7 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, config, repo, names, wr
     code, out = run(*args)
     assert code == 0 and "2 files" in out
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
-    source = check(tmp_path / "out" / corpus, 257).source
+    source = check_dataset(tmp_path / "out" / corpus, 257).source
     assert source["revision"] == REVISION and source["config"] == (config or next(iter(SOURCES[corpus].hub)))
     assert hub.asked == [(repo, None)]
     if write is write_zst:  # in one request from beginning to end
@@ -724,20 +727,8 @@ def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
     assert documents_of(tmp_path / "out/copy") == documents_of(tmp_path / "out/arxiv")
 
 
-def test_another_config_after_a_killed_one(run, hub, tmp_path):
-    made_from = {"corpus": "arxiv", "config": "pile", "revision": "older", "tokenizer": "bytes"}
-    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "out/arxiv", BYTES, 1000, made_from) as unfinished:
-        unfinished.write("train", np.full(500, 7, np.uint16))
-        unfinished.commit({})
-        raise KeyboardInterrupt
-    shared(hub, "EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst"], corpus_texts(), write_zst)
-    code, out = run("arxiv", "--val-fraction", 0.2)
-    assert code == 2 and "config 'pile', now 'proof-pile-2'" in out
-    assert run("arxiv", "--val-fraction", 0.2, "--force")[0] == 0
-
-
 @pytest.mark.parametrize(("corpus", "write"), [("arxiv", write_zst), ("fineweb-edu", parquet)])
-def test_connection_lost_it_goes_on_with_the_same_revision(run, hub, tmp_path, small_steps, corpus, write):
+def test_connection_lost_it_resumes_with_the_same_revision(run, hub, tmp_path, small_units, corpus, write):
     repo, names = {
         "arxiv": ("EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst", "arxiv/train/b.jsonl.zst"]),
         "fineweb-edu": (sources.FINEWEB, ["sample/10BT/a.parquet", "sample/10BT/b.parquet"]),
@@ -751,7 +742,7 @@ def test_connection_lost_it_goes_on_with_the_same_revision(run, hub, tmp_path, s
     name = names[1].rpartition("/")[2]
     hub.cut[name] = (hub.root / f"datasets/{repo}@{REVISION}" / names[1]).stat().st_size // 2
     code, out = run(*args)
-    assert code == 2 and "start again to go on" in out and "connection lost" in out
+    assert code == 2 and "start again to resume" in out and "connection lost" in out
     assert f"hf://datasets/{repo}@{REVISION}/{names[1]}: reading from the hub failed" in out
     hub.cut.clear()
     hub.asked.clear()
@@ -761,7 +752,7 @@ def test_connection_lost_it_goes_on_with_the_same_revision(run, hub, tmp_path, s
     code, out = run(*args, "--revision", "newer")
     assert code == 2 and f"revision '{REVISION}', now 'newer'" in out
     code, out = run(*args)
-    assert code == 0 and re.search(r", from ([1-9]\d?)% on", out) and hub.asked[-1] == (repo, REVISION)
+    assert code == 0 and "resuming after" in out and hub.asked[-1] == (repo, REVISION)
     assert snapshot(tmp_path / "out") == whole
     assert read_meta(tmp_path / "out" / corpus).source["revision"] == REVISION
 
@@ -775,7 +766,7 @@ def test_a_revision_asked_for(run, hub, tmp_path):
 def test_hub_out_of_reach(run, hub, tmp_path):
     hub.reachable = False
     code, out = run("fineweb-edu")
-    assert code == 2 and "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu cannot be had" in out
+    assert code == 2 and "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
     assert "OfflineModeIsEnabled" in out and "HF_ENDPOINT" in out
     command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
     assert command in out and "--source FOLDER" in out
@@ -834,18 +825,7 @@ def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple
                 os.dup2(printed.fileno(), 2)
                 stop = Stop(folder, k, how)
                 sys.addaudithook(stop)
-                write = writer._ShardWriter.write
                 os.fsync = lambda descriptor: stop.step()
-
-                def write_through(shard, ids):
-                    if len(ids) > 1:
-                        write(shard, ids[:1])
-                        shard.file.flush()
-                        stop.step()  # between two parts of a document
-                    write(shard, ids[1:] if len(ids) > 1 else ids)
-                    shard.file.flush()
-
-                writer._ShardWriter.write = write_through
                 code = prepare.main(argv)
                 sys.stdout.flush()
             finally:
@@ -858,7 +838,7 @@ def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple
 def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
     """Stops `scenario` before each of its steps in turn, starts it again, and demands the result of an undisturbed
     run. Returns the number of steps."""
-    prepare.BATCH_BYTES, prepare.COMMIT_SECONDS = 150, -1
+    units.UNIT_BYTES = 150
     source, out, template = folder / "in", folder / "out", folder / "template"
     texts = [f"{i} green bottles hanging on the wall" for i in range(9)]
     write_tree(source, {"a.jsonl": jsonl(texts[:5]), "b.jsonl": jsonl(texts[5:])})
@@ -890,7 +870,7 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
         places = [out / f"set{end}" for end in ("", ".old", ".partial")]
         whole = [place for place in places if (place / "meta.json").exists()]
         for place in whole[:1]:  # what is in use; .old may be half removed where there is another
-            check(place, 257)
+            check_dataset(place, 257)
         assert whole or scenario != "replace", f"{context}: the set that was there is lost"
         code, printed = start(argv, out)
         assert code == 0, f"{context}: {printed}"
@@ -906,7 +886,7 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
         expected = {"kill": -signal.SIGKILL, "interrupt": 130, "full": 2}[how]
         assert code == expected, f"step {k}: {code} {printed}"
         if how == "full":
-            assert "the disk is full" in printed and "start again to go on" in printed, printed
+            assert "the disk is full" in printed and "start again to resume" in printed, printed
         go_on(f"step {k}: {printed}")
     steps = k - 1
 
@@ -957,19 +937,20 @@ def children_of(parent: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
 def test_killed_at_random_moments(tmp_path):
-    """The real command, two workers: nothing is lost, and no worker outlives it."""
+    """The real command, or one of its workers: nothing is lost, and no worker outlives it."""
     rng = random.Random(0)
     rows = jsonl(f"{i}: " + "green bottles " * rng.randint(1, 2000) for i in range(2600))  # 36 MB: worth two workers
     (tmp_path / "a.jsonl.gz").write_bytes(in_parts(lambda data: gzip.compress(data, 1), rows, 2))
     (tmp_path / "b.jsonl").write_bytes(rows)
-    out = tmp_path / "out"
+    out, partial = tmp_path / "out", tmp_path / "out/text.partial"
     source = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
-    command = [sys.executable, "-m", "data.prepare", "text", "--source", *source, "--tokenizer", "bytes"]
+    code = "import sys; from data import prepare, units; units.UNIT_BYTES = 2**18; sys.exit(prepare.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "text", "--source", *source, "--tokenizer", "bytes"]
     command += ["--shard-tokens", "500000", "--out", out, "--workers", "2"]
 
     def begin():  # not into a pipe: whoever outlives the command would keep it open
         with open(tmp_path / "printed", "wb") as printed:
-            return subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=subprocess.DEVNULL)
+            return subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=printed)
 
     assert begin().wait(120) == 0
     assert ", 2 workers" in (tmp_path / "printed").read_text()
@@ -977,19 +958,18 @@ def test_killed_at_random_moments(tmp_path):
     shutil.rmtree(out)
     assert len(whole) > 100
 
-    workers = 0
-    for _ in range(4):
+    for what in ("the command", "a worker", "the command", "the command", "a worker", "joining", "joining"):
         process = begin()
-        here = list((out / "text.partial").glob("*.bin"))
-        until = len(here) + rng.randint(0, len(whole) // 5)  # shards
-        while len(list((out / "text.partial").glob("*.bin"))) < until and process.poll() is None:
+        pattern = "*.bin" if what == "joining" else "units-*/*.npz"
+        until = len(list(partial.glob(pattern))) + rng.randint(1, 60)
+        while len(list(partial.glob(pattern))) < until and process.poll() is None:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
         children = children_of(process.pid)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, (tmp_path / "printed").read_text()
-        assert not (out / "text").exists()
-        workers = max(workers, len(children))
+        os.kill(process.pid if what != "a worker" else children[-1], signal.SIGKILL)
+        printed = (tmp_path / "printed").read_text()
+        assert process.wait(60) == (2 if what == "a worker" else -signal.SIGKILL), printed
+        assert not (out / "text").exists() and list(partial.glob("units-*/*.npz")), printed
         deadline = time.monotonic() + 10
         while outliving := [child for child in children if alive(child)]:
             if time.monotonic() > deadline:
@@ -998,7 +978,7 @@ def test_killed_at_random_moments(tmp_path):
                 raise AssertionError("workers outlive the command")
             time.sleep(0.01)
     assert begin().wait(120) == 0
-    assert workers >= 2 and "% on" in (tmp_path / "printed").read_text()
+    assert "resuming after" in (tmp_path / "printed").read_text()
     assert snapshot(out) == whole
 
 
@@ -1016,61 +996,60 @@ def at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_worker_is_killed(run, books, tmp_path, small_steps, monkeypatch):
-    """By the kernel, for instance, where memory is short."""
+def test_a_worker_is_killed(run, books, tmp_path, small_units, many_workers, monkeypatch):
+    """By the kernel, for instance, when memory is short."""
     assert run(*books, "--workers", 2)[0] == 0
     whole = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    writes, write = itertools.count(1), Writer.write
+    cuts, cut = itertools.count(1), units._cut_group
 
     def kill_one(*args):
-        if next(writes) == 11:
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        return write(*args)
+        for unit in cut(*args):
+            if next(cuts) == 11:
+                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            yield unit
 
     with monkeypatch.context() as patch, at_most(60):
-        patch.setattr(Writer, "write", kill_one)
+        patch.setattr(units, "_cut_group", kill_one)
         code, out = run(*books, "--workers", 2)
-    assert code == 2 and "a worker process died" in out and "start again to go on, with fewer --workers" in out
+    assert code == 2 and "a worker process died" in out and "start again to resume, with fewer --workers" in out
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
     code, out = run(*books, "--workers", 2)
-    assert code == 0 and re.search(r", from ([1-9]\d?)% on", out)
+    assert code == 0 and "resuming after" in out
     assert snapshot(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("nth", [0.3, 0.7, 1])
-def test_the_disk_is_full(run, books, tmp_path, small_steps, monkeypatch, nth):
-    """A shard's file takes no more: its flush fails, and so does its close."""
+@pytest.mark.parametrize("where", ["a unit", "the first shard", "the last shard", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, small_units, monkeypatch, where):
+    """A file takes no more: its flush fails, and so does its close."""
     assert run(*books)[0] == 0
     whole = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
+    last = max(name for name in whole if "train" in name).rpartition("/")[2]
+    name = {"a unit": "00000000-00000007.npz", "the first shard": "train-00000.bin", "the last shard": last}.get(
+        where, where
+    )
+    real = Path.open
 
-    shard = round(nth * (sum("train" in name for name in whole) - 1))
-
-    def open_(path, mode, *args):
-        file = open(path, mode, *args)  # noqa: SIM115
-        if Path(path).name == f"train-{shard:05d}.bin" and "b" in mode:
+    def open_(path, mode="r", *args, **more):
+        file = real(path, mode, *args, **more)
+        if path.name.startswith(name) and "w" in mode:
             file.write(b"what did fit")
             file.close()
-            return open("/dev/full", mode.replace("x", "w"), *args)
+            return real(Path("/dev/full"), mode, *args, **more)
         return file
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "open", open_, raising=False)
+        patch.setattr(Path, "open", open_)
         code, out = run(*books)
-    assert code == 2 and "the disk is full" in out and "make room and start again to go on" in out
+    assert code == 2 and "the disk is full" in out and "make room and start again to resume" in out
     assert re.search(r"\(\d+\.\d GB are free\)", out)
-    progress = json.loads((tmp_path / "out/text.partial/progress.json").read_text())
-    kept = {"lock": 0, "progress.json": (tmp_path / "out/text.partial/progress.json").stat().st_size}
-    for split, committed in progress["splits"].items():
-        kept |= {each["name"]: 2 * each["tokens"] for each in committed["shards"]}
-        if committed["open_tokens"]:
-            kept[f"{split}-{len(committed['shards']):05d}.bin"] = 2 * committed["open_tokens"]
-    found = {path.name: path.stat().st_size for path in (tmp_path / "out/text.partial").iterdir()}
-    assert found == kept and sum("train" in name for name in found) > 4
+    left = {path.name for path in (tmp_path / "out/text.partial").iterdir()}
+    assert {re.sub("-.*", "", name) for name in left} == {"begun.json", "lock", "units"}
+    assert not list((tmp_path / "out").rglob("*.tmp"))
 
     code, out = run(*books)
-    assert code == 0 and "% on" in out
+    assert code == 0 and "resuming after" in out
     assert snapshot(tmp_path / "out") == whole
 
 
@@ -1100,15 +1079,14 @@ def test_parts_make_the_set_of_a_single_run(run, five_files, tmp_path, n):
         assert code == 0
         assert run(*five_files, "--name", "set", "--shard", f"{i}/{n}")[1].startswith("already there")
         code, out = run(f"set-{i}-of-{n}", main=verify.main)
-        assert code == 0 and f"set-{i}-of-{n}: whole" in out
+        assert code == 0 and f"set-{i}-of-{n}: intact" in out
     code, out = run(*five_files, "--name", "set", "--merge")
     assert code == 0 and "merged: " in out
     assert sorted(os.listdir(tmp_path / "out")) == ["set", "single"]
     assert documents_of(tmp_path / "out/set") == documents_of(tmp_path / "out/single") == split_of(corpus_texts(), 0.2)
-    single, merged = (check(tmp_path / "out" / name, 257) for name in ("single", "set"))
+    single, merged = (check_dataset(tmp_path / "out" / name, 257) for name in ("single", "set"))
     assert merged.source == single.source and merged.source["empty"] == 2 and merged.tokenizer == single.tokenizer
-    for split in ("train", "val"):
-        assert merged.splits[split].tokens == single.splits[split].tokens
+    assert merged.splits == single.splits  # to the byte
     assert run("set", main=verify.main)[0] == 0
 
     code, out = run(*five_files, "--name", "set", "--merge")
@@ -1126,26 +1104,18 @@ def test_parts_of_gpt2_carry_its_ranks(run, five_files, tmp_path, monkeypatch):
     assert documents_of(tmp_path / "out/text") == split_of(corpus_texts(), 0.2)
 
 
-def test_merge_copies_where_it_cannot_link(run, five_files, tmp_path, monkeypatch):
-    def link(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    for i in (1, 2):
-        assert run(*five_files, "--shard", f"{i}/2")[0] == 0
-    monkeypatch.setattr(os, "link", link)
-    assert run(*five_files, "--merge")[0] == 0
-    assert documents_of(tmp_path / "out/text") == split_of(corpus_texts(), 0.2)
-
-
 def test_more_parts_than_files(run, five_files, tmp_path):
     code, out = run(*five_files, "--shard", "1/6")
-    assert code == 2 and "5 files cannot be shared out in 6 parts: --shard 1/5 at most" in out
+    assert (
+        code == 2
+        and "5 files cannot be split into 6 parts, as a file belongs to one part: use --shard 1/5 at most" in out
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_parts_missing_or_unfinished(run, five_files, tmp_path):
     code, out = run(*five_files, "--merge")
-    assert code == 2 and "has no parts of text: prepare them by --shard 1/N to N/N" in out
+    assert code == 2 and "has no parts of text: prepare them with --shard 1/N to N/N" in out
     assert run(*five_files, "--shard", "2/4")[0] == 0
     assert run(*five_files, "--shard", "3/4")[0] == 0
     (tmp_path / "out/text-3-of-4").rename(tmp_path / "out/text-3-of-4.partial")
@@ -1192,14 +1162,14 @@ def test_a_damaged_part_is_not_merged(run, five_files, tmp_path):
     assert not (tmp_path / "out/text").exists()
 
 
-def test_merge_beside_a_set_or_an_unfinished_one(run, five_files, tmp_path, monkeypatch, small_steps):
+def test_merge_beside_a_set_or_an_unfinished_one(run, five_files, tmp_path, monkeypatch, small_units):
     with monkeypatch.context() as patch:
         fail_after(patch, 5)
         assert run(*five_files, "--name", "set")[0] == 130
     for i in (1, 2):
         assert run(*five_files, "--name", "set", "--shard", f"{i}/2")[0] == 0
     code, out = run(*five_files, "--name", "set", "--merge")
-    assert code == 2 and "set.partial is an unfinished set: finish it, or replace it by --force" in out
+    assert code == 2 and "set.partial is an unfinished set: finish it, or replace it with --force" in out
     assert run(*five_files, "--name", "set")[0] == 0
     whole = snapshot(tmp_path / "out/set")
     code, out = run(*five_files, "--name", "set", "--merge")
@@ -1216,16 +1186,6 @@ def test_parts_without_any_validation(run, five_files, tmp_path):
         assert run(*five_files, "--val-fraction", lowest / 2, "--shard", f"{i}/2")[0] == 0
     code, out = run(*five_files, "--merge")
     assert code == 2 and "no part of text has a val document: prepare them with a larger --val-fraction" in out
-
-
-def test_merge_over_a_damaged_unfinished_set(run, five_files, tmp_path):
-    for i in (1, 2):
-        assert run(*five_files, "--shard", f"{i}/2")[0] == 0
-    (tmp_path / "out/text.partial").mkdir()
-    (tmp_path / "out/text.partial/progress.json").write_text("{")
-    code, out = run(*five_files, "--merge")
-    assert code == 2 and "progress.json cannot be read" in out and "start over by --force" in out
-    assert run(*five_files, "--merge", "--force")[0] == 0
 
 
 def test_a_part_may_lack_a_split(run, tmp_path):
@@ -1261,7 +1221,7 @@ BAD_DOCUMENTS = {
     "null": (bad_line(b"null"), rf"line {LINE} is a NoneType, expected a JSON object"),
     "no such field": (
         bad_line(b'{"body": "a", "id": 3}'),
-        rf"line {LINE} has no field 'text'; it has 'body', 'id': choose one by --text-field",
+        rf"line {LINE} has no field 'text'; it has 'body', 'id': choose one with --text-field",
     ),
     "no field": (bad_line(b"{}"), rf"line {LINE} has no field 'text'; it has none at all"),
     "number": (bad_line(b'{"text": 3}'), rf"line {LINE} has a int in field 'text', expected a string.*--text-field"),
@@ -1271,14 +1231,6 @@ BAD_DOCUMENTS = {
     "latin1": ({"in/a.jsonl": ROWS, "in/b.txt": b"abc\xe9"}, "in/b.txt is not UTF-8 at byte 3: convert it with iconv"),
     "latin1 in gz": ({"in/a.jsonl": ROWS, "in/b.txt.gz": gzip.compress(b"\xe9")}, "b.txt.gz is not UTF-8 at byte 0"),
     "latin1 in tar": ({"in/a.jsonl": ROWS, "in/b.tar": tar({"m.txt": b"\xe9"})}, "b.tar: m.txt is not UTF-8 at byte 0"),
-    "absolute name": (
-        {"in/a.jsonl": ROWS, "in/b.tar": tar({"/etc/m.txt": b"no", "n.txt": b"yes"})},
-        "b.tar: /etc/m.txt has a name that leads out of the archive",
-    ),
-    "name with ..": (
-        {"in/a.jsonl": ROWS, "in/b.tar": tar({"a/../../m.txt": b"no", "n.txt": b"yes"})},
-        r"b.tar: a/../../m.txt has a name that leads out of the archive",
-    ),
 }
 
 
@@ -1287,16 +1239,16 @@ def test_bad_documents(run, tmp_path, case):
     files, message = BAD_DOCUMENTS[case]
     source = write_tree(tmp_path, files) / next(iter(files)).partition("/")[0]
     code, out = run("text", "--source", source, "--val-fraction", 0.3)
-    assert code == 2 and re.search(message, out) and "leave such documents out by --skip-bad" in out
+    assert code == 2 and re.search(message, out) and "leave such documents out with --skip-bad" in out
     assert not (tmp_path / "out/text").exists()
 
     code, out = run("text", "--source", source, "--val-fraction", 0.3, "--skip-bad")
     assert code == 0 and "left out: 0 empty documents, 1 that cannot be read" in out and re.search(message, out)
-    meta = check(tmp_path / "out/text", 257)
+    meta = check_dataset(tmp_path / "out/text", 257)
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
     wanted = [json.loads(row)["text"] for row in ROWS.splitlines()]
     wanted = wanted[: LINE - 1] + wanted if "in.jsonl" in files else wanted
-    assert documents_of(tmp_path / "out/text") == split_of(wanted + (["yes"] if "name" in case else []), 0.3)
+    assert documents_of(tmp_path / "out/text") == split_of(wanted, 0.3)
 
 
 def test_links_in_a_tar_are_no_documents(run, tmp_path):
@@ -1311,7 +1263,7 @@ def test_links_in_a_tar_are_no_documents(run, tmp_path):
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 30
 
 
-def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_steps):
+def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_units):
     rows = ROWS.replace(b'"text": "row 1', b'"text": {"row 1')
     (tmp_path / "in.jsonl").write_bytes(rows + jsonl(BLANK))
     code, out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
@@ -1320,7 +1272,7 @@ def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_ste
     assert (read_meta(tmp_path / "out/text").source["bad"], read_meta(tmp_path / "out/text").source["empty"]) == (11, 3)
 
 
-def test_after_a_bad_line_skip_bad_goes_on_from_there(run, tmp_path, small_steps):
+def test_after_a_bad_line_skip_bad_resumes(run, tmp_path, small_units):
     texts = corpus_texts()
     rows = jsonl(texts[:35]) + b"not JSON\n" + jsonl(texts[35:])
     (tmp_path / "in.jsonl").write_bytes(rows)
@@ -1328,12 +1280,12 @@ def test_after_a_bad_line_skip_bad_goes_on_from_there(run, tmp_path, small_steps
     code, out = run(*args)
     assert code == 2 and "line 36 is not JSON" in out
     code, out = run(*args, "--skip-bad")
-    assert code == 0 and int(re.search(r", from (\d+)% on", out)[1]) > 60
+    assert code == 0 and int(re.search(r", resuming after (\d+) units", out)[1]) > 10
     assert (read_meta(tmp_path / "out/text").source["bad"], read_meta(tmp_path / "out/text").source["empty"]) == (1, 2)
-    gone_on = snapshot(tmp_path / "out")
+    resumed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     assert run(*args, "--skip-bad")[0] == 0
-    assert snapshot(tmp_path / "out") == gone_on
+    assert snapshot(tmp_path / "out") == resumed
     assert documents_of(tmp_path / "out/text") == split_of(texts, 0.3)
 
 
@@ -1341,9 +1293,9 @@ def test_parquet_without_the_text(run, tmp_path):
     parquet(tmp_path / "in.parquet", ["a"] * 20)
     args = ("text", "--source", tmp_path / "in.parquet", "--text-field")
     code, out = run(*args, "body")
-    assert code == 2 and "in.parquet has no field 'body'; it has 'id', 'text': choose one by --text-field" in out
+    assert code == 2 and "in.parquet has no field 'body'; it has 'id', 'text': choose one with --text-field" in out
     code, out = run(*args, "id", "--skip-bad")
-    assert code == 2 and "field 'id' is of type int64, expected string: choose another by --text-field" in out
+    assert code == 2 and "field 'id' is of type int64, expected string: choose another --text-field" in out
 
 
 def parquet_bytes(texts) -> bytes:
@@ -1490,8 +1442,8 @@ def test_no_documents(run, tmp_path, rows, counts):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_too_small_is_found_again_after_a_commit(run, tmp_path, small_steps):
-    """What was committed before is given up as well: other arguments are free to begin."""
+def test_a_corpus_too_small_leaves_nothing(run, tmp_path, small_units):
+    """So that other arguments may be tried."""
     (tmp_path / "in.jsonl").write_bytes(jsonl(corpus_texts()))
     code, out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 1e-6)
     assert code == 2 and "too small" in out and not list((tmp_path / "out").iterdir())
@@ -1518,40 +1470,40 @@ def test_list_names_every_corpus_with_its_licence(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], r"which corpus\? One of stdlib, text, fineweb-edu.*--list"),
+        ([], r"which corpus\? One of stdlib, text, fineweb-edu.*--list describes"),
         (["stdlbi"], "invalid choice: 'stdlbi'.*stdlib"),
         (["text"], "text needs files: add --source"),
         (["books3"], r"books3 was withdrawn from the hub for copyright.*--source.*pg19"),
         (["books3", "--source", "absent"], "absent: no such file or folder"),
         (["text", "--source", "absent.txt"], "absent.txt: no such file or folder"),
         (["stdlib", "--source", "x"], "takes no --source"),
-        (["text", "--source", "x", "--roots", "x"], "--roots are of the corpus stdlib: text takes --source"),
+        (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
         (
             ["fineweb-edu", "--config", "sample-1BT"],
             "has no --config sample-1BT: choose one of sample-10BT, sample-100BT",
         ),
         (["stdlib", "--config", "default"], "stdlib has no --config default: leave it out"),
-        (["pg19", "--revision", "main", "--source", "x"], "--revision is of a data set on the hub"),
-        (["stdlib", "--revision", "main"], "--revision is of a data set on the hub, and these files are local"),
-        (["stdlib", "--name", "../x"], "letters, digits"),
-        (["stdlib", "--name", "a/b"], "letters, digits"),
-        (["stdlib", "--name", ".x"], "letters, digits"),
-        (["stdlib", "--name", "x\n"], "letters, digits"),
+        (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
+        (["stdlib", "--revision", "main"], "--revision belongs to a data set on the hub, and these files are local"),
+        (["stdlib", "--name", "../x"], "only letters, digits"),
+        (["stdlib", "--name", "a/b"], "only letters, digits"),
+        (["stdlib", "--name", ".x"], "only letters, digits"),
+        (["stdlib", "--name", "x\n"], "only letters, digits"),
         (["stdlib", "--name", "x.partial"], "no .partial or .old at the end"),
         (["stdlib", "--name", "x.old"], "no .partial or .old at the end"),
-        (["text", "--source", "x", "--name", "stdlib"], "a corpus' own name"),
+        (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
         (["stdlib", "--val-fraction", "1.5"], "1.5: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "0"], "0.0: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "few"], "invalid float value: 'few'"),
         (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
         (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's ranks"),
+        (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
         (["stdlib", "--shard", "0/2"], "--shard 0/2: expected I/N with I from 1 to N, for instance 1/4"),
         (["stdlib", "--shard", "3/2"], "--shard 3/2: expected I/N"),
         (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
         (["stdlib", "--shard", "1/2/3"], "--shard 1/2/3: expected I/N"),
-        (["stdlib", "--shard", "1/2", "--merge"], "--shard prepares a part, --merge joins them all"),
+        (["stdlib", "--shard", "1/2", "--merge"], "--shard prepares one part, --merge joins all"),
     ],
 )
 def test_bad_arguments(run, tmp_path, args, message):
@@ -1580,7 +1532,7 @@ def whole(run, books, tmp_path) -> Path:
 
 def test_verify_prints_what_is_there(run, whole):
     code, out = run("whole", main=verify.main)
-    assert code == 0 and "whole: whole. Tokenizer bytes, made by: python -m data.prepare text --source" in out
+    assert code == 0 and "whole: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
     for split, texts in documents_of(whole).items():
         tokens = sum(len(text.encode()) + 1 for text in texts)
         assert f"{split}: {tokens:,} tokens, {len(texts):,} documents" in out
@@ -1625,7 +1577,7 @@ def test_verify_finds_flipped_bits_in_every_file(run, whole):
 
 @pytest.mark.parametrize("chunk", [2**22, 100])
 def test_verify_finds_ids_beyond_the_vocabulary(run, whole, monkeypatch, chunk):
-    monkeypatch.setattr(verify, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(bins, "CHUNK_BYTES", chunk)
     edit(whole / "train-00001.bin", 2 * 517, (257).to_bytes(2, "little"))
     edit(whole / "train-00001.bin", 2 * 800, (65535).to_bytes(2, "little"))
     forge_hashes(whole)
@@ -1640,7 +1592,7 @@ def test_verify_counts_documents(run, whole):
     forge_hashes(whole)
     documents = read_meta(whole).splits["train"].documents
     code, out = run("whole", main=verify.main)
-    assert code == 2 and f"train: {documents - 1} ends of text, meta.json says {documents} documents" in out
+    assert code == 2 and f"train: {documents - 1} end-of-text tokens, meta.json says {documents} documents" in out
 
 
 def test_verify_without_a_set(run, whole):
@@ -1667,7 +1619,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = f"""
 import resource, sys
 from pathlib import Path
-from data import prepare
+from data import prepare, units
+
+units.UNIT_BYTES = 2**20
 
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
@@ -1685,4 +1639,4 @@ for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
-    assert len(growth) == 3 and max(growth) < 25, done.stderr  # MB; the ids alone are 120
+    assert len(growth) == 3 and max(growth) < 40, done.stderr  # MB; the ids alone are 120

@@ -16,7 +16,7 @@ from data.bins import open_tokens
 from data.encode import Encoder
 from data.loader import Loader
 from data.prepare import cores
-from data.readers import Input, read
+from data.readers import Input, read_documents
 from data.sources import local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
 from runtime import RunError
@@ -30,7 +30,7 @@ def bench_data(args: Namespace, overrides: list[str]) -> None:
     tokenizer: Any = load_tokenizer("gpt2", args.bpe_ranks)
     inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
     encoder = Encoder(tokenizer, val_fraction=0.01)
-    documents = [raw for file in inputs for raw in read(file, "text")]
+    documents = [raw for file in inputs for raw in read_documents(file, "text")]
     try:
         texts = [text for raw in documents if (text := encoder.text(raw)) is not None]
     except ValueError as error:
