@@ -3,9 +3,10 @@
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ PREPARED_CHARACTERS = 300_000_000  # so that a whole preparation takes longer th
 
 
 def bench_data(args: Namespace, overrides: list[str]) -> None:
-    """Time tiktoken alone, a worker's task, a whole preparation and the loader. Raises RunError or DataError."""
+    """Time tiktoken alone, a worker's task, a whole preparation and the loader."""
     tokenizer: Any = load_tokenizer("gpt2", args.bpe_ranks)
     inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
     encoder = Encoder(tokenizer, val_fraction=0.01)
@@ -61,7 +62,7 @@ def bench_data(args: Namespace, overrides: list[str]) -> None:
 
         train = open_tokens(Path(folder, "bench"), "train")
         shapes = [(B, T) for T in (512, 1024, 2048) for B in (8, 32)]
-        loaders = {(B, T): partial(load_batches, Loader(train, T, B, seed=0)) for B, T in shapes}
+        loaders = {(B, T): partial(load_batches, Loader(train, T, B, seed=0), count()) for B, T in shapes}
         median = bench.time(loaders)
         rows = [["loader, 1 thread", B, T, 100 * B * T / seconds] for (B, T), seconds in median.items()]
         bench.add_table(["what", "windows", "length", "tokens/s"], rows)
@@ -83,7 +84,7 @@ def prepare_quietly(command: list[str]) -> None:
         assert prepare.main(command) == 0
 
 
-def load_batches(loader: Loader) -> None:
-    """Load 100 batches."""
-    for step in range(100):
+def load_batches(loader: Loader, steps: Iterator[int]) -> None:
+    """Load the batches of the next 100 steps."""
+    for step in islice(steps, 100):
         loader.batch(step)

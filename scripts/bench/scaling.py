@@ -16,7 +16,7 @@ from scripts.bench.harness import Benchmark
 
 
 def bench_scaling(args: Namespace, overrides: list[str]) -> None:
-    """Train for --steps on each number of --ranks, with one micro-batch per rank and step. Raises RunError."""
+    """Train for --steps on each number of --ranks, with one micro-batch per rank and step."""
     config = configure.load(args.config, overrides)
     device = distributed.pick_device(config.train.device)
     words = " ".join([args.config, *overrides])
