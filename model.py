@@ -96,9 +96,8 @@ def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     T, half = x.shape[-2], x.shape[-1] // 2
     frequency = 10000 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # (hs/2,)
     if positions is None:
-        angle = torch.arange(T, device=x.device, dtype=torch.float32)[:, None] * frequency  # (T, hs/2)
-    else:
-        angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, hs/2)
+        positions = torch.arange(T, device=x.device)
+    angle = positions[..., None, :, None].float() * frequency  # (B, 1, T, hs/2) or (1, T, hs/2)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

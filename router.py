@@ -324,13 +324,13 @@ def z_loss(routing: Routing) -> Tensor:
 
 
 @torch.no_grad()
-def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float) -> None:
+def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | Tensor) -> None:
     """Once per optimizer step, in place: β_e += rate · sign(mean load - load of e).
 
     Args:
         selection_bias: (E,) β of one router.
         loads: (E,) tokens per expert, summed over all tokens of the step on all ranks.
-        rate: step size, `train.bias_update_rate`.
+        rate: step size, `train.bias_update_rate`; a 0-d tensor to skip the step on the device.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), Sec. 2.1.2.
     """

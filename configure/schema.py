@@ -62,15 +62,9 @@ class Model(Section):
     gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, times the router's own c")
     pos: Literal["learned", "rope"] = Field("learned", description="position embeddings: a learned table or rotary")
     tie_embeddings: bool = Field(True, description="the LM head shares the token embedding's weights")
-    bias: bool = Field(
-        False, description="biases in LayerNorms, attention and dense MLP, as in GPT-2; experts have none"
-    )
-    init_std: float = Field(
-        0.02, gt=0, description="std of initial weights; residual projections: divided by sqrt(2 n_layer)"
-    )
-    backend: Literal["auto", "reference", "torch", "triton"] = Field(
-        "auto", description="implementation of experts and LM head"
-    )
+    bias: bool = Field(False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none")
+    init_std: float = Field(0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) in residual projections")
+    backend: Literal["auto", "reference", "torch", "triton"] = Field("auto", description="kernels of experts, LM head")
 
 
 class Data(Section):
@@ -105,9 +99,7 @@ class Train(Section):
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0 disables")
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
-    bias_update_rate: float = Field(
-        0.0, ge=0, description="step size of the selection bias that balances loads; 0 disables"
-    )
+    bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
     loss_spike: Literal["off", "warn", "skip"] = Field(
         "off", description="on a loss far above the last 128: do nothing, warn, or warn and skip the step"
     )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 DENSE_LIMIT = 64  # times K: the E·H up to which all experts take all tokens, see docs/performance.md
 PART_BYTES = 2**23  # of gathered tokens that a CPU works on at a time
+Layout = tuple[Tensor, int, list[Any]]  # slot (N, K) of each row, the number of slots, the parts
 
 
 def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,10 +71,8 @@ class PaddedBMM:
         self.experts, self.slots = slice(None), slice(None)
 
     @classmethod
-    def build(
-        cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, int, list["PaddedBMM"]]:
-        """Return the slot (N, K) of each row, the number of slots and one part with all experts."""
+    def build(cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype) -> Layout:
+        """Return the Layout of one part with all experts."""
         (N, K), n_expert = experts.shape, len(w_in)
         _, blocks, order, slot = sort_by_expert(experts, n_expert, cls.size)
         n_block = N * K // cls.size + n_expert  # the most any routing needs
@@ -120,10 +119,8 @@ class PerExpertMM:
         self.experts, self.slots, self.sizes, self.token, self.gate = experts, slots, sizes, token, gate
 
     @classmethod
-    def build(
-        cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, int, list["PerExpertMM"]]:
-        """Return the slot (N, K) of each row, the number of slots and the parts. The host reads the loads.
+    def build(cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype) -> Layout:
+        """Return the Layout of parts of a few experts. The host reads the loads.
 
         In half precision an expert's rows are padded to a multiple of 32: oneDNN compiles a kernel for each number of
         rows that it meets.

@@ -535,7 +535,7 @@ def test_help_lists_every_key_with_default_and_meaning():
 
 
 def test_every_router_can_be_chosen(tmp_path):
-    """Names are parsed from router.py's source: a line added there is seen, a table that is no literal is refused."""
+    """Names are parsed from router.py's source: a line added there is seen, anything but a dict literal is refused."""
     assert KEYS["model.router"]["enum"] == read_router_names() == list(ROUTERS)
     source, first = ROUTER_FILE.read_text(), '    "dense": None,'
     assert source.count(first) == 1

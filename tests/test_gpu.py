@@ -1,5 +1,7 @@
-"""Training on a GPU: on one rank of DDP and FSDP2, resumed, compiled, in float16. What can be is tried on the CPU, too,
-where gloo takes NCCL's place, so that a fault of a test does not wait for a GPU to be found."""
+"""Training on a GPU: on one rank of DDP and FSDP2, resumed, compiled, in float16.
+
+Where possible the tests also run on the CPU, with gloo instead of NCCL, so that errors of a test show without a GPU.
+"""
 
 import shutil
 
@@ -19,12 +21,16 @@ from runtime.updates import Updates
 ON_GPU = pytest.param("cuda", "float16", marks=[pytest.mark.gpu])
 ON_GPU_BF16 = pytest.param("cuda", "bfloat16", marks=[pytest.mark.gpu])
 DEVICES = [("cpu", "float32"), ON_GPU, ON_GPU_BF16]
-CLOSE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}  # of losses that are rounded in another order
+CLOSE = {
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 5e-2,
+}  # tolerance of losses whose sums are rounded in another order
 
 
 @pytest.fixture
 def on(tiny):
-    """`on(device, dtype, *overrides)`: a Config; skips where there is no such device."""
+    """`on(device, dtype, *overrides)` makes a Config, or skips the test if the device is missing."""
 
     def config(device, dtype, *overrides):
         if device == "cuda" and not torch.cuda.is_available():
@@ -36,7 +42,7 @@ def on(tiny):
 
 @pytest.fixture
 def one_rank():
-    """A process group of this process alone: NCCL where there is a GPU, else gloo."""
+    """A process group of one rank: NCCL if there is a GPU, else gloo."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -44,7 +50,7 @@ def one_rank():
 
 
 def learn(config, dtype, wrap, steps=6):
-    """Losses of some training steps of the model as `wrap` makes it."""
+    """Train the model that `wrap` returns for some steps; return the losses."""
     device = torch.device(config.train.device)
     torch.manual_seed(0)
     model = GPT(config.model)
@@ -65,7 +71,7 @@ def learn(config, dtype, wrap, steps=6):
 
 @pytest.mark.parametrize("device, dtype", DEVICES)
 def test_ddp_and_fsdp_on_one_rank_learn_as_the_model_alone_does(on, one_rank, device, dtype):
-    """FSDP2 from weights that lie on the CPU, as train.py has them."""
+    """FSDP2 starts from weights on the CPU, as in train.py."""
     config, dtype = on(device, dtype), getattr(torch, dtype)
 
     def copied(model, ranks):
@@ -110,7 +116,7 @@ def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "tanh", "kern"])
 def test_float16_on_the_gpu_learns_as_float32_on_the_cpu_does(on, router):
-    """From equal weights and windows: the whole step, loss scaling among it, at another precision, by other kernels."""
+    """From equal weights and windows: a full step with loss scaling, in another precision and by other kernels."""
     same = (f"model.router={router}", "train.max_steps=12")
     losses = [
         column(run(on(device, dtype, *same, f"run.name={device}")), "train/loss")

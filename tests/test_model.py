@@ -1,4 +1,4 @@
-"""model.py: the dense model against GPT-2 of transformers, counts as the paper prints them, the mixture."""
+"""model.py: the dense model against transformers' GPT-2, parameter counts as printed in the paper, the MoE."""
 
 import math
 
@@ -36,7 +36,7 @@ def build(seed=0, **update):
 
 
 def all_logits(model, idx):
-    """(B, T, V), of which the model itself gives out the last position alone."""
+    """Logits of all positions (B, T, V); the model itself returns those of the last."""
     kept = []
     hook = model.ln_f.register_forward_hook(lambda module, args, output: kept.append(output))
     model(idx, idx)
@@ -59,7 +59,7 @@ def test_dense_equals_gpt2_of_transformers(bias):
     )
     gpt2 = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
-        for p in model.parameters():  # LayerNorms are 1 and biases 0 at first, which would hide where they go
+        for p in model.parameters():  # initial LayerNorms of 1 and biases of 0 would hide where they apply
             p.add_(0.1 * torch.randn_like(p))
         for name, p in gpt2.named_parameters():
             if name.endswith("bias"):
@@ -80,7 +80,7 @@ def test_dense_equals_gpt2_of_transformers(bias):
         for a, b in biases:
             a.copy_(b)
     idx = tokens(shape=(B, T + 1))[:, :T]
-    wanted = gpt2(idx, labels=idx)  # it shifts the labels itself
+    wanted = gpt2(idx, labels=idx)  # it shifts the labels
     out = model(idx[:, :-1], idx[:, 1:])
     assert_close(all_logits(model, idx[:, :-1]), wanted.logits[:, :-1], rtol=1e-5, atol=1e-5)
     assert_close(out.loss, wanted.loss, rtol=1e-5, atol=0)
@@ -164,7 +164,7 @@ def test_counts_of_the_papers_configurations(shape, total, active, total_rope, a
 
 
 def test_counts_as_printed():
-    """The paper cuts totals to two or three digits and rounds the active ones to GPT-3's names."""
+    """The paper truncates totals to two or three digits and rounds active counts to GPT-3's names."""
     for row, unit, total, active in ((3, 1e6, 520, 125e6), (15, 1e8, 17, 350e6), (18, 1e8, 69, 1.3e9)):
         assert COUNTS[row][1] // unit == total
         assert COUNTS[row][2] == pytest.approx(active, rel=0.02)
@@ -186,9 +186,9 @@ def test_counts_are_those_of_the_built_model(router, pos, tie, bias):
 
 @pytest.mark.parametrize("router", ["dense", "kern"])
 def test_flops_equal_the_counters(router):
-    model = build(router=router, backend="reference")  # which multiplies the chosen rows and no others
+    model = build(router=router, backend="reference")  # it multiplies only the chosen rows
     idx = tokens()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts the whole T x T
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts all T x T
         model(idx, idx).loss.backward()
     assert counter.get_total_flops() == B * T * flops_per_token(model.config)
 
@@ -288,7 +288,7 @@ def test_overfits_one_batch(router):
     assert loss.item() < 0.1
 
 
-# the mixture
+# the mixture of experts
 
 
 def test_equal_experts_with_gates_of_sum_1_are_one_mlp():

@@ -1,5 +1,8 @@
-"""config/paper/: one file an experiment of the paper, and controls. Numbers are those of the project's digest of it
-(results.json, not part of this repository): ids of experiments, parameters without position table, printed settings."""
+"""config/paper/: one file per experiment of the paper, and controls.
+
+Expected numbers are those of the project's digest of the paper (results.json, not part of this repository): ids of
+experiments, parameters without the position table, printed settings.
+"""
 
 import tomllib
 from pathlib import Path
@@ -15,7 +18,7 @@ from router import ROUTERS, Router
 CONFIGS = Path(__file__).parents[1] / "config"
 FILES = {file.stem: file for file in sorted((CONFIGS / "paper").glob("*.toml"))}
 
-# The end of an id, after what kind it is, names its file.
+# The end of an id, after its kind, is the name of its file.
 EXPERIMENTS = [
     "fig_baseline_arxiv_512",
     "fig_baseline_books3_512",
@@ -84,7 +87,7 @@ def runs(stem):
 
 
 def parameters(model):
-    """(total, active) by the digest's table."""
+    """(total, active) parameters by the digest's table."""
     table = model.block_size * model.n_embd
     if model.router == "dense":
         return (DENSE[model.n_embd] + table,) * 2
@@ -177,7 +180,7 @@ def test_files_hold_differences_and_say_where_from(stem):
 
 
 def test_every_file_is_a_row_of_the_document():
-    """With as many runs, and the sums below."""
+    """Each row has the file's number of runs, and the last row their sum."""
     lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
     rows = {
         cells[1].strip("` "): int(cells[3]) for line in lines if len(cells := line.split("|")) == 10 and "`" in cells[1]
