@@ -23,7 +23,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -85,14 +84,14 @@ class Saver:
         self.folder, self.keep, self.on_error = Path(folder), keep, on_error
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
-        self.writers = self.all_ranks if sharded else None  # the group that writes together
+        self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
         self.pending: Future | None = None  # the save under way
         self.failure: RunError | None = None  # of the last save
 
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.finish()
         elif self.writers is None or (isinstance(error, RunError) and not isinstance(error, RankError)):
@@ -102,14 +101,9 @@ class Saver:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, metadata: dict
     ) -> None:
-        """Copy the state to host memory and begin to write it; returns when the copy is made.
+        """Copy the state after `step` steps to host memory and begin to write it; returns when the copy is made.
 
-        Args:
-            step: optimizer steps done.
-            model: weights and buffers.
-            optimizer: AdamW, its moments.
-            tensors: {name: tensor} to be saved besides.
-            metadata: what JSON can hold; `latest` returns it.
+        Saved are weights, buffers, AdamW's moments, `tensors` ({name: tensor}) and `metadata`, which JSON can hold.
 
         Raises:
             RunError: the save before failed, and `on_error` is "stop".
@@ -179,6 +173,7 @@ class Saver:
         """Write the manifest, give the folder its name, and delete checkpoints beyond `keep`."""
         entries = {name: entry for part in files for name, entry in part.items()}
         temporary = path.with_suffix(".tmp")
+        # "facts" is the key since the first version, so that old checkpoints stay readable.
         manifest = _manifest_text({"step": step, "files": entries, "facts": metadata})
         write_atomic(temporary / MANIFEST, manifest, durable=True)
         os.replace(temporary, path)
@@ -205,7 +200,8 @@ def _run_in_daemon(work: Callable[[], None]) -> Future:
     future: Future = Future()
 
     def run() -> None:
-        _lower_priority()
+        if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             future.set_result(work())
         except BaseException as error:
@@ -416,12 +412,6 @@ def _check_file(path: Path, size: int, sha256: str) -> None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _lower_priority() -> None:
-    """Let the threads that train go first where cores are few; only on Linux is a priority a thread's own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _last_line(error: BaseException) -> str:

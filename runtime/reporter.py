@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.bar.close()
         with suppress(RunError) if error else nullcontext():  # the error under way is the one to be raised
             self.metrics.close(failed=error is not None)

@@ -1,7 +1,5 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from types import TracebackType
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +83,7 @@ class TrainState:
     def __enter__(self) -> "TrainState":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         # Before the process group ends: as its last owner DDP's destructor would wait for gloo's threads for ever.
         del self.runner
 
