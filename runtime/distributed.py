@@ -50,7 +50,6 @@ def local_size() -> int:
 
 def pick_device(name: str) -> torch.device:
     """This rank's device for "auto", "cuda" or "cpu". Raises RankError if it does not exist."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
@@ -59,11 +58,11 @@ def pick_device(name: str) -> torch.device:
             "train.device = cuda, but torch finds no CUDA device: set --train.device=auto or cpu (--device, in "
             "commands that have it), or install a torch build with CUDA and check nvidia-smi"
         )
-    if local_rank >= available:
+    if local_rank() >= available:
         raise RankError(
-            f"rank {local_rank} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
+            f"rank {local_rank()} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank())
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

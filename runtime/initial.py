@@ -5,7 +5,6 @@ checkpoint of its own does not look at them. Reading them executes nothing.
 """
 
 import json
-import os
 import pickle
 import re
 from pathlib import Path
@@ -71,8 +70,8 @@ def read(config: Config) -> Weights | None:
         if needed:
             raise RunError(f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}")
     except (RunError, configure.ConfigError) as error:
-        of_node = os.environ.get("LOCAL_RANK") == "0"  # one rank per node reports: another node may have the folder
-        raise (RankError if of_node else RunError)(f"train.init_from = {place}: {error}") from error
+        # One rank per node reports a RankError: other nodes may have the folder.
+        raise (RunError if distributed.local_rank() else RankError)(f"train.init_from = {place}: {error}") from error
     weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
     _drop_unused(weights, config.model)
     return weights
@@ -166,6 +165,7 @@ def _read_folder(place: Path, model: Model, data: Path) -> Weights:
 
 
 def _read_run(place: Path, data: Path) -> Weights:
+    """The last checkpoint of a run."""
     config = configure.load(place / "config.toml")
     steps = checkpoint.steps(place / "checkpoints")
     if not steps:
@@ -246,14 +246,12 @@ def _read_tensors(place: Path) -> dict[str, Tensor]:
 
 
 def _read_tensor_file(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise RunError(f"{path.name} is missing; download it again")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise RunError(f"{path.name} is damaged or not a weights file ({type(error).__name__}); replace it") from error
+        raise RunError(f"{path.name} is unreadable ({type(error).__name__}); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise RunError(f"{path.name} contains more than tensors; save it with save_pretrained of transformers")
     return tensors

@@ -344,9 +344,9 @@ FAULTS = {
     "activation_function is 'relu'": setting(activation_function="relu"),
     "scale_attn_by_inverse_layer_idx is True": setting(scale_attn_by_inverse_layer_idx=True),
     "neither model.safetensors nor pytorch_model.bin": lambda p: (p / "model.safetensors").unlink(),
-    "model.safetensors is damaged or not": lambda p: os.truncate(p / "model.safetensors", 20_000),
-    "not a weights file (SafetensorError)": text_in("model.safetensors", LFS),
-    "model-1.safetensors is missing": shards({"wte.weight": "model-1.safetensors"}),
+    "model.safetensors is unreadable (SafetensorError": lambda p: os.truncate(p / "model.safetensors", 20_000),
+    "is unreadable (SafetensorError)": text_in("model.safetensors", LFS),
+    "model-1.safetensors is unreadable (FileNotFoundError)": shards({"wte.weight": "model-1.safetensors"}),
     "index.json lists no files of this folder": shards({"wte.weight": "../x.safetensors"}),
     "lists no files of this folder": shards(None),
     "blocks.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
@@ -367,7 +367,7 @@ def test_faulty_checkpoint_is_refused(tiny, copy, says):
 
 def test_nothing_is_executed(tiny, copy, canary):
     pickled({"wte.weight": Payload(canary)})(copy)
-    assert "not a weights file (UnpicklingError)" in refused(tiny(*DENSE, f"train.init_from={copy}"))
+    assert "pytorch_model.bin is unreadable (UnpicklingError)" in refused(tiny(*DENSE, f"train.init_from={copy}"))
 
 
 def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):

@@ -1,16 +1,13 @@
-"""runtime/: devices and types."""
+"""runtime/distributed.py: devices, compute types and a job of one process."""
 
 import pytest
 import torch
 
 from runtime import RunError, distributed
 
-# ---- devices and types
-
-
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(2, capability=(8, 0))`: torch believes that it has them."""
+    """`gpus(2, capability=(8, 0))` makes torch report these devices."""
 
     def gpus(count, capability=(9, 0), name="NVIDIA H100 80GB HBM3"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -43,7 +40,6 @@ def test_pick_device(gpus, monkeypatch):
         ({"amx_bf16": True}, torch.bfloat16),
         ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
         ({"avx512_f": True, "amx_bf16": False}, torch.float32),
-        ({}, torch.float32),
     ],
 )
 def test_dtype_auto_on_a_cpu(monkeypatch, capabilities, dtype):
@@ -64,7 +60,7 @@ def test_cpu_without_capabilities_computes_in_float32(monkeypatch):
     assert distributed.device_name(torch.device("cpu")) == "CPU"
 
 
-def test_peak_flops_are_of_known_devices_and_tensor_core_types(gpus):
+def test_peak_flops_are_known_for_some_devices(gpus):
     gpus(1)
     assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float32) is None
@@ -73,7 +69,7 @@ def test_peak_flops_are_of_known_devices_and_tensor_core_types(gpus):
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
 
 
-def test_one_process_is_no_group(monkeypatch):
+def test_one_process_needs_no_process_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert distributed.start(torch.device("cpu")) == (0, 1, torch.device("cpu"), 1, None)
     assert not torch.distributed.is_initialized()
