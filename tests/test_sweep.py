@@ -152,13 +152,13 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**9))
     assert sweep.main([str(REPO_ROOT / "config/paper/sparsity.toml"), "--dry-run"]) == 0
     assert "warning: too little disk" in capsys.readouterr().out
-    point = sweep.points_of(str(sweep_file), [])[0]
+    point = sweep.list_points(str(sweep_file), [])[0]
     monkeypatch.setattr(sweep.checkpoint, "steps", lambda folder: [3])
     args = type("Args", (), {"gpu": "H100", "mfu": "0.4"})
-    assert point.done() == 3 and "to do: 0.00 M tokens" in sweep.totals([point], [point], args, [[]])
+    assert point.steps_done() == 3 and "to do: 0.00 M tokens" in sweep.format_totals([point], [point], args, [[]])
     assert f"{8 * 32 / 1e6:.4f}" == "0.0003"  # one step of four is left: too few tokens to show, so counted here
     monkeypatch.setattr(plan, "count_tokens", lambda config: 4e9)
-    assert "to do: 1.00 B tokens" in sweep.totals([point], [point], args, [[]])
+    assert "to do: 1.00 B tokens" in sweep.format_totals([point], [point], args, [[]])
 
 
 # ---- rehearsals
@@ -233,22 +233,22 @@ def test_progress_of_points_under_way(sweep_file, tmp_path, fake_trainer, monkey
     ],
 )
 def test_shares_of_the_gpus(gpus, parallel, shares):
-    assert sweep.share_out(gpus.split(), parallel) == shares
+    assert sweep.split_gpus(gpus.split(), parallel) == shares
 
 
 def test_gpus_are_those_this_process_sees(sweep_file, monkeypatch):
-    points = sweep.points_of(str(sweep_file), ["--train.device=auto"])
+    points = sweep.list_points(str(sweep_file), ["--train.device=auto"])
     monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert sweep.gpus_at_hand(points) == ["0", "1"]
+    assert sweep.find_gpus(points) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-b")
-    assert sweep.gpus_at_hand(points) == ["3", "GPU-b"]
-    assert sweep.gpus_at_hand(sweep.points_of(str(sweep_file), [])) == []  # train.device = cpu
+    assert sweep.find_gpus(points) == ["3", "GPU-b"]
+    assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
 
 
 def test_a_point_on_two_gpus_is_torchruns(sweep_file, fake_trainer, monkeypatch, capfd):
-    monkeypatch.setattr(sweep, "gpus_at_hand", lambda points: ["4", "5", "6", "7"])
+    monkeypatch.setattr(sweep, "find_gpus", lambda points: ["4", "5", "6", "7"])
     arguments = [str(sweep_file), "--model.router=kern", "--parallel", "2", "--train.micro_batch_size=4"]
     assert sweep.main(arguments) == 0
     ranks = sorted((note["point"], note["gpus"]) for note in fake_trainer())
@@ -264,7 +264,7 @@ def test_a_point_on_two_gpus_is_torchruns(sweep_file, fake_trainer, monkeypatch,
 
 @pytest.mark.parametrize("gpus", [[], ["0", "1", "2", "3"]], ids=["processes", "torchrun"])
 def test_all_points_under_way_are_stopped(sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, capfd):
-    monkeypatch.setattr(sweep, "gpus_at_hand", lambda points: gpus)
+    monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
     monkeypatch.setenv("SECONDS", "100")
 
     ranks, begun = 4 if gpus else 2, time.time()
@@ -342,6 +342,6 @@ def test_slurm_array_of_all_tasks_at_once_and_of_none(sweep_file, tmp_path, monk
     assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
     assert "#SBATCH --array=0-3\n" in script.read_text()
     script.unlink()
-    monkeypatch.setattr(sweep.Point, "done", lambda self: 4)
+    monkeypatch.setattr(sweep.Point, "steps_done", lambda self: 4)
     assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
     assert "nothing to do" in capsys.readouterr().out and not script.exists()
