@@ -1,4 +1,4 @@
-"""Expectations of routers at initialisation, computed rather than sampled. docs/theory.md derives them.
+"""Expectations of routers at initialisation, computed rather than sampled. docs/theory.md has the results.
 
 Throughout, the M logits of a token are independent N(0, τ²), which they are over draws of W for an input of fixed norm.
 Three facts suffice:
