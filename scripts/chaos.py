@@ -28,7 +28,7 @@ from configure import Config
 from data.bins import check_dataset
 from runtime import RunError, checkpoint, folder
 from runtime.checkpoint import DamagedError
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -209,7 +209,7 @@ def find_intact_step(path: Path) -> int:
 def read_last_step(path: Path) -> int:
     """The last step in metrics.jsonl, 0 if there is none."""
     try:
-        return max((line["step"] for line in read(path / "metrics.jsonl")), default=0)
+        return max((line["step"] for line in read_metrics(path / "metrics.jsonl")), default=0)
     except (RunError, OSError):  # being written right now
         return 0
 
@@ -236,7 +236,7 @@ def read_results(config: Config) -> tuple[dict[str, str], list[dict[str, Any]]]:
     path = folder.path_of(config)
     manifest = checkpoint.verify(checkpoint.folder_of(path / "checkpoints", config.train.max_steps))
     files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name != ".metadata"}
-    lines = read(path / "metrics.jsonl")
+    lines = read_metrics(path / "metrics.jsonl")
     return files, [{key: line[key] for key in line if not key.startswith("perf/")} for line in lines]
 
 

@@ -31,7 +31,7 @@ from model import count_parameters
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
 
@@ -116,7 +116,7 @@ class Point:
 
     def progress(self) -> str:
         """`name: step 300 of 1,000, train/loss 2.3456`."""
-        seen = {key: value for line in read(Path(self.name, "metrics.jsonl")) for key, value in line.items()}
+        seen = {key: value for line in read_metrics(Path(self.name, "metrics.jsonl")) for key, value in line.items()}
         losses = (f", {key} {seen[key]:.4f}" for key in ("train/loss", "val/loss") if key in seen)
         return f"{self.name}: step {seen.get('step', 0):,} of {self.config.train.max_steps:,}{''.join(losses)}"
 
@@ -207,13 +207,13 @@ def format_totals(points: list[Point], left: list[Point], args: argparse.Namespa
     line = f"{len(points)} points, {len(points) - len(left)} finished"
     if not left:
         return line
-    shares_left = [1 - point.steps_done() / point.config.train.max_steps for point in left]
-    tokens = sum(share * plan.count_tokens(point.config) for share, point in zip(shares_left, left, strict=True))
-    hours = sum(
-        share * plan.estimate_hours(point.config, 1, peak, mfu) for share, point in zip(shares_left, left, strict=True)
-    )
-    sizes = [12 * count_parameters(point.config.model)[0] for point in left]  # of one checkpoint
-    disk = sum(size * point.config.train.keep_checkpoints for size, point in zip(sizes, left, strict=True))
+    sizes = [12 * count_parameters(point.config.model)[0] for point in left]  # of one checkpoint, bytes
+    tokens = hours = disk = 0.0
+    for point, size in zip(left, sizes, strict=True):
+        config, part = point.config, 1 - point.steps_done() / point.config.train.max_steps
+        tokens += part * plan.count_tokens(config)
+        hours += part * plan.estimate_hours(config, 1, peak, mfu)
+        disk += size * config.train.keep_checkpoints
     written = max(sizes) * min(len(shares), len(left))
     gpus = len(set(sum(shares, [])))
     here = f", {hours / gpus:,.1f} h on the {gpus} here" if gpus > 1 else ""

@@ -38,7 +38,7 @@ from eval.routing.page import build_token_table, format_token
 from eval.routing.pictures import order_by_similarity
 from model import GPT
 from router import ROUTERS, Routing
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 
 MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
@@ -274,7 +274,7 @@ def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
     assert f"192 tokens; {out}/routing.md" in said
     assert "| layer | busiest |" in said and "| layer | same number | matched | beyond chance |" in said
     found = json.loads((out / "routing.json").read_text())
-    logged = [line["val/loads"] for line in read(run / "metrics.jsonl") if "val/loads" in line][-1]
+    logged = [line["val/loads"] for line in read_metrics(run / "metrics.jsonl") if "val/loads" in line][-1]
     assert [layer["loads"] for layer in found["layers"]] == logged  # what training saw in the same six windows
     assert (found["step"], found["windows"], found["tokens"], found["router"]) == (4, 6, 192, "kern")
     for layer in found["agreement"]:

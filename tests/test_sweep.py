@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import configure
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
 
@@ -88,7 +88,7 @@ def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, 
     assert "2 points, 0 finished; to do: 0.00 M tokens" in capfd.readouterr().out
     runs = [tmp_path / "runs" / f"tiny-{router}" for router in ("dense", "kern")]
     assert sorted((tmp_path / "runs").iterdir()) == runs
-    assert [read(run / "metrics.jsonl")[-1]["step"] for run in runs] == [2, 2]
+    assert [read_metrics(run / "metrics.jsonl")[-1]["step"] for run in runs] == [2, 2]
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
     assert sweep.main(arguments) == 0
     out = capfd.readouterr().out
@@ -290,7 +290,10 @@ def test_ctrl_c_saves_all_points_and_they_go_on(sweep_file, tmp_path):
     process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     metrics = [runs / f"tiny-{router}" / "metrics.jsonl" for router in ("dense", "kern")]
     deadline = time.time() + 120
-    while not all(read(file)[-1:] and read(file)[-1]["step"] > 2 for file in metrics) and time.time() < deadline:
+    while (
+        not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics)
+        and time.time() < deadline
+    ):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(timeout=120) == EXIT_CODE
