@@ -7,7 +7,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import configure
-from configure.schema import KEYS
 from eval import paper
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
@@ -18,7 +17,7 @@ from scripts.report.runs import ARM_KEYS, Run, Setting
 COST = """Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` and
 `python -m scripts.bench router` time routers in turns within one process."""
 SWEPT = ("model.n_expert", "model.top_k", "model.n_embd", "model.block_size", "model.expert_hidden")
-SHAPE = ("model.n_layer", *SWEPT, "optim.lr", "eval.windows")
+SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr", "eval.windows")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
     "loss": ("Validation loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
@@ -65,20 +64,17 @@ def write_report(
             if based or name != "difference":
                 file = re.sub(r"[^A-Za-z0-9._]+", "-", f"{setting.label}-{name}").strip("-")
                 add_picture(file, caption.format(baseline), plot(setting, baseline))
-        blocks.append(("table", *tables.build_cost_table(setting, baseline if based else setting.arms[0].router)))
-    write_page([*blocks, ("h2", "Runs"), ("p", ", ".join(f"`{run.folder}`" for run in runs))], folder)
+    blocks += [("h2", "Runs"), ("table", tables.COLUMNS, [tables.summarize_run(run) for run in runs])]
+    write_page([*blocks, ("p", ", ".join(f"`{run.folder}`" for run in runs))], folder)
     return findings
 
 
 def describe_setting(setting: Setting) -> str:
-    """Text, length and shape; of the arms' constants those that all runs share and that are not the default."""
-    of, tokens = setting.values, setting.tokens * setting.max_steps
-    constants = {key: {run.value(key) for run in setting.runs} for key in ARM_KEYS[1:]}
-    given = {key: of[key] for key in SHAPE}
-    given |= {key: value for key, (value, *more) in constants.items() if not more and value != KEYS[key]["default"]}
-    words = ", ".join(f"{key.split('.')[1]} {value:g}" for key, value in given.items())
-    steps = f"{setting.max_steps:,} steps of {setting.tokens:,} tokens, {tokens / 1e6:,.1f} M in all"
-    return f"`{of['data.name']}`, {steps}. {words}."
+    """Text, length and shape, and what else all runs share of the arms' constants."""
+    values = {key: {run.value(key) for run in setting.runs} for key in (*SHAPE, *ARM_KEYS[1:])}
+    shared = ", ".join(f"{key.split('.')[1]} {value}" for key, (value, *more) in values.items() if not more)
+    tokens = f"{setting.tokens:,} tokens per step, {setting.tokens * setting.max_steps / 1e6:,.1f} M in all"
+    return f"`{setting.values['data.name']}`: {tokens}; {shared}."
 
 
 def compare_with_paper(setting: Setting, experiment: str) -> str:

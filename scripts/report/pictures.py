@@ -35,17 +35,13 @@ def plot_loss(setting: Setting, baseline: str) -> Figure | None:
 
 
 def plot_loss_by_time(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss by time of training, where it was logged: median time, mean and range of losses over seeds."""
+    """Validation loss by time of training, where it was logged: that of the first seed, losses as above."""
 
     def time_losses(arm: Arm) -> Points:
-        clocks = [arm.runs[seed].minutes() for seed in arm.seeds]
-        last = min(map(max, clocks))
-        times = {
-            step: statistics.median(np.interp(step, [*clock], [*clock.values()]) for clock in clocks)
-            for step in setting.steps
-            if step <= last and last
-        }
-        return {at: spread(arm.losses(step)) for step, at in times.items()}
+        clock = arm.first.minutes()
+        steps = [step for step in setting.steps if step <= max(clock)] if len(clock) > 1 else []
+        times = np.interp(steps, [*clock], [*clock.values()])
+        return {at: spread(arm.losses(step)) for at, step in zip(times, steps, strict=True)}
 
     return plot_lines([("minutes of training", LOSS, draw_arms(setting, time_losses))], margin=0.06)
 

@@ -235,17 +235,22 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
     varying = _find_varying(groups)
-    varying_in_arms = list(
-        dict.fromkeys(["model.router", *_find_varying(arm for arms in groups.values() for arm in arms)])
-    )
-    order = list(STYLES)
-    settings = []
+    constants = _find_varying(arm[1:] for arms in groups.values() for arm in arms)
+    order, settings = list(STYLES), []
     for values, arms in sorted(groups.items(), key=lambda item: [dict(item[0])[key] for key in varying]):
-        found = [Arm(_label(dict(arm), varying_in_arms), arm[0][1], arm[1:], seeds) for arm, seeds in arms.items()]
+        found = [
+            Arm(", ".join([router, *_name_values(rest, constants)]), router, tuple(rest), seeds)
+            for ((_, router), *rest), seeds in arms.items()
+        ]
         found.sort(key=lambda arm: (order.index(arm.router) if arm.router in order else len(order), arm.constants))
-        settings.append(Setting(_label(dict(values), varying), dict(values), found))
-        check_same_text(settings[-1])
-        notes += _list_unfinished(settings[-1])
+        setting = Setting(", ".join(_name_values(values, varying)), dict(values), found)
+        check_same_text(setting)
+        settings.append(setting)
+        if short := [f"{run.folder} ({run.progress})" for run in setting.runs if not run.ended]:
+            notes.append(
+                f"{setting.label}{': ' * bool(setting.label)}unfinished or diverged: {', '.join(short)}. All are "
+                f"compared at step {setting.end:,} of {setting.max_steps:,}, and no claim about the end is judged"
+            )
     return settings, notes
 
 
@@ -281,23 +286,12 @@ def read_identity(run: Run) -> dict[str, Any]:
         return {}
 
 
-def _list_unfinished(setting: Setting) -> list[str]:
-    short = [f"{run.folder} ({run.progress})" for run in setting.runs if not run.ended]
-    if not short:
-        return []
-    where = f"{setting.label}: " * bool(setting.label)
-    return [
-        f"{where}unfinished or diverged: {', '.join(short)}. All are compared at step {setting.end:,} of "
-        f"{setting.max_steps:,}, and no claim about the end is judged"
-    ]
-
-
-def _find_varying(rows: Iterable[tuple[tuple[str, Any], ...]]) -> list[str]:
+def _find_varying(rows: Iterable[Sequence[tuple[str, Any]]]) -> list[str]:
     """Keys that have several values."""
     return [columns[0][0] for columns in zip(*rows, strict=True) if len(set(columns)) > 1]
 
 
-def _label(values: dict[str, Any], keys: Iterable[str]) -> str:
+def _name_values(values: Iterable[tuple[str, Any]], keys: Sequence[str]) -> list[str]:
     """Text stands alone, a number after the last word of its key."""
-    given = ((key.split(".")[1], values[key]) for key in keys)
-    return ", ".join(value if isinstance(value, str) else f"{name} {value:.12g}" for name, value in given)
+    given = [(key.split(".")[1], value) for key, value in values if key in keys]
+    return [value if isinstance(value, str) else f"{name} {value:.12g}" for name, value in given]

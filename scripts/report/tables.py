@@ -14,19 +14,13 @@ COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "
 
 def summarize_run(run: Run) -> list[str]:
     """COLUMNS of a run at its last evaluation. tokens/s: median over the run; imbalance: busiest over mean load."""
-    total, active = count_parameters(run.config.model)
     step, last = list(run.evaluations.items())[-1]
     speeds = run.logged("perf/tokens_per_sec").values()
-    return [
-        run.config.run.name,
-        run.config.model.router,
-        f"{total / 1e6:.2f}M",
-        f"{active / 1e6:.2f}M",
-        f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"),
-        f"{last['val/loss']:.4f}",
-        f"{statistics.median(speeds):,.0f}" if speeds else "-",
-        f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-",
-    ]
+    cells = [run.config.run.name, run.config.model.router]
+    cells += [f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)]
+    cells.append(f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"))
+    cells += [f"{last['val/loss']:.4f}", f"{statistics.median(speeds):,.0f}" if speeds else "-"]
+    return [*cells, f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-"]
 
 
 def format_mean(values: Sequence[float]) -> str:
@@ -66,30 +60,6 @@ def build_difference_table(setting: Setting, baseline: str) -> Table:
             cells += [str(found), word if found.seeds > 1 else "undecided (one seed)"]
             cells.append("" if theirs is None else f"{theirs:+.4f}")
         rows.append((cells + [""] * 3)[: len(head)])
-    return head, rows
-
-
-def build_cost_table(setting: Setting, baseline: str) -> Table:
-    """Size and speed of each arm, and what its router did in the last line of the first seed's log."""
-    head = [
-        "training",
-        "parameters",
-        "active",
-        "tokens/s",
-        f"time per step / {baseline}'s",
-        "zero gates",
-        "dead experts",
-    ]
-    rows = []
-    for arm in setting.arms:
-        base = arm if baseline in (arm.router, arm.label) else setting.counterpart(arm, baseline)
-        speed, its = (statistics.median(one.logged("perf/tokens_per_sec") or [0]) if one else 0 for one in (arm, base))
-        last = {key: value for line in arm.first.logs for key, value in line.items()}
-        zero, dead = last.get("router/zero_gates"), last.get("router/dead_experts")
-        cells = [f"{count / 1e6:.2f} M" for count in count_parameters(arm.first.config.model)]
-        cells += [f"{speed:,.0f}" if speed else "", f"{its / speed:.3f}" if speed and its else ""]
-        cells += ["" if zero is None else f"{zero:.3f}", "" if dead is None else f"{dead:g}"]
-        rows.append([arm.label, *cells])
     return head, rows
 
 
