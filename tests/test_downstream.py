@@ -1,4 +1,4 @@
-"""eval/downstream.py and eval/harness.py: against the harness' own client of Hugging Face models, and as a command."""
+"""eval/downstream.py and eval/harness.py: against HFLM, the harness' own client, and as a command."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def words(rng, count):
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
-    """Contexts shared and not, none at all, ones that are only spaces, ones too long for the model."""
+def test_loglikelihoods_equal_hflms(clients):
+    """With contexts that are shared, unshared, empty, only spaces, or too long for the model."""
     theirs, ours = clients
     rng = random.Random(0)
     pairs = [(words(rng, rng.randint(1, 9)), " " + words(rng, rng.randint(1, 2))) for _ in range(60)]
@@ -82,8 +82,8 @@ def test_loglikelihoods_are_those_of_the_harness_own_client(clients):
 
 
 @pytest.mark.parametrize("router", ["kern", "softmax"])
-def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
-    """Through the harness' own client, which knows the model as Hugging Face's transformers load it."""
+def test_exported_moe_scores_like_the_run(router, tiny, tmp_path):
+    """Through HFLM, with the model that transformers loads."""
     config = tiny(f"model.router={router}", "optim.lr=0.05")
     train.train(config)
     trained, tokenizer = export_run(folder.path_of(config), tmp_path / "export")
@@ -100,8 +100,8 @@ def test_an_exported_mixture_scores_as_the_run_does(router, tiny, tmp_path):
     assert len({round(logp, 3) for logp, _ in wanted}) > 30
 
 
-def test_greedy_answers_are_those_of_the_harness_own_client(clients):
-    """What the model itself would say is greedy, and anything else is not."""
+def test_greedy_flags_equal_hflms(clients):
+    """The model's own next token is greedy, another is not."""
     theirs, ours = clients
     pairs = []
     for context in (words(random.Random(i), 2) for i in range(40)):
@@ -114,18 +114,18 @@ def test_greedy_answers_are_those_of_the_harness_own_client(clients):
     assert [greedy for _, greedy in wanted] == [True, False] * (len(pairs) // 2) and len(pairs) > 6
 
 
-def test_rolling_loglikelihoods_are_those_of_the_harness_own_client(clients):
+def test_rolling_loglikelihoods_equal_hflms(clients):
     theirs, ours = clients
     texts = [(words(random.Random(i), i),) for i in (1, 3, 9, 30)]
     wanted, got = (ask(client, "loglikelihood_rolling", texts) for client in clients)
     assert got == pytest.approx(wanted, abs=1e-3) and len(texts[-1][0].encode()) > 4 * 32
 
 
-def test_continuations_are_those_of_the_harness_own_client(clients):
-    """Up to the first stop sequence, or the end, from contexts that are too long, too."""
+def test_continuations_equal_hflms(clients):
+    """Up to the first stop sequence or the end, also after contexts that are too long."""
     theirs, ours = clients
     rng = random.Random(1)
-    free = [(words(rng, rng.randint(1, 9)), {"until": [], "max_gen_toks": 12}) for _ in range(12)]
+    free = [(words(rng, rng.randint(1, 9)), {"until": [], "max_gen_toks": 12 - 5 * (i % 2)}) for i in range(12)]
     wanted = ask(theirs, "generate_until", free)
     assert ask(ours, "generate_until", free) == wanted and any(wanted)
     ends = [{"until": [text[3:4] or "q", "\x00"], "max_gen_toks": 9} for text in wanted]
@@ -134,7 +134,7 @@ def test_continuations_are_those_of_the_harness_own_client(clients):
     assert ask(ours, "generate_until", stops) == cut != [text[:9] for text in wanted]
 
 
-def test_drawn_continuations_depend_on_the_seed_alone(clients):
+def test_sampled_continuations_depend_only_on_the_seed(clients):
     ours = clients[1]
     options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0, "top_k": 5}
     asked = [(words(random.Random(i), 3), options) for i in range(5)]
@@ -145,7 +145,7 @@ def test_drawn_continuations_depend_on_the_seed_alone(clients):
     assert many[:32] != many[32:] and len({*many[:32]}) > 3  # a draw each
 
 
-def test_an_answer_without_a_token_is_named(clients, monkeypatch):
+def test_answer_without_a_token_is_refused(clients, monkeypatch):
     ours = clients[1]
     with pytest.raises(ValueError, match="an empty answer after 'so' cannot be scored; correct the task"):
         ask(ours, "loglikelihood", [("so", "")])
@@ -154,7 +154,7 @@ def test_an_answer_without_a_token_is_named(clients, monkeypatch):
         ask(ours, "loglikelihood", [("abc", "e")])
 
 
-def test_half_the_block_is_left_to_the_prompt(clients, capsys):
+def test_prompt_keeps_half_the_block(clients, capsys):
     ours = clients[1]
     request = ours.parse_request("maps " * 20, {"until": [], "max_gen_toks": 256})
     assert (len(request.prompt), request.max_new_tokens) == (16, 16)
@@ -221,7 +221,7 @@ def results(run, label="step_00000004"):
 
 
 def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
-    """Accuracies by hand; then nothing is done twice, and a file that has changed is."""
+    """Accuracies by hand; finished tasks are skipped, except where their file has changed."""
     tasks, asked = write_tasks(tmp_path / "tasks"), []
     score = Adapter._loglikelihood_tokens
     monkeypatch.setattr(
@@ -275,7 +275,7 @@ def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
     )
 
 
-def test_a_killed_evaluation_goes_on(run, tmp_path, monkeypatch):
+def test_killed_evaluation_resumes(run, tmp_path, monkeypatch):
     tasks, evaluate, done = write_tasks(tmp_path / "tasks", 2), downstream.evaluate_task, []
 
     def interrupted(manager, adapter, spec, args):
@@ -311,15 +311,15 @@ OPTIONS = {"until": ["\x00"], "max_gen_toks": 6, "do_sample": True, "temperature
 DRAWN = [(words(random.Random(i), 1 + i % 5), OPTIONS) for i in range(80)]
 
 
-def test_ranks_share_generation_and_draw_the_same(clients, tmp_path):
+def test_generation_is_the_same_on_two_ranks(clients, tmp_path):
     wanted = ask(clients[1], "generate_until", DRAWN)
     for rank in start_ranks(2, generate_as_a_rank, str(tmp_path / "meeting"), str(tmp_path)):
         assert rank.wait(120)[0] == 0
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [wanted, wanted]
 
 
-def test_other_weights_in_a_run_are_scored_anew(run, tmp_path, capsys):
-    """Nothing of another model's results is taken for this one's."""
+def test_other_weights_are_evaluated_again(run, tmp_path, capsys):
+    """Results of another model are never reused."""
     tasks = write_tasks(tmp_path / "tasks", 2)
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
     last = run / "checkpoints/step_00000004"
@@ -331,8 +331,8 @@ def test_other_weights_in_a_run_are_scored_anew(run, tmp_path, capsys):
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and "done already" not in capsys.readouterr().out
 
 
-def test_two_commands_on_one_run_lose_nothing(run, tmp_path, monkeypatch):
-    """The later one's table has what the other has found meanwhile; a file that was cut is done again."""
+def test_two_commands_on_one_run_keep_all_results(run, tmp_path, monkeypatch):
+    """The later table includes the results of the other command; a damaged file is evaluated again."""
     tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.evaluate_task
 
     def meanwhile(*given):
@@ -347,7 +347,7 @@ def test_two_commands_on_one_run_lose_nothing(run, tmp_path, monkeypatch):
     assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and [*results(run)["results"]] == ["piqa", "sciq"]
 
 
-def test_ranks_share_the_work_and_find_the_same(run, tmp_path):
+def test_results_are_the_same_on_two_ranks(run, tmp_path):
     tasks = write_tasks(tmp_path / "tasks", 9)
     assert call(run, "--tasks-dir", tasks) == 0
     alone = results(run)
@@ -358,8 +358,8 @@ def test_ranks_share_the_work_and_find_the_same(run, tmp_path):
     assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
 
 
-def test_results_go_to_the_runs_place_in_wandb(run, tmp_path, monkeypatch):
-    """Where the run is in wandb and this is its end; what fails there costs a line."""
+def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch):
+    """Only for a finished run that logs to wandb; a failure there is one printed line."""
     kept = []
 
     class Fake:
@@ -382,7 +382,7 @@ def test_results_go_to_the_runs_place_in_wandb(run, tmp_path, monkeypatch):
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
 
 
-def test_bad_input_is_named(run, tmp_path, capsys, monkeypatch):
+def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     def error(*arguments):
         assert call(*arguments) == 2
         said = capsys.readouterr().err.strip()
@@ -435,7 +435,7 @@ def test_table_of_results_with_gaps(tiny):
     assert {len(row) for row in rows} == {len(head)}
 
 
-def test_a_task_that_does_not_exist(tmp_path):
+def test_unknown_task(tmp_path):
     manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
     with pytest.raises(ValueError, match="--tasks hellswag: no such task; nearest: hellaswag"):
         downstream.check_tasks(manager, ["hellswag"], None)
@@ -445,7 +445,7 @@ def test_a_task_that_does_not_exist(tmp_path):
     assert {*downstream.TASKS} <= {*manager.all_subtasks}
 
 
-def test_without_the_harness_the_error_says_what_to_install(run):
+def test_missing_harness_error_says_what_to_install(run):
     code, printed = Forked(partial(without_the_harness, str(run))).wait(60)
     assert code == 2 and "error: lm_eval not installed: pip install -r requirements-eval.txt" in printed
 
@@ -457,7 +457,7 @@ def without_the_harness(run):
     raise SystemExit(downstream.main([run]))
 
 
-def test_the_papers_row():
+def test_paper_accuracies():
     import configure
 
     root = Path(__file__).parents[1]

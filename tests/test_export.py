@@ -67,9 +67,9 @@ def logits_of(model, idx):
     return model.logits(model.hidden(idx)[0])
 
 
-def same_model(trained, theirs):
-    """Logits at each position, and what follows prompts of unequal length: past a document's end, and past ids that
-    pad the vocabulary."""
+def assert_same_model(trained, theirs):
+    """Equal logits, and equal continuations of prompts of unequal length, also after the end of a document; ids that
+    pad the vocabulary are never generated."""
     own, vocab_size = trained.model, TOKENIZER.vocab_size
     idx = torch.randint(vocab_size, (3, 32), generator=torch.Generator().manual_seed(1))
     wanted = logits_of(own, idx)
@@ -94,12 +94,12 @@ VARIANTS = [(), ("model.pos=rope",), ("model.tie_embeddings=false", "model.vocab
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_every_router_is_the_same_model(exported, router):
-    """Each router in another of VARIANTS."""
+def test_every_router_exports_the_same_model(exported, router):
+    """Each router with one of VARIANTS."""
     trained, out = exported(f"model.router={router}", *VARIANTS[list(ROUTERS).index(router) % 4])
     theirs, info = load(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    same_model(trained, theirs)
+    assert_same_model(trained, theirs)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_every_router_is_the_same_model(exported, router):
 )
 def test_variants(exported, overrides):
     trained, out = exported(*overrides)
-    same_model(trained, load(out))
+    assert_same_model(trained, load(out))
 
 
 @pytest.mark.parametrize("more", [*VARIANTS[2:], ("model.bias=true", "model.vocab_size=320")])
@@ -122,17 +122,17 @@ def test_dense_is_plain_gpt2(exported, more):
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
     theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    same_model(trained, theirs)
+    assert_same_model(trained, theirs)
 
 
-def test_weights_keep_their_way_back(exported):
+def test_hf_names_round_trip(exported):
     state = exported("model.bias=true", "model.tie_embeddings=false")[0].model.state_dict()
     back = from_hf(to_hf(state))
     assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
     assert len(to_hf(state)) == len(state) + 2 * 2 * 2  # qkv in three, weight and bias, in two layers
 
 
-def test_gpt2_weights_keep_their_way_back(tiny):
+def test_gpt2_names_round_trip(tiny):
     state = GPT(tiny("model.router=dense").model).state_dict()
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in to_gpt2(state).items()}  # as on the hub
     back = from_gpt2(theirs | {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())})
@@ -163,7 +163,7 @@ def test_routers_stay_in_fp32(exported, dtype):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_training(exported, checkpointing):
+def test_gradients_equal_trainings(exported, checkpointing):
     trained, out = exported("model.router=kern")
     own, theirs = trained.model.requires_grad_(True), load(out).train()
     if checkpointing:
@@ -179,10 +179,10 @@ def test_gradients_are_those_of_training(exported, checkpointing):
         torch.testing.assert_close(p.grad, wanted[name], atol=1e-4, rtol=1e-3)
 
 
-def test_layout_that_vllm_takes(exported):
-    """The contract of its Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
-    attention by the name in the config, which gets the layer and all that the caller passed; experts under that name,
-    packed, called with tokens, indices and weights. But no name by which it would put its own gated ones there."""
+def test_layout_that_vllm_expects(exported):
+    """The contract of vLLM's Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
+    attention is looked up by the name in the config and gets the layer and all keyword arguments; `experts` are packed
+    and called with tokens, indices and weights. No name in the config makes vLLM replace them by its gated experts."""
     trained, out = exported("model.router=kern")
     theirs, calls = load(out), []
 
@@ -236,7 +236,7 @@ def test_bytes_tokenizer(tmp_path):
     compare_on(TOKENIZER, tmp_path, TEXTS)
 
 
-def test_merges_are_found_again(tmp_path, fake_ranks):
+def test_merges_are_recovered(tmp_path, fake_ranks):
     compare_on(GPT2Tokenizer(fake_ranks), tmp_path, TEXTS)
     tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
     assert list(find_merges(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
@@ -328,7 +328,7 @@ def break_tokenizer(out):
 
 
 def break_cache(out):
-    """The rotation, or the position, of a token after others is that of the first."""
+    """Every later token gets the first token's position."""
     file = out / "modeling_nanokern.py"
     code = file.read_text()
     broken = code.replace("if position_ids is None:", "position_ids = None\n        if True:").replace(
@@ -352,7 +352,7 @@ def cut(out):
         (cut, "cannot be loaded or run"),
     ],
 )
-def test_what_differs_is_found(exported, harm, words, capsys):
+def test_differences_are_found(exported, harm, words, capsys):
     trained, out = exported()
     assert check.check_export(trained, TOKENIZER, "runs/x", out) == 0
     harm(out)
@@ -364,14 +364,14 @@ def test_what_differs_is_found(exported, harm, words, capsys):
     assert "remedy: export again, into a new folder: python -m scripts.export runs/x NEW --check" in printed.err
 
 
-def test_padding_is_found_to_be_drawn(exported, capsys):
+def test_generated_padding_is_found(exported, capsys):
     trained, out = exported("model.vocab_size=1024")
     (out / "generation_config.json").write_text("{}")
     assert check.check_export(trained, TOKENIZER, "runs/x", out) == 1
     assert "which pads the vocabulary of 257" in capsys.readouterr().err
 
 
-def test_failure_leaves_nothing(run, tmp_path, monkeypatch, capsys):
+def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -389,7 +389,7 @@ def test_failure_leaves_nothing(run, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_out_may_be_an_empty_folder_a_link_or_a_detour(run, tmp_path, monkeypatch, capsys):
+def test_out_may_be_an_empty_folder_a_link_or_a_relative_path(run, tmp_path, monkeypatch, capsys):
     for name in ("empty", "behind", "here"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "behind")
@@ -410,7 +410,7 @@ def test_out_may_be_an_empty_folder_a_link_or_a_detour(run, tmp_path, monkeypatc
     assert f"{tmp_path}: exists already" in capsys.readouterr().err
 
 
-def test_check_refuses_what_is_not_asked_for(run, tmp_path, capsys):
+def test_check_refuses_another_export(run, tmp_path, capsys):
     """Another run, another dtype or form, and a folder that is not a complete export."""
     out = tmp_path / "out"
     assert command(run, out, "--dtype", "bfloat16") == 0
@@ -460,7 +460,7 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
     "overrides, form",
     [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")],
 )
-def test_form_is_gpt2_where_it_can_be(tiny, overrides, form):
+def test_form_is_gpt2_where_possible(tiny, overrides, form):
     model = tiny(*overrides).model
     assert export.choose_form("auto", model) == form
     assert export.choose_form("nanokern", model) == "nanokern"

@@ -1,5 +1,5 @@
-"""Whatever a config file, a command line or a data set holds: it runs no code, starts no run it should not, and every
-fault is named with its place. Values are drawn by hypothesis, the same ones at each run."""
+"""Any config file, command line or data set: it runs no code, starts no wrong run, and every error names its place.
+Hypothesis generates the values, the same ones in each run."""
 
 import io
 import json
@@ -57,7 +57,7 @@ TABLE = st.dictionaries(st.one_of(st.sampled_from([*SECTIONS, "sweep"]), TOML_TE
 
 
 def outcome(file, overrides=(), world_size=1):
-    """A Config, or the words in which the input was refused; nothing else may happen."""
+    """A Config, or the error message of a refused input; nothing else may happen."""
     try:
         sweep_points(file, overrides)
         config = load(file, overrides, world_size)
@@ -141,7 +141,7 @@ def test_any_bytes_as_a_config(config_file, data):
 
 @fuzz
 @given(data=st.data())
-def test_a_config_with_a_piece_of_something_else(config_file, tiny_file, data):
+def test_config_with_replaced_bytes(config_file, tiny_file, data):
     text = tiny_file.read_bytes()
     start = data.draw(st.integers(0, len(text)))
     stop = data.draw(st.integers(start, min(start + 9, len(text))))
@@ -162,7 +162,7 @@ JSON = st.recursive(
 
 @pytest.fixture(scope="module")
 def fuzzed_set(tmp_path_factory):
-    """(folder of a valid set of 60 and 20 tokens, its meta.json as it should be)."""
+    """Folder of a valid set of 60 and 20 tokens, and its valid meta.json."""
     folder = tmp_path_factory.mktemp("fuzz") / "set"
     with Writer(folder, BYTES, 25) as writer:
         writer.write("train", np.arange(60, dtype=np.uint16), documents=3)
@@ -172,7 +172,7 @@ def fuzzed_set(tmp_path_factory):
 
 
 def places(value, place=()):
-    """Of all values within a JSON value."""
+    """Yield the path of every value within a JSON value."""
     yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
@@ -219,7 +219,7 @@ def test_any_value_anywhere_in_meta(fuzzed_set, data):
 
 @fuzz
 @given(data=st.data())
-def test_meta_with_a_piece_of_something_else(fuzzed_set, data):
+def test_meta_with_replaced_bytes(fuzzed_set, data):
     folder, valid = fuzzed_set
     start = data.draw(st.integers(0, len(valid)))
     stop = data.draw(st.integers(start, len(valid)))
@@ -229,11 +229,11 @@ def test_meta_with_a_piece_of_something_else(fuzzed_set, data):
 @pytest.mark.parametrize(
     "meta", [b"", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"NaN", b"null", b"\xff\xfe", b'"\\ud800"']
 )
-def test_what_is_no_meta(fuzzed_set, meta):
+def test_invalid_meta(fuzzed_set, meta):
     assert try_set(fuzzed_set[0], meta) is None
 
 
-def test_the_meta_that_is_changed_here_is_valid(fuzzed_set):
+def test_unchanged_meta_is_valid(fuzzed_set):
     assert try_set(*fuzzed_set) is not None
 
 
@@ -363,7 +363,7 @@ def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, key, paylo
         "[sweep]\nrun.seed = [\"open('CANARY', 'w')\"]",
     ],
 )
-def test_a_config_is_no_program(tmp_path, canary, text):
+def test_config_never_runs_code(tmp_path, canary, text):
     file = tmp_path / "config.toml"
     file.write_text(text.replace("CANARY", str(canary)))
     assert isinstance(outcome(file), str)
@@ -374,7 +374,7 @@ def test_a_pickle_as_a_config_runs_nothing(tmp_path, pickled):
     assert "is not TOML" in outcome(tmp_path / "config.toml")
 
 
-# a run that is not begun
+# no run starts
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_a_pickle_as_a_config_runs_nothing(tmp_path, pickled):
         ("train-00000.bin", "id [0-9]+ at token", lambda data: data[::-1]),
     ],
 )
-def test_a_damaged_set_begins_no_run(tmp_path, corpus, tiny, file, says, change):
+def test_damaged_set_starts_no_run(tmp_path, corpus, tiny, file, says, change):
     shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
     path = tmp_path / "data/tiny" / file
     path.write_bytes(change(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""eval/scoring.py against one pass a pair."""
+"""eval/scoring.py against one forward pass per pair."""
 
 import random
 
@@ -10,7 +10,7 @@ from eval.scoring import CACHED, Scorer, make_batches, split_group
 
 
 def by_hand(model, context, continuation):
-    """A pass over the pair alone; the first tokens of one too long are lost."""
+    """One forward pass over the pair; a pair that is too long loses its first tokens."""
     ids = [*context, *continuation][-(model.config.block_size + 1) :]
     n = len(continuation)
     x, _ = model.hidden(torch.tensor([ids[:-1]]))
@@ -34,7 +34,7 @@ def some_pairs(count, block, seed=0):
 @pytest.mark.parametrize("router", ["dense", "softmax", "kern"])
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 @pytest.mark.parametrize("tokens", [1, 64, 100_000])
-def test_scores_are_those_of_one_pass_a_pair(router, pos, tokens):
+def test_scores_equal_one_pass_per_pair(router, pos, tokens):
     model = small_model(**{"model.router": router, "model.pos": pos})
     pairs = some_pairs(60, 16)
     with torch.no_grad():
@@ -49,8 +49,8 @@ def test_scores_are_those_of_one_pass_a_pair(router, pos, tokens):
     assert any(score.greedy for score in got) and not all(score.greedy for score in got)
 
 
-def test_a_continuation_longer_than_the_block():
-    """Every token sees at least half a block of what comes before it, or all there is."""
+def test_continuation_longer_than_the_block():
+    """Every token is scored after at least half a block, or after all tokens before it."""
     model, rng = small_model(), random.Random(0)
     context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_a_continuation_longer_than_the_block():
     assert scores[1].loglikelihood == pytest.approx(by_hand(model, context, continuation[:3])[0], abs=2e-4)
 
 
-def test_a_shared_context_is_read_once(monkeypatch):
+def test_shared_context_is_computed_once(monkeypatch):
     model, seen = small_model(), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda idx, past=None: (seen.append(idx.numel()), hidden(idx, past))[1])
@@ -69,8 +69,8 @@ def test_a_shared_context_is_read_once(monkeypatch):
     assert seen == [10, 4]
 
 
-def test_a_context_that_very_many_share_is_no_batch_of_its_own():
-    """Such as the beginnings of all documents, whose context is end-of-text alone."""
+def test_context_shared_by_many_is_split_into_batches():
+    """For instance the first tokens of all documents, whose context is end-of-text."""
     rng = random.Random(0)
     pairs = [([1], [rng.randrange(64) for _ in range(rng.randint(1, 12))]) for _ in range(300)]
     parts = list(split_group((1,), list(range(300)), pairs, 64))

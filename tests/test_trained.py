@@ -1,4 +1,4 @@
-"""eval/trained.py: which weights a run's model has, and which tokenizer."""
+"""eval/trained.py: a run's weights and tokenizer."""
 
 import json
 
@@ -14,7 +14,7 @@ from runtime import folder
 
 @pytest.fixture
 def run(tiny):
-    """A run folder with checkpoints of steps 2, 4, 6 and 8, under a data folder of its own name."""
+    """A run folder with checkpoints of steps 2, 4, 6 and 8, whose data set is named like the run."""
     config = tiny("train.max_steps=8", "train.checkpoint_interval=2", "train.keep_checkpoints=9")
     train.train(config)
     return folder.path_of(config)
@@ -38,7 +38,7 @@ def test_average_is_the_mean_of_the_last_checkpoints(run):
 
 
 def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
-    """That of its data set; without the set, the one of the same name and hash; never another."""
+    """The data set's; without the set, the known one of the same hash; never another."""
     assert load_run(run)[1].eot == 256
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix()))

@@ -27,7 +27,7 @@ TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, t
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, corpus):
-    """A run folder with checkpoints of steps 2 and 4; its data.dir holds `tiny` alone."""
+    """A run folder with checkpoints of steps 2 and 4; its data.dir holds only `tiny`."""
     home = tmp_path_factory.mktemp("trained")
     (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
     config = configure.load(home / "tiny.toml", ["train.checkpoint_interval=2"])
@@ -37,7 +37,7 @@ def trained(tmp_path_factory, corpus):
 
 @pytest.fixture
 def score(trained, capsys):
-    """score("--stride", 8): the lines of JSON that the command adds or replaces, in their order, and what it prints."""
+    """score("--stride", 8): the lines of JSON that the command writes, and what it prints."""
 
     def call(*arguments):
         file = trained / "eval/step_00000004/val_loss.json"
@@ -49,7 +49,7 @@ def score(trained, capsys):
 
 
 def nats_after(model, context, token):
-    """-log p(token | context), a pass of its own."""
+    """-log p(token | context), by a separate forward pass."""
     with torch.no_grad():
         return -model(torch.tensor([context])).logits[0, -1].double().log_softmax(-1)[token].item()
 
@@ -65,7 +65,7 @@ def by_hand(model, documents, block, stride):
     return found
 
 
-def test_the_logged_loss_comes_out_again(trained, score):
+def test_loss_equals_the_logged_one(trained, score):
     steps = {line["step"]: line for line in read(trained / "metrics.jsonl") if "val/loss" in line}
     (line,), out = score()
     losses = np.array(steps[4]["val/window_losses"])
@@ -80,15 +80,15 @@ def test_the_logged_loss_comes_out_again(trained, score):
     assert line["loss"] == pytest.approx(steps[2]["val/loss"], abs=1e-5) and line["logged"] == steps[2]["val/loss"]
 
 
-def test_an_average_has_a_file_of_its_own(trained):
+def test_average_has_a_separate_file(trained):
     assert main([str(trained), "--average", "2"]) == 0
     line = json.loads((trained / "eval/step_00000004_mean2/val_loss.json").read_text())
     assert line["average"] == 2 and 1e-6 < abs(line["loss"] - line["logged"])
 
 
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
-def test_text_is_scored_as_by_hand(trained, score, tmp_path, monkeypatch, stride, at_once):
-    """Documents of several windows, of one token and of none, in batches with and without filling."""
+def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride, at_once):
+    """Documents of several windows, one token and none, in batches with and without padding."""
     monkeypatch.setattr(val_loss, "TOKENS", at_once)
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -108,7 +108,7 @@ def test_text_is_scored_as_by_hand(trained, score, tmp_path, monkeypatch, stride
     assert [line["windows"] for line in found] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
 
 
-def test_sets_overlap_from_their_beginning(trained, score, corpus):
+def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2").tolist()
     (line,), out = score("--stride", 20, "--windows", 3)
     ids = tokens[: 32 + 2 * 20 + 1]
@@ -121,8 +121,8 @@ def test_sets_overlap_from_their_beginning(trained, score, corpus):
     assert line["bytes"] == line["tokens"] - tokens.count(EOT)
 
 
-def test_windows_splits_and_names(trained, score, corpus):
-    """All windows of a split, by the name of the set and by its folder."""
+def test_all_windows_of_a_split(trained, score, corpus):
+    """By the name of the set and by its folder."""
     tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
     found, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
     assert [line["data"] for line in found] == [str(corpus / "tiny")]  # one and the same
@@ -134,7 +134,7 @@ def test_windows_splits_and_names(trained, score, corpus):
 
 
 @pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])
-def test_each_token_is_scored_once_after_enough_others(block, stride):
+def test_each_token_is_scored_once_after_enough_context(block, stride):
     for count in range(2, 40):
         windows = make_windows(count, block, stride)
         scored = [at + 1 for _, stop, first in windows for at in range(first, stop)]
@@ -144,7 +144,7 @@ def test_each_token_is_scored_once_after_enough_others(block, stride):
             assert first == 0 or first + 1 - start >= block - stride  # tokens before the first one scored
 
 
-def test_batches_are_small_however_windows_vary():
+def test_batches_hold_little_padding():
     stop = np.random.default_rng(0).integers(1, 2000, 300)
     windows = np.stack([np.zeros_like(stop), stop, np.zeros_like(stop)], 1)
     made = list(val_loss.batch_windows(windows))
@@ -153,7 +153,7 @@ def test_batches_are_small_however_windows_vary():
     assert sum(len(batch) * stop[batch].max() for batch in made) < 1.05 * stop.sum()
 
 
-def test_another_call_adds_lines_and_replaces_its_own(trained, score):
+def test_results_are_added_or_replaced(trained, score):
     (first,), _ = score()
     file = trained / "eval/step_00000004/val_loss.json"
     for arguments, lines in ((["--stride", "16", "--windows", "6"], 2), ([], 2), (["--windows", "2"], 3)):
@@ -162,7 +162,7 @@ def test_another_call_adds_lines_and_replaces_its_own(trained, score):
         assert len(kept) == lines and first in kept
 
 
-def test_bytes_of_gpt2s_tokens(fake_ranks, monkeypatch):
+def test_bytes_of_gpt2_tokens(fake_ranks, monkeypatch):
     tokenizer = GPT2Tokenizer(fake_ranks)
     lengths = token_lengths(tokenizer)
     assert lengths.shape == (50257,) and lengths[tokenizer.eot] == 0
@@ -171,8 +171,8 @@ def test_bytes_of_gpt2s_tokens(fake_ranks, monkeypatch):
         assert len(ids) < len(text.encode()) == lengths[ids].sum()
 
 
-def test_the_error_of_windows_of_unequal_lengths():
-    """By the definition of a ratio's; equal to that of a mean only where lengths are."""
+def test_standard_error_of_unequal_windows():
+    """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
     nats, counts = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3])
     result = val_loss.summarize_losses(nats, counts, 18)
     assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
@@ -182,7 +182,7 @@ def test_the_error_of_windows_of_unequal_lengths():
     assert math.isnan(val_loss.summarize_losses(nats[:1], counts[:1], 0).bits_per_byte)
 
 
-def test_the_head_sees_scored_positions_alone(monkeypatch):
+def test_head_sees_only_scored_positions(monkeypatch):
     model, rows = small_model(), []
     loss = val_loss.linear_cross_entropy
     monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
@@ -191,8 +191,8 @@ def test_the_head_sees_scored_positions_alone(monkeypatch):
     assert sum(rows) == 40 == result.tokens
 
 
-def test_a_changed_set_is_no_longer_the_runs_own(trained, score, tmp_path):
-    """Another set under the run's data.name: it is scored, and the table says what it is."""
+def test_changed_data_set_is_noted(trained, score, tmp_path):
+    """Another set under the run's data.name is scored, with a note."""
     config = (trained / "config.toml").read_text()
     write_set(tmp_path / "tiny", ByteTokenizer())
     try:
