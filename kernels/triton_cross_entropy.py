@@ -1,7 +1,7 @@
 """Losses and gradient of a chunk of logits in Triton: one program per row reads it twice and writes it once.
 
 The second read hits the L2 cache, so memory sees each logit read once and written once, where plain torch operators
-take four such passes in fp32. kernels/cross_entropy.py calls it; for TRITON_INTERPRET see kernels/triton_experts.py.
+take four such passes in fp32. kernels/cross_entropy.py calls it; for TRITON_INTERPRET see triton_experts.py.
 """
 # Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
 # pyrefly: ignore-errors
