@@ -87,7 +87,7 @@ def benchmark(out: Path) -> Benchmark:
     return Benchmark(Namespace(what="moe", json=out, words=["moe"], rounds=3), CPU, "title")
 
 
-def test_functions_are_timed_in_turn_after_a_warm_up(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_are_timed_in_turn_after_a_warm_up(benchmark, monkeypatch):
     called, times = [], iter([100.0] * 4 + [1.0, 10.0, 5.0, 30.0, 2.0, 20.0])
     monkeypatch.setattr(harness, "time_once", lambda function, *rest: function() or next(times))
     median = benchmark.time({name: lambda name=name: called.append(name) for name in "ab"})
@@ -95,7 +95,7 @@ def test_functions_are_timed_in_turn_after_a_warm_up(benchmark: Benchmark, monke
     assert median == {"a": 2.0, "b": 20.0}
 
 
-def test_what_fails_is_skipped_with_a_line(benchmark: Benchmark, capsys: pytest.CaptureFixture) -> None:
+def test_what_fails_is_skipped_with_a_line(benchmark, capsys):
     def fail(error: Exception) -> None:
         raise error
 
@@ -120,14 +120,7 @@ def test_what_fails_is_skipped_with_a_line(benchmark: Benchmark, capsys: pytest.
 
 
 @pytest.mark.parametrize("calls, rows", [(4, 0), (5, 0), (6, 2), (9, 2)])
-def test_an_interrupt_leaves_what_was_timed(
-    tiny_file: Path,
-    out: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    calls: int,
-    rows: int,
-) -> None:
+def test_an_interrupt_leaves_what_was_timed(tiny_file, out, capsys, monkeypatch, calls, rows):
     """Of two models, in whole rounds, the first two of which are warm-up; no trace is begun."""
     called, time_once = [], harness.time_once
 
@@ -145,7 +138,7 @@ def test_an_interrupt_leaves_what_was_timed(
     assert len(json.loads(out.read_text())["rows"]) == rows and not trace.read_bytes()
 
 
-def test_dtypes_that_the_device_lacks_are_skipped(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_that_the_device_lacks_are_skipped(benchmark, monkeypatch):
     benchmark.device = torch.device("cuda")
     monkeypatch.setattr(distributed, "device_name", lambda device: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
@@ -153,7 +146,7 @@ def test_dtypes_that_the_device_lacks_are_skipped(benchmark: Benchmark, monkeypa
     assert benchmark.data["skipped"] == {"bfloat16": "Tesla V100 has no bfloat16 in hardware"}
 
 
-def test_figures_are_on_disk_after_each_table(benchmark: Benchmark, out: Path, capsys: pytest.CaptureFixture) -> None:
+def test_figures_are_on_disk_after_each_table(benchmark, out, capsys):
     machine = json.loads(out.read_text())["machine"]
     assert machine["torch"] == torch.__version__ and machine["capability"] is None
     benchmark.add_table(["a", "b"], [["x", 1.0]])
@@ -492,7 +485,7 @@ def read_pieces(printed: str) -> dict[str, str]:
     return {line.split()[0]: line.partition(" s  ")[2] for line in lines if not line.startswith("compare runs")}
 
 
-def test_gpu_check_continues_after_pieces_that_fail(tmp_path: Path) -> None:
+def test_gpu_check_continues_after_pieces_that_fail(tmp_path):
     """A part that runs out of time takes none of the next one's."""
     script = start_check(tmp_path, "bench", "trace", LIMIT="10")
     printed, _ = script.communicate(timeout=60)
@@ -507,7 +500,7 @@ def test_gpu_check_continues_after_pieces_that_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rehearse", [[], ["--rehearse"]])
-def test_gpu_check_asks_for_what_the_commands_take(tmp_path: Path, rehearse: list[str]) -> None:
+def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse):
     """Every command of both forms is one that its parser knows, with config keys that exist."""
     fake = FAKE.replace("exit 3", "exit 0").replace("sleep 60", "exit 0")
     script = start_check(tmp_path, *rehearse, fake=fake)
@@ -527,7 +520,7 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path: Path, rehearse: lis
             configure.load(REPO_ROOT / args.config, [*overrides, "--model.router=kern"])
         assert bool(getattr(args, "profile", None)) == name.startswith("trace")
     name = "packages-rehearsal" if rehearse else "packages"  # what one trains on the other does not find
-    assert prepare.parse(asked["data"][2:]).name == name
+    assert prepare.parse_arguments(asked["data"][2:]).name == name
     assert asked["train"][:2] == ["-m", "scripts.sweep"]
     file, overrides = configure.split_command_line(asked["train"][2:])
     configs = [configure.load(REPO_ROOT / file, point) for point in configure.sweep_points(REPO_ROOT / file, overrides)]
@@ -542,7 +535,7 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path: Path, rehearse: lis
     assert steps | kernels == marked and not steps & kernels and compiled == steps
 
 
-def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path: Path) -> None:
+def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path):
     for arguments, message in (
         ([], "no CUDA device here; --rehearse"),
         (["benhc"], "no part benhc: name tests, bench"),
@@ -553,7 +546,7 @@ def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_gpu_check_stops_at_ctrl_c(tmp_path: Path) -> None:
+def test_gpu_check_stops_at_ctrl_c(tmp_path):
     """As a terminal sends it, to the script's group."""
     rest = f"exec {sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
     script = start_check(

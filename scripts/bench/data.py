@@ -23,11 +23,11 @@ from data.tokenizer import load_tokenizer
 from runtime import RunError
 from scripts.bench.harness import Benchmark
 
-PREPARED_CHARACTERS = 300_000_000  # so that a whole preparation takes longer than its start
+PREPARED_CHARACTERS = 300_000_000  # so that a full preparation takes longer than its start
 
 
 def bench_data(args: Namespace, overrides: list[str]) -> None:
-    """Time tiktoken alone, a worker's task, a whole preparation and the loader."""
+    """Time tiktoken alone, a worker's task, a full preparation and the loader."""
     tokenizer: Any = load_tokenizer("gpt2", args.bpe_ranks)
     inputs = local_inputs(map(Path, args.files)) if args.files else stdlib_inputs()
     encoder = Encoder(tokenizer, val_fraction=0.01)
@@ -52,7 +52,7 @@ def bench_data(args: Namespace, overrides: list[str]) -> None:
             "tiktoken, 1 thread": (partial(tiktoken, texts, num_threads=1), tokens),
             "our task, 1 process": (partial(encoder, documents), tokens),
             f"tiktoken, {cores()} threads": (partial(tiktoken, texts, num_threads=cores()), tokens),
-            f"whole preparation, {cores()} workers": (partial(prepare_quietly, command), tokens * repeats),
+            f"full preparation, {cores()} workers": (partial(prepare_quietly, command), tokens * repeats),
         }
         median = bench.time({name: function for name, (function, _) in functions.items()})
         rates = [functions[name][1] / seconds for name, seconds in median.items()]

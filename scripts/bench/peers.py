@@ -38,6 +38,7 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(weight, std=config.init_std)
 
     def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        """Compute the loss of tokens x (B, T) int64 with targets y (B, T)."""
         B, T = x.shape
         h = self.wte(x) + self.wpe(torch.arange(T, device=x.device))
         layers: Any = self.layers
@@ -62,6 +63,7 @@ class Labelled(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Compute the loss of tokens x (B, T) int64; y is not used."""
         device, cast = x.device.type, {}
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -29,19 +29,13 @@ def bench_scaling(args: Namespace, overrides: list[str]) -> None:
         for turn in range(args.rounds):
             for ranks in args.ranks:
                 name = f"{ranks}-{turn}"
-                settings = {
-                    "run.dir": folder,
-                    "run.name": name,
-                    "train.batch_size": ranks * config.train.micro_batch_size,
-                    "train.max_steps": args.steps,
-                    "optim.warmup_steps": 1,
-                    "eval.interval": args.steps,
-                    "eval.windows": max(args.ranks),
-                    "log.interval": args.steps // 5,
-                }
+                batch, interval = ranks * config.train.micro_batch_size, args.steps // 5
+                settings = [f"--run.dir={folder}", f"--run.name={name}", f"--train.max_steps={args.steps}"]
+                settings += [f"--train.batch_size={batch}", f"--log.interval={interval}", "--optim.warmup_steps=1"]
+                settings += [f"--eval.interval={args.steps}", f"--eval.windows={max(args.ranks)}"]
                 torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-                command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py", args.config, *overrides]
-                command += [f"--{key}={value}" for key, value in settings.items()]
+                command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py", args.config]
+                command += [*overrides, *settings]
                 threads = {} if device.type == "cuda" else {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
                 done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
                 if done.returncode:

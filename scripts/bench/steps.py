@@ -73,6 +73,7 @@ class Step:
         return model, optimizer, Updates(optimizer, self.device, scaled=scaled, grad_clip=clip), tokens
 
     def __call__(self) -> None:
+        """Run the step; its gradients are dropped."""
         runner, optimizer, updates, (x, y) = self.parts
         try:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
