@@ -59,7 +59,7 @@ def made(tmp_path_factory, corpus):
 
 
 def tiny_model(tiny, seed=0, *overrides):
-    """In fp64, so that a batch of another size chooses no other experts."""
+    """An fp64 model, so that the choice of experts does not depend on the batch size."""
     torch.manual_seed(seed)
     config = tiny("model.init_std=0.2", *overrides)
     return GPT(config.model).double().eval(), open_tokens(f"{config.data.dir}/{config.data.name}", "val")
@@ -131,15 +131,15 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
             shares = [max(counts[x, e] for e in E) / often[x] for x in ids.tolist()]
             assert layer[key] == pytest.approx(np.mean(shares))
         assert layer["common"] == [[any_of[x, e] for e in E] for x in ids.tolist()][:40]
-        for e, told in enumerate(layer["experts"]):
-            for token in told["tokens"]:
+        for e, expert in enumerate(layer["experts"]):
+            for token in expert["tokens"]:
                 x = token["id"]
                 assert token["share"] == any_of[x, e] / loads[e] and token["text"] == chr(x)
                 assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384)) and token["lift"] > 1
                 assert token["specialization"] == any_of[x, e] / often[x]
 
 
-def test_gates_that_are_kept_are_a_bounded_sample(tiny, monkeypatch):
+def test_gates_are_kept_of_a_bounded_sample_of_tokens(tiny, monkeypatch):
     monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
     monkeypatch.setattr(routing_counts, "GATE_TOKENS", 50)
     model, tokens = tiny_model(tiny)
@@ -150,7 +150,7 @@ def test_gates_that_are_kept_are_a_bounded_sample(tiny, monkeypatch):
 
 @pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
 def test_long_windows_go_in_pairs(number, sizes, tiny, monkeypatch):
-    """So that there is another one, though one window is more than a batch asks for."""
+    """Chance needs a second window, even where one window is more than BATCH_TOKENS."""
     monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 16)
     monkeypatch.setattr(routing_counts, "MIN_COUNT", 1)
     model, tokens = tiny_model(tiny)
@@ -178,15 +178,17 @@ def test_measures_by_hand():
     assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
     assert mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
     pairs = find_pairs(np.array([[4, 3, 1], [3, 4, 1], [1, 1, 2]]), 8)
-    assert pairs == [{"experts": [0, 1], "tokens": 3, "lift": 1.5}]  # of 4 · 4 / 8; the others are as loads give
+    assert pairs == [
+        {"experts": [0, 1], "tokens": 3, "lift": 1.5}
+    ]  # of 4 · 4 / 8; the others are as expected from the loads
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
     assert vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
     e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
     assert divergence_from_text(rows) == pytest.approx([e0, e1])
     assert divergence_from_text(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
-    (told,) = find_tokens(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
-    assert told == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4), "specialization": 1}
+    (found,) = find_tokens(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
+    assert found == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4), "specialization": 1}
 
 
 @pytest.mark.parametrize("E", [1, 2, 3, 6])
@@ -202,7 +204,7 @@ def test_matching_is_the_best_of_all_permutations(E):
             assert found[key] == pytest.approx(best / counts.sum())
 
 
-def test_partners_stand_side_by_side():
+def test_partners_are_put_side_by_side():
     """Three groups of experts, and one without a token, which comes last."""
     group = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 9])
     lift = np.where(group[:, None] == group, 2.0, -9.0)

@@ -1,4 +1,4 @@
-"""scripts/sweep.py: points in turn, at once, in a Slurm array; totals, rehearsals, failures, being stopped."""
+"""scripts/sweep.py: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures, stop signals."""
 
 import itertools
 import json
@@ -68,8 +68,8 @@ sys.exit(75 if asked else "dense" in point)
 
 @pytest.fixture
 def fake_trainer(tmp_path, monkeypatch):
-    """Stands in for train.py: notes how it was started, takes `SECONDS`, fails where the router is dense, ends with 75
-    when asked to. A function that gives those notes."""
+    """Replace train.py by a program that notes how it was started, runs for `SECONDS`, and fails if the router is dense
+    or exits with 75 when asked to stop. Returns a function that reads those notes."""
     trainer = tmp_path / "fake" / "trainer.py"
     trainer.parent.mkdir()
     trainer.write_text(FAKE)
@@ -79,7 +79,7 @@ def fake_trainer(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
 
-# ---- in turn
+# ---- in sequence
 
 
 def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, monkeypatch, capfd):
@@ -99,11 +99,11 @@ def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, 
     assert "finished already" not in capfd.readouterr().out
 
 
-def test_sweep_goes_on_after_a_point_that_fails_and_names_it(sweep_file, fake_trainer, capfd):
+def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
-    assert "says 0 kern\n" in said.out  # in turn, output is the terminal's
+    assert "says 0 kern\n" in said.out  # in sequence, output goes to the terminal
     (line,) = said.err.splitlines()
     assert line == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense"
 
@@ -164,7 +164,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
 # ---- rehearsals
 
 
-def test_a_rehearsal_is_smaller_in_all_that_goes_by_steps_and_lies_apart(sweep_file, capsys):
+def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_file, capsys):
     file = str(REPO_ROOT / "config/paper/books3_512.toml")
     assert sweep.main([file, "--scale", "0.01", "--dry-run", "--run.dir=there"]) == 0
     out = capsys.readouterr().out
@@ -182,17 +182,17 @@ def test_a_rehearsal_is_smaller_in_all_that_goes_by_steps_and_lies_apart(sweep_f
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (1, 1, 1)
 
 
-# ---- several at once
+# ---- in parallel
 
 
-def test_points_at_once_have_logs_and_threads_of_their_own(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
+def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
     runs = tmp_path / "runs"
     monkeypatch.setenv("SECONDS", "3")
     assert sweep.main([str(sweep_file), "--parallel", "2"]) == 1
     notes = fake_trainer()
     starts = sorted(note["start"] for note in notes)
     assert starts[1] - starts[0] < 3 <= starts[2] - starts[0]  # two at once, not three
-    assert len({note["group"] for note in notes} | {os.getpgid(0)}) == 5  # a Ctrl-C reaches the sweep alone
+    assert len({note["group"] for note in notes} | {os.getpgid(0)}) == 5  # Ctrl-C reaches only the sweep
     cores = len(os.sched_getaffinity(0))
     assert {note["threads"] for note in notes} == {str(max(1, cores // 2))}
     said = capfd.readouterr()
@@ -209,7 +209,7 @@ def test_points_at_once_have_logs_and_threads_of_their_own(sweep_file, tmp_path,
     ))  # fmt: skip
 
 
-def test_progress_of_points_under_way(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
+def test_progress_of_running_points(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
     folder = tmp_path / "runs" / "tiny-kern"
     folder.mkdir(parents=True)
     lines = '{"step": 0, "tokens": 0, "val/loss": 5.5}\n{"step": 3, "tokens": 9, "train/loss": 5.25}\n'
@@ -232,11 +232,11 @@ def test_progress_of_points_under_way(sweep_file, tmp_path, fake_trainer, monkey
         ("GPU-a GPU-b", 3, [["GPU-a"], ["GPU-b"], ["GPU-a"]]),
     ],
 )
-def test_shares_of_the_gpus(gpus, parallel, shares):
+def test_gpus_are_split_evenly(gpus, parallel, shares):
     assert sweep.split_gpus(gpus.split(), parallel) == shares
 
 
-def test_gpus_are_those_this_process_sees(sweep_file, monkeypatch):
+def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch):
     points = sweep.list_points(str(sweep_file), ["--train.device=auto"])
     monkeypatch.setattr(sweep.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
@@ -247,7 +247,7 @@ def test_gpus_are_those_this_process_sees(sweep_file, monkeypatch):
     assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
 
 
-def test_a_point_on_two_gpus_is_torchruns(sweep_file, fake_trainer, monkeypatch, capfd):
+def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, fake_trainer, monkeypatch, capfd):
     monkeypatch.setattr(sweep, "find_gpus", lambda points: ["4", "5", "6", "7"])
     arguments = [str(sweep_file), "--model.router=kern", "--parallel", "2", "--train.micro_batch_size=4"]
     assert sweep.main(arguments) == 0
@@ -255,34 +255,34 @@ def test_a_point_on_two_gpus_is_torchruns(sweep_file, fake_trainer, monkeypatch,
     assert ranks == [("kern 0", "4,5"), ("kern 0", "4,5"), ("kern 1", "6,7"), ("kern 1", "6,7")]
     words = commands(capfd.readouterr().out)[0][1]
     assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
-    assert sweep.main([*arguments[:-1], "--train.micro_batch_size=8"]) == 2  # 8 sequences do not go on 2 ranks of 8
+    assert sweep.main([*arguments[:-1], "--train.micro_batch_size=8"]) == 2  # 8 sequences are too few for 2 ranks of 8
     assert "times 2 rank(s) = 16" in capfd.readouterr().err
 
 
-# ---- asked to stop
+# ---- stop signals
 
 
 @pytest.mark.parametrize("gpus", [[], ["0", "1", "2", "3"]], ids=["processes", "torchrun"])
-def test_all_points_under_way_are_stopped(sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, capfd):
+def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, capfd):
     monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
     monkeypatch.setenv("SECONDS", "100")
 
-    ranks, begun = 4 if gpus else 2, time.time()
+    ranks, started = 4 if gpus else 2, time.time()
 
     class Asked(Stop):
-        """Asked once all ranks of the first two points have begun."""
+        """Asked once all ranks of the first two points have started."""
 
         asked = property(lambda self: len(fake_trainer()) == ranks, lambda self, value: None)
 
     assert sweep.main([str(sweep_file), "--parallel=2", "--train.micro_batch_size=4"], Asked()) == EXIT_CODE
-    assert time.time() - begun < 90
+    assert time.time() - started < 90
     said = capfd.readouterr()
-    assert len(fake_trainer()) == ranks and "kern" not in str(fake_trainer())  # the other two were not begun
+    assert len(fake_trainer()) == ranks and "kern" not in str(fake_trainer())  # the other two were not started
     assert "failed: " not in said.err
     assert gpus or said.out.count("stopped: ") == 2
 
 
-def test_ctrl_c_saves_all_points_and_they_go_on(sweep_file, tmp_path):
+def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
     """With the real train.py: 75 and checkpoints; the same command finishes."""
     runs = tmp_path / "runs"
     command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
@@ -340,7 +340,7 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, capsys
         assert words[words.index("train.py") :] == ["train.py", str(sweep_file), *point]
 
 
-def test_slurm_array_of_all_tasks_at_once_and_of_none(sweep_file, tmp_path, monkeypatch, capsys):
+def test_slurm_array_without_limit_and_without_points(sweep_file, tmp_path, monkeypatch, capsys):
     script = tmp_path / "array.sbatch"
     assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
     assert "#SBATCH --array=0-3\n" in script.read_text()

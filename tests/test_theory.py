@@ -140,8 +140,8 @@ def test_gradients_against_autograd_of_the_formula(name):
 
 
 def test_the_constant_does_not_exist_for_one_active_expert_and_diverges_for_few():
-    """A single positive score of size u gives 1/u: the mean grows with every tenfold of samples, by p(0) ln 10 a
-    decade; two positive scores do not."""
+    """A single positive score u gives 1/u, whose mean grows with the number of samples, by p(0) ln 10 per decade; two
+    positive scores do not."""
     with pytest.raises(ValueError, match="top_k 1 must lie between 2"):
         theory_exact.monte_carlo(8, 1)
     y = np.random.default_rng(0).standard_normal((400_000, 8))
@@ -172,7 +172,7 @@ def test_an_experts_output_is_of_the_size_computed():
     assert theory_exact.expert_squares(96, 24, 0.1, 0.05) == pytest.approx(float(measured), rel=0.03)
 
 
-def test_a_row_that_is_off_by_more_than_chance_is_flagged():
+def test_a_row_off_by_more_than_chance_is_flagged():
     row = claims.Row("a", "b", 1.0, 1.1, 0.03, "holds")
     assert row.agrees()
     assert "(!)" not in theory.format_rows([row])
@@ -243,7 +243,7 @@ def test_only_runs_one_claim_and_writes_nothing(capsys, tmp_path, monkeypatch):
         theory.main(["--samples", "5"])
 
 
-def test_every_router_has_a_look_that_survives_black_and_white():
+def test_every_router_has_a_style_readable_in_black_and_white():
     assert set(STYLES) == set(ROUTERS)
     markers = [marker for _, _, marker in STYLES.values()]
     assert len(set(markers)) == len(markers)

@@ -26,7 +26,7 @@ from router import Router, Routing, entropy, expert_loads, token_distribution
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
-GATE_TOKENS = 100_000  # at most so many tokens' gates are kept for quantiles
+GATE_TOKENS = 100_000  # at most this many tokens' gates are kept, for quantiles
 BINS = 60
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 SHOWN = 8  # tokens per expert, pairs per layer
