@@ -40,7 +40,7 @@ RESULTS = REPO_ROOT.parent / "shared/paper/results.json"
 
 
 def invent(folder, *overrides, file=CONFIG / "small.toml", **shape):
-    """The folder of a run that nobody trained, of kern and seed 0 unless told else; `shape` is that of its `lines`."""
+    """The folder of a run that nobody trained, of kern and seed 0 by default; `shape` is that of its `lines`."""
     config = configure.load(file, ["run.seed=0", "model.router=kern", *overrides])
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))

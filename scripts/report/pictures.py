@@ -81,17 +81,19 @@ def plot_routing(setting: Setting, baseline: str) -> Figure | None:
 
 
 def plot_axis(settings: Sequence[Setting], key: str) -> Figure | None:
-    """Loss at the end against a swept key, a panel per corpus; None if two settings have the same value."""
+    """Mean loss at the end against a swept key, a panel per corpus; None if two settings have the same value."""
     corpora: dict[str, Lines] = defaultdict(dict)
     for setting in sorted(settings, key=lambda setting: setting.values[key]):
         for arm in setting.arms:
             _, points = corpora[setting.values["data.name"]].setdefault(arm.label, (style_arm(setting, arm), {}))
             if setting.values[key] in points:
                 return None
-            points[setting.values[key]] = spread(arm.losses(setting.end))
+            points[setting.values[key]] = (statistics.fmean(arm.losses(setting.end)),) * 3
     figure = plot_lines([(f"{key}, {corpus}", LOSS, lines) for corpus, lines in sorted(corpora.items())])
     for axes in figure.axes if figure else ():
+        ticks = sorted({setting.values[key] for setting in settings})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     return figure
 
 
@@ -137,7 +139,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
     spaces = LABEL_HEIGHT / HEIGHT * np.arange(len(ends))
     places = np.minimum(np.maximum.accumulate(heights - spaces) + spaces, 1 - spaces[::-1])
     for (y, x, label, colour), place in zip(ends, places, strict=True):
-        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.5}
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "relpos": (0, 0.5)}
         at = {"xy": (x, y), "xytext": (1.03, place), "textcoords": "axes fraction", "va": "center"}
         axes.annotate(label, **at, color=colour, fontsize=9, arrowprops=arrow)
 
