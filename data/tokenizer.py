@@ -124,6 +124,13 @@ def identity(tokenizer: Tokenizer | str) -> dict:
     return {key: getattr(found, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token by id, without end-of-text, which is the last id."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [bytes([i]) for i in range(256)]
+    return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
+
+
 def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
     """GPT-2's BPE file: the one given, else the one in tiktoken's cache, else tiktoken's download (r50k_base)."""
     import requests

@@ -38,7 +38,7 @@ from data.encode import Encoder
 from data.loader import fixed_windows, prefetch
 from data.readers import read_documents
 from data.sources import local_inputs
-from data.tokenizer import ByteTokenizer, Tokenizer
+from data.tokenizer import Tokenizer, token_bytes
 from eval.scoring import TOKENS
 from eval.trained import Trained, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
@@ -184,13 +184,8 @@ def read_windows(tokens: Tokens, windows: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def token_lengths(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes of each token, (vocab_size,) int64; 0 for end-of-text."""
-    if isinstance(tokenizer, ByteTokenizer):
-        lengths = np.ones(tokenizer.vocab_size, np.int64)
-    else:
-        lengths = np.array([len(tokenizer.bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)])
-    lengths[tokenizer.eot] = 0
-    return lengths
+    """Bytes of each token, (vocab_size,) int64; 0 for end-of-text, the last id."""
+    return np.array([*map(len, token_bytes(tokenizer)), 0])
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import scripts.export.__main__ as export
 import train
-from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer
+from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer, token_bytes
 from eval import generation
 from eval.trained import Trained
 from model import GPT
@@ -24,7 +24,7 @@ from router import ROUTERS
 from runtime import folder
 from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
 from scripts.export import check
-from scripts.export.tokenizer_files import find_merges, token_bytes, write_tokenizer
+from scripts.export.tokenizer_files import find_merges, write_tokenizer
 
 TOKENIZER = ByteTokenizer()
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")

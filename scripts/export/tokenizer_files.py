@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer, token_bytes
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
@@ -52,13 +52,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
     }
     write_json(Path(folder, "tokenizer.json"), body)
     write_json(Path(folder, "tokenizer_config.json"), config)
-
-
-def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token, by id, without end-of-text."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return [bytes([i]) for i in range(256)]
-    return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
 
 
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
