@@ -112,7 +112,9 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
-        distributed.agree(f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}", ranks)
+        distributed.check_agreement(
+            f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}", ranks
+        )
         stack.enter_context(folder.claim(plan.folder, ranks))
         state = stack.enter_context(TrainState(plan, ranks))
         report = stack.enter_context(start_reporter(plan, state, ranks))

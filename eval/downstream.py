@@ -340,12 +340,9 @@ def evaluate_run(args: argparse.Namespace) -> None:
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
     with writing(folder):
         (folder / "tasks").mkdir(parents=True, exist_ok=True)
-    ranks = distributed.start(device, trained.config.train.timeout_minutes)
-    try:
+    with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         evaluate_tasks(manager, adapter, folder, shared, args)
-    finally:
-        distributed.stop()
     if not ranks.rank:
         write_report(folder, shared, trained, args)
 

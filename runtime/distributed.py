@@ -104,33 +104,6 @@ def memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def start(device: torch.device, timeout_minutes: float = 10) -> Ranks:
-    """Join the process group if there are several ranks: NCCL on CUDA, gloo on CPU.
-
-    Args:
-        device: this rank's.
-        timeout_minutes: a rank that waits longer for the others fails, and torchrun then ends the job.
-
-    Raises:
-        RunError: NCCL is missing.
-    """
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(device)
-    if world_size() == 1:
-        return Ranks(0, 1, device)
-    if on_cuda and not dist.is_nccl_available():
-        raise RunError(
-            "several ranks on CUDA devices need NCCL, which this torch build lacks; install a torch build for Linux "
-            "with CUDA, or start one rank"
-        )
-    timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None)
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(control, dist.ProcessGroup)  # of all ranks, so of this one too
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
-
-
 def be_deterministic() -> None:
     """Make torch bitwise reproducible, or raise RuntimeError in an operation that cannot be. Call before using CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -156,7 +129,7 @@ def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
     return counts.bool().tolist()
 
 
-def agree(what: str, ranks: Ranks) -> None:
+def check_agreement(what: str, ranks: Ranks) -> None:
     """Raises RunError, on all ranks, if the text `what` differs between ranks."""
     found = gather(what, ranks.control)
     for rank, words in enumerate(found):
@@ -174,23 +147,37 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def stop() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
-    """Within it, this rank belongs to the process group of its job; see `start`. Raises RunError if NCCL is missing.
+    """Within it, this rank belongs to the process group of its job: NCCL on CUDA, gloo on CPU; none on one rank.
 
     After an error another rank may be lost, so the group is aborted: that waits for none.
+
+    Args:
+        device: this rank's.
+        timeout_minutes: a rank that waits longer for the others fails, and torchrun then ends the job.
+
+    Raises:
+        RunError: NCCL is missing.
     """
-    ranks = start(device, timeout_minutes)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    if world_size() == 1:
+        yield Ranks(0, 1, device)
+        return
+    if on_cuda and not dist.is_nccl_available():
+        raise RunError(
+            "several ranks on CUDA devices need NCCL, which this torch build lacks; install a torch build for Linux "
+            "with CUDA, or start one rank"
+        )
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None)
     try:
-        yield ranks
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)  # of all ranks, so of this one too
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, local_size(), control)
     except BaseException:
-        if dist.is_initialized():
-            _abort_process_group()
+        _abort_process_group()
         raise
-    stop()
+    dist.destroy_process_group()

@@ -51,7 +51,7 @@ class Weights(NamedTuple):
     notes: list[str]  # to print: where they come from, and what the run's model does differently
 
 
-def read(config: Config) -> Weights | None:
+def read_initial_weights(config: Config) -> Weights | None:
     """Read and check the weights that train.init_from names; None if it is empty.
 
     Raises:
@@ -78,7 +78,7 @@ def read(config: Config) -> Weights | None:
 
 
 @torch.no_grad()
-def fill(model: GPT, weights: Weights, ranks: distributed.Ranks) -> None:
+def load_initial_weights(model: GPT, weights: Weights, ranks: distributed.Ranks) -> None:
     """Move `weights` into `model`, which empties weights.state, and print the notes.
 
     Raises:
@@ -196,6 +196,10 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
             keys = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
             hidden = settings["intermediate_size"]
         if keys["router"] == "dense":
+            if not isinstance(hidden, int) or hidden < 1:
+                raise RunError(
+                    f"config.json: the hidden width is {hidden!r}, expected a positive integer; fetch it again"
+                )
             top_k = 1 if hidden % model.top_k else model.top_k
             keys |= {"top_k": top_k, "expert_hidden": hidden // top_k}
         described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", True))

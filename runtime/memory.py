@@ -177,7 +177,7 @@ def format_bytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
-def describe(parallel: str, memory: Memory, capacity: int | None) -> str:
+def describe_memory(parallel: str, memory: Memory, capacity: int | None) -> str:
     """One line about `memory` for the start of a run; `capacity` in bytes, None if unknown."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory._asdict().items() if size)
     line = f"{parallel}, about {format_bytes(sum(memory))} a rank: {parts}"

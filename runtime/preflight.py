@@ -117,5 +117,5 @@ def preflight(config: Config) -> Plan:
         dtype=dtype,
         parallel=parallel,
         memory=needed,
-        initial_weights=None if last_step else initial.read(config),
+        initial_weights=None if last_step else initial.read_initial_weights(config),
     )

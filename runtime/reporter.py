@@ -167,6 +167,6 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         f"{len(plan.val_windows)} validation windows" + (f", from step {step}" if step else "")
     )
     capacity = distributed.memory_bytes(plan.device)
-    print(f"{plan.folder}: memory: {memory.describe(plan.parallel, plan.memory, capacity)}")
+    print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
     if plan.changes:
         print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

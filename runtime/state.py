@@ -55,7 +55,7 @@ class TrainState:
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         self.model = GPT(config.model)
         if plan.initial_weights:
-            initial.fill(self.model, plan.initial_weights, ranks)
+            initial.load_initial_weights(self.model, plan.initial_weights, ranks)
         for block in self.model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, config.train.compile)

@@ -301,10 +301,9 @@ def evaluate_as_a_rank(meeting, arguments):
 
 def generate_as_a_rank(meeting, folder):
     meet_in(Path(meeting))
-    ranks = distributed.start(torch.device("cpu"))
-    client = Adapter(Scorer(gpt2_and_ours()[1], ranks=ranks), ByteTokenizer())
-    Path(folder, f"{ranks.rank}.json").write_text(json.dumps(ask(client, "generate_until", DRAWN)))
-    distributed.stop()
+    with distributed.process_group(torch.device("cpu")) as ranks:
+        client = Adapter(Scorer(gpt2_and_ours()[1], ranks=ranks), ByteTokenizer())
+        Path(folder, f"{ranks.rank}.json").write_text(json.dumps(ask(client, "generate_until", DRAWN)))
 
 
 OPTIONS = {"until": ["\x00"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}

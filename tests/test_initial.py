@@ -55,10 +55,10 @@ def copy(gpt2, tmp_path):
 
 def start(config):
     """The GPT that a run of `config` starts with, and the line printed about it."""
-    weights = initial.read(config)
+    weights = initial.read_initial_weights(config)
     torch.manual_seed(config.run.seed)
     model = GPT(config.model).eval()
-    initial.fill(model, weights, ALONE)
+    initial.load_initial_weights(model, weights, ALONE)
     assert weights.state == {}
     return model, "; ".join(weights.notes)
 
@@ -66,7 +66,7 @@ def start(config):
 def refused(config):
     """The error about train.init_from, in one line."""
     with pytest.raises(RunError) as caught:
-        initial.read(config)
+        initial.read_initial_weights(config)
     text = str(caught.value)
     assert text.startswith(f"train.init_from = {config.train.init_from}: ") and "\n" not in text
     return text
@@ -242,7 +242,6 @@ def train_on_ranks(file, place, rank_1_place):
             train.train(configure.load(file, [*MOVED, *overrides], 2))
         except RunError as error:
             print(error)
-            distributed.stop()
 
 
 def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
@@ -351,6 +350,7 @@ FAULTS = {
     "lists no files of this folder": shards(None),
     "blocks.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
     "blocks.0.mlp.w_in.weight is (16, 32), expected (8, 32)": setting(n_inner=8),
+    "config.json: the hidden width is '16', expected a positive integer": setting(n_inner="16"),
     "blocks.1.attn.qkv.bias is (96,), expected none": setting(n_layer=1),
     "score.weight: no weight of that name": weight("score.weight", torch.zeros(2, 32)),
     "ln_f.bias (torch.float32) is not": weight("ln_f.bias", torch.full((32,), torch.nan)),
@@ -386,7 +386,7 @@ def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):
     assert "a run without a checkpoint; train it first" in refused(start_from(tiny, source))
     file.write_text("[model]\nn_layers = 2")
     with pytest.raises(RunError, match="did you mean 'model.n_layer'"):
-        initial.read(start_from(tiny, source))
+        initial.read_initial_weights(start_from(tiny, source))
 
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):

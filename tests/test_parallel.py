@@ -703,7 +703,7 @@ def test_missing_nccl_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RunError, match="need NCCL.*install a torch build"):
-        distributed.start(torch.device("cuda", 0), 10)
+        distributed.process_group(torch.device("cuda", 0), 10).__enter__()
     assert not dist.is_initialized()
 
 

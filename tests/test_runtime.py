@@ -5,6 +5,7 @@ import torch
 
 from runtime import RunError, distributed
 
+
 @pytest.fixture
 def gpus(monkeypatch):
     """`gpus(2, capability=(8, 0))` makes torch report these devices."""
@@ -71,7 +72,7 @@ def test_peak_flops_are_known_for_some_devices(gpus):
 
 def test_one_process_needs_no_process_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert distributed.start(torch.device("cpu")) == (0, 1, torch.device("cpu"), 1, None)
-    assert not torch.distributed.is_initialized()
-    assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
-    distributed.stop()
+    with distributed.process_group(torch.device("cpu")) as ranks:
+        assert ranks == (0, 1, torch.device("cpu"), 1, None)
+        assert not torch.distributed.is_initialized()
+        assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
