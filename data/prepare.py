@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from contextlib import closing
@@ -55,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         else:
             prepare_dataset(args, command)
     except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = ". Finished units are kept: make room and start again to resume" if full else ""
+        print(f"error: {error}{remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; start again to resume", file=sys.stderr)
@@ -175,20 +176,11 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
         inputs = inputs[len(inputs) * (part - 1) // parts : len(inputs) * part // parts]
 
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
-    try:
-        with Writer(folder, tokenizer, args.shard_tokens) as writer:
-            units = open_units(writer.partial, made_from, args.force)
-            _tokenize(units, inputs, encoder, args)
-            left_out = _join_units(units, writer, args)
-            meta = writer.finish(args.name, made_from | left_out, command)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(args.out).free / 1e9
-        raise DataError(
-            f"{args.out}: the disk is full ({free:.1f} GB are free). What did not fit is removed, the rest is kept: "
-            f"make room and start again to resume"
-        ) from error
+    with Writer(folder, tokenizer, args.shard_tokens) as writer:
+        units = open_units(writer.partial, made_from, args.force)
+        _tokenize(units, inputs, encoder, args)
+        left_out = _join_units(units, writer, args)
+        meta = writer.finish(args.name, made_from | left_out, command)
     print(f"prepared: {describe_set(meta, folder)}")
 
 

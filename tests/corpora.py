@@ -1,0 +1,168 @@
+"""Corpora, small ones of every kind of file, and `data.prepare` run on them: helpers and fixtures for tests."""
+
+import hashlib
+import io
+import itertools
+import json
+import random
+import tarfile
+from base64 import b64encode
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepare, units
+from data.bins import open_tokenizer, open_tokens, read_meta
+from data.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer()
+REPO_ROOT = Path(__file__).parents[1]
+FAKE_RANKS = b"".join(  # a file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them
+    b"%s %d\n" % (b64encode(bytes(token)), rank)
+    for rank, token in enumerate(
+        itertools.chain(product(range(256)), islice(product(range(256), repeat=2), 50_000)),
+    )
+)
+BLANK = ("", " \n", "\t")
+
+
+# files of every kind
+
+
+def jsonl(texts, **more) -> bytes:
+    return b"".join(json.dumps({"id": i, "text": text} | more).encode() + b"\n" for i, text in enumerate(texts))
+
+
+def zstd(data: bytes) -> bytes:
+    import pyarrow
+
+    stream = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(stream, "zstd") as file:
+        file.write(data)
+    return stream.getvalue().to_pybytes()
+
+
+def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
+    """Frames, or members, one after another; they part in the middle of lines."""
+    size = len(data) // parts + 1
+    return b"".join(compress(data[i : i + size]) for i in range(0, len(data), size))
+
+
+def tar(members: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def parquet(path: Path, texts, type_: str = "string", body=None, rows_a_group: int = 7, **options) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    column = pyarrow.array(texts, getattr(pyarrow, type_)())
+    table = pyarrow.table({"id": range(len(texts)), "text": column} | ({"body": body} if body else {}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, path, row_group_size=rows_a_group, **options)
+
+
+def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def corpus_texts(n: int = 40) -> list[str]:
+    """Different texts of one to 200 lines, some blank, not all in ASCII."""
+    rng = random.Random(0)
+    texts = ["\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(rng.choice((1, 3, 200)))) for i in range(n)]
+    texts[3], texts[n // 2] = "", " \n"
+    return texts
+
+
+# the command
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command on sets below tmp_path/out, tokenizer bytes unless told otherwise; returns (exit code, what it
+    printed)."""
+
+    def run(*args, main=prepare.main) -> tuple[int, str]:
+        args = [*map(str, args), "--out", str(tmp_path / "out")]
+        if main is prepare.main and "--tokenizer" not in args:
+            args += ["--tokenizer", "bytes"]
+        code = main(args)
+        printed = capsys.readouterr()
+        assert ("error: " in printed.err) == (code == 2), printed
+        return code, printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Units of a document or two."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 50)
+
+
+@pytest.fixture
+def many_workers(monkeypatch):
+    """A worker process for every few documents."""
+    monkeypatch.setattr(prepare, "WORKER_BYTES", 500)
+
+
+def documents_of(folder: Path) -> dict[str, list[str]]:
+    """What the set in `folder` decodes to."""
+    found, tokenizer = {}, open_tokenizer(folder)
+    for split in ("train", "val"):
+        tokens = open_tokens(folder, split)
+        ids = tokens.read(0, len(tokens))
+        parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
+        assert not len(parts[-1])  # every document has its end
+        found[split] = [tokenizer.decode(part[:-1]) for part in parts[:-1]]
+        assert len(found[split]) == read_meta(folder).splits[split].documents
+    return found
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """All files below `folder`."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def place(text: str) -> float:
+    """What prepare's split is documented to be: the hash of the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def split_of(texts, val_fraction) -> dict[str, list[str]]:
+    texts = [text for text in texts if text.strip()]
+    return {
+        "train": [text for text in texts if place(text) >= val_fraction],
+        "val": [text for text in texts if place(text) < val_fraction],
+    }
+
+
+@pytest.fixture
+def books(tmp_path) -> tuple:
+    """The arguments that prepare 30 short texts in two files."""
+    files = {"a.jsonl": jsonl(corpus_texts()[:20]), "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)])}
+    return "text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.3, "--shard-tokens", 999
+
+
+def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
+    """Lets the command fail at the unit of this number."""
+    calls, write = itertools.count(1), units._write_unit
+
+    def failing(*args):
+        if next(calls) == count:
+            raise error
+        return write(*args)
+
+    monkeypatch.setattr(units, "_write_unit", failing)

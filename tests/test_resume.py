@@ -1,0 +1,438 @@
+"""data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
+
+import errno
+import gzip
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from corpora import BYTES, REPO_ROOT, fail_after, in_parts, jsonl, parquet, snapshot, tar, write_tree
+from runs import Forked
+
+from data import DataError, prepare, units, verify
+from data.bins import check_dataset
+from data.writer import Writer
+
+pytest_plugins = ["corpora"]  # its fixtures
+
+
+def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        fail_after(patch, 13)
+        code, out = run(*books)
+        assert code == 130 and "stopped; start again to resume" in out
+    with pytest.raises(DataError, match="text: half-prepared. Resume with the command that began it"):
+        check_dataset(tmp_path / "out/text", 257)
+    assert run("text", main=verify.main)[0] == 2
+    unfinished = snapshot(tmp_path / "out")
+    assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
+
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    for changed in (("--val-fraction", 0.5), ("--shard-tokens", 500), ("--text-field", "body"), ("inputs",)):
+        if changed == ("inputs",):
+            (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
+        code, out = run(*books, *(changed if len(changed) > 1 else ()))
+        assert code == 2 and "text.partial holds an unfinished set made with other arguments" in out
+        assert all(remedy in out for remedy in (changed[0].strip("-").replace("-", "_"), "--force", "--name"))
+        assert snapshot(tmp_path / "out") == unfinished
+    (tmp_path / "in/b.jsonl").write_bytes(rows)
+
+    code, out = run(*books)
+    assert code == 0 and re.search(r", resuming after 1\d units", out)
+    assert snapshot(tmp_path / "out") == whole
+
+
+def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small_units, monkeypatch):
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    opened, read = [], units.read_documents
+    monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
+    with monkeypatch.context() as patch:
+        calls, real = itertools.count(1), units.write_atomic
+
+        def stop_at_b(path, *args, **more):
+            if "b.jsonl" in opened and next(calls) == 6:  # those of a.jsonl are written
+                raise KeyboardInterrupt
+            return real(path, *args, **more)
+
+        patch.setattr(units, "write_atomic", stop_at_b)
+        assert run(*books)[0] == 130
+    opened.clear()
+    assert run(*books)[0] == 0 and opened == ["b.jsonl"]
+    assert snapshot(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_units, monkeypatch, damage):
+    with monkeypatch.context() as patch:
+        fail_after(patch, 13)
+        assert run(*books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))[0] == 130
+    if damage == "begun.json":
+        (tmp_path / "out/text.partial/begun.json").write_text("{")
+        code, out = run(*books)
+        assert code == 2 and "begun.json cannot be read" in out and "--force" in out
+    code, out = run(*books, "--force")
+    assert code == 0 and "resuming" not in out
+    forced = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    assert run(*books)[0] == 0
+    assert snapshot(tmp_path / "out") == forced
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", None])
+def test_a_damaged_unit_is_made_anew(run, books, tmp_path, small_units, monkeypatch, garbage):
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        fail_after(patch, 13)
+        assert run(*books)[0] == 130
+    unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
+    unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
+    code, out = run(*books)
+    assert code == 2 and f"{unit} was damaged" in out and "is removed: start again to make it anew" in out
+    assert run(*books)[0] == 0
+    assert snapshot(tmp_path / "out") == whole
+
+
+def test_two_processes_at_once(run, books, tmp_path, small_units):
+    (tmp_path / "out").mkdir()
+    with Writer(tmp_path / "out/text", BYTES):
+        other = subprocess.run(
+            [sys.executable, "-m", "data.prepare", *map(str, books), "--tokenizer", "bytes", "--out", tmp_path / "out"],
+            cwd=REPO_ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            other.returncode == 2 and "another process is preparing this set: wait for it, or stop it" in other.stderr
+        )
+        code, out = run(*books, "--force")
+        assert code == 2 and "another process is preparing this set" in out
+    assert run(*books)[0] == 0
+
+
+# killed
+
+
+class Stop:
+    """An audit hook that stops this process before its k-th step that changes files below `folder`."""
+
+    EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
+
+    def __init__(self, folder: Path, k: int, how: str):
+        self.folder, self.left, self.how = str(folder), k, how
+
+    def __call__(self, event: str, args: tuple) -> None:
+        if event not in self.EVENTS or (self.how == "full" and event != "open"):
+            return
+        writes = event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and (event != "open" or str(args[0]).startswith(self.folder)):
+            self.step()
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            print("STOPPED", flush=True)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt if self.how == "interrupt" else OSError(errno.ENOSPC, "No space left on device")
+
+
+def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple[int, str]:
+    """Runs the command in a child process, stopped before its k-th step (0: not); (exit code, what it printed)."""
+    with tempfile.TemporaryFile("w+") as printed:
+        if (child := os.fork()) == 0:
+            code = 99
+            try:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(printed.fileno(), 2)
+                stop = Stop(folder, k, how)
+                sys.addaudithook(stop)
+                os.fsync = lambda descriptor: stop.step()
+                code = prepare.main(argv)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        printed.seek(0)
+        return code, printed.read()
+
+
+def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
+    """Stops `scenario` before each of its steps in turn, starts it again, and demands the result of an undisturbed
+    run. Returns the number of steps."""
+    units.UNIT_BYTES = 150
+    source, out, template = folder / "in", folder / "out", folder / "template"
+    texts = [f"{i} green bottles hanging on the wall" for i in range(9)]
+    write_tree(source, {"a.jsonl": jsonl(texts[:5]), "b.jsonl": jsonl(texts[5:])})
+    begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}".split()
+    argv = [*begin, "--val-fraction", "0.4"]
+    out.mkdir()
+    if scenario == "replace":  # a whole set
+        assert start([*begin, "--val-fraction", "0.6"], out)[0] == 0
+        argv.append("--force")
+    if scenario == "start over":  # an unfinished set
+        assert start([*begin, "--val-fraction", "0.6"], out, 30)[0] == -signal.SIGKILL
+        argv.append("--force")
+    if scenario == "merge":
+        for i in (1, 2):
+            assert start([*argv, "--shard", f"{i}/2"], out)[0] == 0
+        argv.append("--merge")
+    shutil.copytree(out, template)
+    code, printed = start(argv, out)
+    assert code == 0, printed
+    wanted = snapshot(out)
+    assert set(map(os.path.dirname, wanted)) == {"set"} and len(wanted) > 4
+    assert wanted != snapshot(template)
+
+    def begin_anew():
+        shutil.rmtree(out)
+        shutil.copytree(template, out)
+
+    def go_on(context):
+        places = [out / f"set{end}" for end in ("", ".old", ".partial")]
+        whole = [place for place in places if (place / "meta.json").exists()]
+        for place in whole[:1]:  # what is in use; .old may be half removed where there is another
+            check_dataset(place, 257)
+        assert whole or scenario != "replace", f"{context}: the set that was there is lost"
+        code, printed = start(argv, out)
+        assert code == 0, f"{context}: {printed}"
+        found = {name: data for name, data in snapshot(out).items() if scenario != "merge" or name.startswith("set/")}
+        differing = [name for name in found | wanted if found.get(name) != wanted.get(name)]
+        assert not differing, f"{context}: {differing}"
+
+    for k in itertools.count(1):
+        begin_anew()
+        code, printed = start(argv, out, k, how)
+        if "STOPPED" not in printed:
+            break
+        expected = {"kill": -signal.SIGKILL, "interrupt": 130, "full": 2}[how]
+        assert code == expected, f"step {k}: {code} {printed}"
+        if how == "full":
+            assert "No space left on device" in printed and "start again to resume" in printed, printed
+        go_on(f"step {k}: {printed}")
+    steps = k - 1
+
+    rng = random.Random(0)
+    for round_ in range(6 if how == "kill" else 0):  # killed again and again
+        begin_anew()
+        for _ in range(100):
+            code, printed = start(argv, out, rng.randint(1, steps), how)
+            if code == 0:
+                break
+        go_on(f"round {round_}")
+    print(steps)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "how", "least"),
+    [
+        ("begin", "kill", 40),
+        ("replace", "kill", 50),
+        ("start over", "kill", 45),
+        ("merge", "kill", 15),
+        ("begin", "interrupt", 40),
+        ("begin", "full", 30),
+    ],
+)
+def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
+    """In a process of its own, as it forks."""
+    code, printed = Forked(stop_everywhere, tmp_path, scenario, how).wait(300)
+    assert code == 0, printed[-3000:]
+    assert int(printed.split()[-1]) >= least
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
+def test_killed_at_random_moments(tmp_path):
+    """The real command, or one of its workers: nothing is lost, and no worker outlives it."""
+    rng = random.Random(0)
+    rows = jsonl(f"{i}: " + "green bottles " * rng.randint(1, 2000) for i in range(2600))  # 36 MB: worth two workers
+    (tmp_path / "a.jsonl.gz").write_bytes(in_parts(lambda data: gzip.compress(data, 1), rows, 2))
+    (tmp_path / "b.jsonl").write_bytes(rows)
+    out, partial = tmp_path / "out", tmp_path / "out/text.partial"
+    source = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
+    code = "import sys; from data import prepare, units; units.UNIT_BYTES = 2**18; sys.exit(prepare.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "text", "--source", *source, "--tokenizer", "bytes"]
+    command += ["--shard-tokens", "500000", "--out", out, "--workers", "2"]
+
+    def begin():  # not into a pipe: whoever outlives the command would keep it open
+        with open(tmp_path / "printed", "wb") as printed:
+            return subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=printed)
+
+    assert begin().wait(120) == 0
+    assert ", 2 workers" in (tmp_path / "printed").read_text()
+    whole = snapshot(out)
+    shutil.rmtree(out)
+    assert len(whole) > 100
+
+    for what in ("the command", "a worker", "the command", "the command", "a worker", "joining", "joining"):
+        process = begin()
+        pattern = "*.bin" if what == "joining" else "units-*/*.npz"
+        until = len(list(partial.glob(pattern))) + rng.randint(1, 60)
+        while len(list(partial.glob(pattern))) < until and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
+        children = children_of(process.pid)
+        os.kill(process.pid if what != "a worker" else children[-1], signal.SIGKILL)
+        printed = (tmp_path / "printed").read_text()
+        assert process.wait(60) == (2 if what == "a worker" else -signal.SIGKILL), printed
+        assert not (out / "text").exists() and list(partial.glob("units-*/*.npz")), printed
+        deadline = time.monotonic() + 10
+        while outliving := [child for child in children if alive(child)]:
+            if time.monotonic() > deadline:
+                for child in outliving:
+                    os.kill(child, signal.SIGKILL)
+                raise AssertionError("workers outlive the command")
+            time.sleep(0.01)
+    assert begin().wait(120) == 0
+    assert "resuming after" in (tmp_path / "printed").read_text()
+    assert snapshot(out) == whole
+
+
+@contextmanager
+def at_most(seconds: int):
+    def over(*_):
+        raise AssertionError(f"not over after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_worker_is_killed(run, books, tmp_path, small_units, many_workers, monkeypatch):
+    """By the kernel, for instance, when memory is short."""
+    assert run(*books, "--workers", 2)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    cuts, cut = itertools.count(1), units._cut_group
+
+    def kill_one(*args):
+        for unit in cut(*args):
+            if next(cuts) == 11:
+                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            yield unit
+
+    with monkeypatch.context() as patch, at_most(60):
+        patch.setattr(units, "_cut_group", kill_one)
+        code, out = run(*books, "--workers", 2)
+    assert code == 2 and "a worker process died" in out and "start again to resume, with fewer --workers" in out
+    assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
+    code, out = run(*books, "--workers", 2)
+    assert code == 0 and "resuming after" in out
+    assert snapshot(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("where", ["a unit", "the first shard", "the last shard", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, small_units, monkeypatch, where):
+    """A file takes no more: its flush fails, and so does its close."""
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    last = max(name for name in whole if "train" in name).rpartition("/")[2]
+    name = {"a unit": "00000000-00000007.npz", "the first shard": "train-00000.bin", "the last shard": last}.get(
+        where, where
+    )
+    real = Path.open
+
+    def open_(path, mode="r", *args, **more):
+        file = real(path, mode, *args, **more)
+        if path.name.startswith(name) and "w" in mode:
+            file.write(b"what did fit")
+            file.close()
+            return real(Path("/dev/full"), mode, *args, **more)
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        code, out = run(*books)
+    assert code == 2 and "No space left on device" in out and "make room and start again to resume" in out
+    left = {path.name for path in (tmp_path / "out/text.partial").iterdir()}
+    assert {re.sub("-.*", "", name) for name in left} == {"begun.json", "lock", "units"}
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+    code, out = run(*books)
+    assert code == 0 and "resuming after" in out
+    assert snapshot(tmp_path / "out") == whole
+
+
+def test_other_errors_of_the_system_name_the_file(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/text.partial").write_text("in the way")
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["one", "two"]))
+    code, out = run("text", "--source", tmp_path / "in.jsonl")
+    assert code == 2 and "out/text.partial" in out
+
+
+# memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
+    texts = [f"{i}: " + "green bottles " * 700 for i in range(6000)]  # 10 kB each
+    for name, part in {"small": texts[:200], "large": texts}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(part), 1))
+        parquet(folder / "rows.parquet", part, rows_a_group=500, compression="none", use_dictionary=False)
+        (folder / "texts.tar").write_bytes(tar({f"{i}.txt": text.encode() for i, text in enumerate(part)}))
+    code = f"""
+import resource, sys
+from pathlib import Path
+from data import prepare, units
+
+units.UNIT_BYTES = 2**20
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
+    peaks = []
+    for size in ("small", "large"):
+        name = size + "-" + file
+        args = ["--source", f"{tmp_path}/" + size + "/" + file, "--out", f"{tmp_path}/out", "--name", name]
+        assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *args]) == 0
+        peaks.append(peak())
+    print(file, *peaks, file=sys.stderr)
+    print(peaks[1] - peaks[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
+    assert len(growth) == 3 and max(growth) < 40, done.stderr  # MB; the ids alone are 120
