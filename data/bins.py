@@ -233,9 +233,6 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     return meta
 
 
-check = check_dataset  # TODO: until train.py imports check_dataset
-
-
 def check_lengths(folder: Path, meta: Meta) -> None:
     """Raises DataError if a shard is missing or its length is not what `meta` states."""
     if meta.dtype != DTYPE:

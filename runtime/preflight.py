@@ -8,7 +8,7 @@ import torch
 
 from configure import Config
 from data import DataError
-from data.bins import Tokens, check, fingerprint, open_tokens
+from data.bins import Tokens, check_dataset, fingerprint, open_tokens
 from data.loader import Loader, fixed_windows
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
@@ -90,7 +90,7 @@ def preflight(config: Config) -> Plan:
 
     data, block_size = Path(config.data.dir, config.data.name), config.model.block_size
     try:
-        identity = fingerprint(check(data, config.model.vocab_size))
+        identity = fingerprint(check_dataset(data, config.model.vocab_size))
         train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
         loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
         val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)

@@ -29,7 +29,7 @@ from runs import Forked, checkpoints, column, end, meet_in, run, start_ranks, st
 import configure
 import train
 from configure.schema import KEYS
-from data.bins import check, fingerprint
+from data.bins import check_dataset, fingerprint
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from model import GPT
@@ -577,7 +577,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
     monkeypatch.setattr(train_state, "GPT", None)
     with pytest.raises(RunError, match=f"the {what} has changed since step 2") as caught:
         train.train(tiny(where))
-    now = fingerprint(check(path, 257))
+    now = fingerprint(check_dataset(path, 257))
     assert then[what] in str(caught.value) and now[what] in str(caught.value) and then[what] != now[what]
     assert "--fresh" in str(caught.value)
     after = content(folder.path_of(tiny()))
