@@ -12,8 +12,8 @@
 #
 # A part is made of pieces. Each has a time limit, leaves FOLDER/PIECE.log and, if it measures, PIECE.json, also when it
 # is interrupted, and does not keep the next from running when it fails. Exit code 1 if any failed, 2 if none can run,
-# 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic and tiktoken, for `tests` also
-# pytest and hypothesis.
+# 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for
+# `tests` also pytest and hypothesis.
 # Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 580), STEPS (80), BATCH (sequences per
 # step, 256), DATA (prepared set in data/ to train on; by default the installed packages' Python sources, as bytes).
 set -uo pipefail
