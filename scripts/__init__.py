@@ -1,0 +1,1 @@
+"""Commands, run from the root as `python -m scripts.NAME`."""

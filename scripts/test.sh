@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Lint and tests, from a fresh checkout: two test files at a time. Arguments go to pytest: -n 0 for one process, -m slow
-# for the tests that are left out.
+# Linter, formatter, type checker, then the tests, two files at a time. Works in a fresh checkout.
+# Arguments go to pytest: -n 0 runs in one process, -m slow runs the tests that are left out by default.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh" requirements-dev.txt
 ruff check .
 ruff format --check .
+pyrefly check
 python -m pytest -n 2 --dist loadfile "$@"
