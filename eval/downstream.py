@@ -31,7 +31,7 @@ from data.bins import sha256_of
 from eval.pages import format_markdown
 from eval.paper import find_paper_table
 from eval.trained import Trained, add_run_arguments, load_run
-from runtime import RunError, checkpoint, distributed, writing
+from runtime import RunError, checkpoint, describe_write_errors, distributed
 from runtime.output import first_line, require_packages, write_atomic
 from runtime.tracker import start_wandb
 
@@ -279,7 +279,7 @@ def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[
 def write_result(path: Path, content: str | dict) -> None:
     """Write a text, or a dict as JSON. Raises RunError if that fails."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1)
-    with writing(path):
+    with describe_write_errors(path):
         write_atomic(path, text + "\n")
 
 
@@ -338,7 +338,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
-    with writing(folder):
+    with describe_write_errors(folder):
         (folder / "tasks").mkdir(parents=True, exist_ok=True)
     with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)

@@ -44,7 +44,7 @@ from eval.trained import Trained, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
 from runtime import RunError, distributed
-from runtime.metrics import read as read_metrics
+from runtime.metrics import read_metrics
 from runtime.output import text_table, write_atomic
 
 KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json

@@ -27,6 +27,3 @@ def describe_write_errors(path: str | Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror}). Make room for it, or give yourself the right to write there "
             f"(or set another --run.dir), and start the same command again: it resumes from the last checkpoint"
         ) from error
-
-
-writing = describe_write_errors  # old name, removed once nothing imports it

@@ -142,6 +142,3 @@ def write_config(folder: Path, config: Config) -> None:
     """Write the resolved config.toml. Raises RunError if that fails."""
     with describe_write_errors(folder):
         write_atomic(folder / "config.toml", configure.dumps(config), durable=True)
-
-
-evaluated = val_losses  # old name, removed once nothing imports it

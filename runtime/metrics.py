@@ -166,6 +166,3 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 def _as_number(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-read = read_metrics  # old name, removed once nothing imports it

@@ -29,7 +29,7 @@ from configure import Config
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from router import ROUTERS
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from train import train
 
 FILE = Path(__file__).parent.parent / "tests" / "golden.json"
@@ -95,7 +95,7 @@ def train_router(router: str, folder: Path) -> dict[str, float]:
         train(config)
     return {
         f"{split} {line['step']}": line[f"{split}/loss"]
-        for line in read(folder / "runs" / router / "metrics.jsonl")
+        for line in read_metrics(folder / "runs" / router / "metrics.jsonl")
         for split in ("train", "val")
         if f"{split}/loss" in line
     }

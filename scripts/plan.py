@@ -17,7 +17,7 @@ from configure import Config
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.output import text_table
 
 
@@ -40,7 +40,7 @@ def parse_mfu(text: str) -> float:
     try:
         mfu = float(text)
     except ValueError:
-        values = [line["perf/mfu"] for line in read(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
+        values = [line["perf/mfu"] for line in read_metrics(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
         if values:
             return statistics.median(values)
         message = f"{text} has no perf/mfu in its metrics.jsonl: name another run, or a number"

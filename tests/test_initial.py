@@ -18,7 +18,7 @@ import train
 from eval.trained import load_model
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder, initial
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.names import to_gpt2
 
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
@@ -165,7 +165,7 @@ def start_from(tiny, source, *overrides):
 def test_run_starts_where_another_ended(tiny, source, capsys):
     config = start_from(tiny, source, "run.seed=7")
     first = run(config)[0]
-    last = read(folder.path_of(source) / "metrics.jsonl")[-1]
+    last = read_metrics(folder.path_of(source) / "metrics.jsonl")[-1]
     assert (first["step"], last["step"]) == (0, 4)
     assert first["val/window_losses"] == last["val/window_losses"]
     line = f"{folder.path_of(config)}: starts from {folder.path_of(source)}, a run at step 4\n"
@@ -251,9 +251,9 @@ def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
         code, printed = rank.wait(120)
         assert code == 0, printed
         assert printed.count("train.init_from holds different weights on different ranks") == 1
-    wanted = column(read(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
+    wanted = column(read_metrics(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
     for parallel in ("ddp", "fsdp"):
-        lines = read(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
+        lines = read_metrics(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
         assert column(lines, "val/loss")[0] == pytest.approx(wanted, rel=1e-6)
         assert len(column(lines, "train/loss")) == 1
 

@@ -28,7 +28,7 @@ from wandb.wandb_agent import Agent
 import configure
 import train
 from runtime import checkpoint, folder, tracker
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from runtime.tracker import Tracker, draw_loads, flatten_line, start_wandb
 
 REPO_ROOT = Path(train.__file__).parent
@@ -214,7 +214,7 @@ def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, fai
     if failing == "import":
         monkeypatch.setitem(sys.modules, "wandb", None)
     train.train(tiny("log.wandb=offline", "train.max_steps=3"))
-    lines = read(Path(tiny().run.dir, "tiny", "metrics.jsonl"))
+    lines = read_metrics(Path(tiny().run.dir, "tiny", "metrics.jsonl"))
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
     assert [line["step"] for line in lines if "val/loss" in line] == [0, 2, 3]
     assert failed.call_count == (failing != "import")
@@ -233,7 +233,7 @@ def test_failing_pictures_cost_one_line(fake_wandb, tiny, monkeypatch, capsys, k
     assert line == f"wandb: no pictures of loads (broken{remedy}); metrics.jsonl has the loads"
     run = fake_wandb.init.return_value
     assert run.log.call_count == 7  # steps 1 to 4, and validation at 0, 2 and 4
-    assert run.summary["val/loss_final"] == read(folder.path_of(config) / "metrics.jsonl")[-1]["val/loss"]
+    assert run.summary["val/loss_final"] == read_metrics(folder.path_of(config) / "metrics.jsonl")[-1]["val/loss"]
 
 
 def test_matplotlib_and_wandb_are_imported_only_when_needed(tiny_file):
@@ -334,7 +334,7 @@ def test_dead_network_stops_nothing_and_the_key_is_in_no_file(tiny_file, tmp_pat
     assert done.returncode == 0, done.stderr.decode()
     said = [text for text in done.stdout.decode().splitlines() if text.startswith("wandb:")]
     assert len(said) == (line is not None) and all(text.startswith(line) for text in said)
-    lines = read(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert [text["step"] for text in lines if "train/loss" in text] == [1, 2, 3, 4], took
     used = b64encode(f"api:{KEY}".encode()).decode()
     assert any(used in (text or "") for text in server.authorizations) == (mode == "online")
@@ -353,12 +353,12 @@ def test_resumed_run_is_the_same_run_in_wandb(tiny, monkeypatch):
     path = folder.path_of(config)
     train.train(config)
     id = wandb_id(config)
-    began = read(path / "metrics.jsonl")
+    began = read_metrics(path / "metrics.jsonl")
     shutil.rmtree(path / "checkpoints/step_00000004")
     best = began[0] | {"val/loss": 0.125}  # of step 0, so the resumed start finds it only in the file
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [best, *began[1:]]))
     train.train(config)
-    resumed = [line for line in read(path / "metrics.jsonl") if line["step"] > 2]
+    resumed = [line for line in read_metrics(path / "metrics.jsonl") if line["step"] > 2]
     assert wandb_id(config) == id and len(began) == 7 and len(resumed) == 3
 
     files = sorted(path.glob("wandb/offline-run-*/run-*.wandb"))
@@ -408,7 +408,7 @@ def test_id_survives_a_start_without_wandb(tiny, monkeypatch):
         ids.append(wandb_id(config))
     files = sorted(folder.path_of(config).glob("wandb/offline-run-*/*.wandb"))
     assert len(set(ids)) == 1 and [file.stem for file in files] == [f"run-{ids[0]}"] * 2
-    lines = read(folder.path_of(config) / "metrics.jsonl")
+    lines = read_metrics(folder.path_of(config) / "metrics.jsonl")
     assert summary(ended(files[1]))["val/loss_best"] == min(line["val/loss"] for line in lines if "val/loss" in line)
 
 

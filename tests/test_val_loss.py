@@ -19,7 +19,7 @@ from eval import val_loss
 from eval.trained import load_model
 from eval.val_loss import Corpus, main, make_windows, measure_loss, token_lengths
 from runtime import folder
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -66,7 +66,7 @@ def by_hand(model, documents, block, stride):
 
 
 def test_loss_equals_the_logged_one(trained, score):
-    steps = {line["step"]: line for line in read(trained / "metrics.jsonl") if "val/loss" in line}
+    steps = {line["step"]: line for line in read_metrics(trained / "metrics.jsonl") if "val/loss" in line}
     (line,), out = score()
     losses = np.array(steps[4]["val/window_losses"])
     assert line["loss"] == pytest.approx(losses.mean(), abs=1e-5) and line["logged"] == steps[4]["val/loss"]
@@ -129,7 +129,7 @@ def test_all_windows_of_a_split(trained, score, corpus):
     assert found[0]["windows"] == (len(tokens) - 1) // 32 and found[0]["logged"] is None
     assert out.count("tiny (train)") == 2 and "logged" not in out
     (few,), _ = score("--windows", 3)
-    losses = [line["val/window_losses"] for line in read(trained / "metrics.jsonl") if "val/loss" in line][-1]
+    losses = [line["val/window_losses"] for line in read_metrics(trained / "metrics.jsonl") if "val/loss" in line][-1]
     assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import configure
 from data.prepare import cores
 from runtime import RunError, distributed
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 from scripts.bench.harness import Benchmark
 
 
@@ -40,7 +40,7 @@ def bench_scaling(args: Namespace, overrides: list[str]) -> None:
                 done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
                 if done.returncode:
                     raise RunError(f"{ranks} ranks failed:\n{done.stderr[-2000:]}")
-                lines = read(Path(folder, name, "metrics.jsonl"))
+                lines = read_metrics(Path(folder, name, "metrics.jsonl"))
                 rates[ranks] += [line["perf/tokens_per_sec"] for line in lines if "perf/tokens_per_sec" in line][1:]
     median = {ranks: statistics.median(values) for ranks, values in rates.items()}
     base = median[args.ranks[0]] / args.ranks[0]

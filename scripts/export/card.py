@@ -15,7 +15,7 @@ from eval.pages import format_markdown
 from eval.trained import Trained
 from model import count_parameters
 from router import ROUTERS
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 
 CARD = Path(__file__).with_name("card.md")
 VLLM = """
@@ -79,7 +79,7 @@ def data_rows(config: Config, meta: Meta | None, metadata: dict[str, Any]) -> li
 
 def loss_rows(trained: Trained, run: Path) -> list[tuple[str, str]]:
     """Rows on training: tokens seen and the last losses up to the checkpoint's step."""
-    lines = [line for line in read(run / "metrics.jsonl") if line["step"] <= trained.step]
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] <= trained.step]
     rows = [("steps", f"{trained.step:,}")] + [("tokens seen", f"{line['tokens']:,}") for line in lines[-1:]]
     note = ", of that checkpoint, not of the mean" if trained.average > 1 else ""
     for key, name in (("train/loss", "training loss"), ("val/loss", "validation loss")):

@@ -20,7 +20,7 @@ from configure.schema import KEYS
 from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime import RunError, checkpoint
-from runtime.metrics import read
+from runtime.metrics import read_metrics
 
 # What tells arms of one setting apart.
 ARM_KEYS = (
@@ -192,7 +192,7 @@ def load_run_record(folder: Path) -> Run:
     if not (folder / "config.toml").is_file():
         raise ValueError(f"{folder}: no config.toml, so not a run; give folders such as runs/quickstart-kern")
     run = Run(folder, configure.load(folder / "config.toml"), {}, [])
-    for line in read(folder / "metrics.jsonl"):
+    for line in read_metrics(folder / "metrics.jsonl"):
         if "train/loss" in line:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):
