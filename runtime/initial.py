@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import configure
@@ -250,6 +248,9 @@ def _read_tensors(place: Path) -> dict[str, Tensor]:
 
 
 def _read_tensor_file(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError  # here: training without train.init_from does not need it
+    from safetensors.torch import load_file
+
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
