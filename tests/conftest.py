@@ -18,6 +18,7 @@ from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from runtime import checkpoint
 
+pytest.register_assert_rewrite("corpora")
 # Matrices are tiny here: a second thread makes them slower, up to 100 times where cores are shared.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
