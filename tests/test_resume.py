@@ -100,7 +100,7 @@ def test_a_damaged_unit_is_made_anew(run, books, tmp_path, small_units, monkeypa
     whole = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
-        fail_after(patch, 13)
+        fail_after(patch, 22)  # in b.jsonl: the group of a.jsonl is complete
         assert run(*books)[0] == 130
     unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
     unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
