@@ -146,7 +146,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
                 if due.save:
                     report.sync()
                     saver.save(step, state.model, state.optimizer, state.tensors, state.metadata | report.metadata)
-                    cadence.saved(step)
+                    cadence.note_save(step)
                 saver.poll()
             if due.stop or step == max_steps:
                 break
@@ -159,7 +159,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
             state.update_selection_bias(stats.loads, taken)
             state.interval.add_step(stats)
             report.count_step()
-            if cadence.log(step + 1):
+            if cadence.is_log_due(step + 1):
                 counters = guard.check()  # waits for the device
                 report.log_steps(step + 1, lr, counters, state.interval.mean(), state.gammas())
                 state.interval.reset()

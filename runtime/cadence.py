@@ -46,10 +46,10 @@ class Cadence:
         """What is due when a rank was asked to stop during the evaluation at `step`."""
         return Due(evaluate=False, save=step > self.saved_step, stop=True)
 
-    def log(self, step: int) -> bool:
+    def is_log_due(self, step: int) -> bool:
         """Whether step number `step` (from 1) ends an interval of metrics."""
         return step % self.config.log.interval == 0 or step == self.config.train.max_steps
 
-    def saved(self, step: int) -> None:
+    def note_save(self, step: int) -> None:
         """Note that a checkpoint of `step` is being written; the clock starts anew."""
         self.saved_step, self.saved_at = step, time.monotonic()

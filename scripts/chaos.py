@@ -1,6 +1,6 @@
 """Train one run twice, once undisturbed and once under faults, and compare them bit by bit.
 
-    python -m scripts.chaos config/quickstart.toml --faults 100 --model.router=kern --train.max_steps=200
+    python -m scripts.chaos config/quickstart.toml --faults 100 --model.router=kern --train.max_steps=600
     python -m scripts.chaos config/quickstart.toml --faults 20 --ranks 2 --train.micro_batch_size=4
 
 A fault comes at a random moment: while the job starts, in a step, in a save. The job is then restarted until the next
@@ -181,7 +181,8 @@ def inject_fault(kind: str, job: Job, path: Path, rng: random.Random) -> None:
     job.send(number, "to a rank" in kind, rng.choice)
     code = job.wait()
     if number == signal.SIGTERM and job.ranks == 1 and code not in (EXIT_CODE, -number):
-        raise RunError(f"{path}: exit code {code} after SIGTERM, expected {EXIT_CODE}")
+        remedy = "; it had just finished: set a larger --train.max_steps" if code == 0 else ""
+        raise RunError(f"{path}: exit code {code} after SIGTERM, expected {EXIT_CODE}{remedy}")
     steps = checkpoint.steps(path / "checkpoints")
     if "checkpoint" in kind and len(steps) > 1:  # the run has to resume from the one before it
         file = rng.choice(sorted(checkpoint.folder_of(path / "checkpoints", steps[-1]).iterdir()))

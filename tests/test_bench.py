@@ -476,7 +476,10 @@ def start_check(tmp_path: Path, *arguments: str, fake: str = FAKE, **environment
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "FOLDER": str(tmp_path / "out")} | environment
     command = ["bash", str(REPO_ROOT / "scripts/gpu_check.sh"), *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job inherits it ignored
+    return subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0, preexec_fn=heed
+    )
 
 
 def read_pieces(printed: str) -> dict[str, str]:

@@ -226,7 +226,7 @@ def test_cadence_by_hand(tiny, monkeypatch):
     for step in range(8):
         seen[step] = due.at(step)
         if seen[step].save:
-            due.saved(step)
+            due.note_save(step)
     assert [step for step in seen if seen[step].evaluate] == [0, 2, 4, 6, 7]
     assert [step for step in seen if seen[step].save] == [3, 6, 7]
     assert due.at(7).save is False  # saved already
@@ -234,7 +234,7 @@ def test_cadence_by_hand(tiny, monkeypatch):
     assert due.at(8).save and not due.at(8).stop
     stop.asked = True
     assert due.at(8) == (False, True, True) and due.interrupt(8) == (False, True, True)
-    due.saved(8)
+    due.note_save(8)
     assert due.at(8) == due.interrupt(8) == (False, False, True)
 
 
