@@ -105,19 +105,21 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
     stop = stop or Stop()
     if line := folder.finished_line(config):
         return distributed.print_once(line)
-    plan = preflight(config)  # reads only; raises whatever is wrong with the input
-    seed, max_steps = config.run.seed, config.train.max_steps
     if config.train.deterministic:
         distributed.be_deterministic()
+    plan = preflight(config)  # reads only; raises whatever is wrong with the input
+    seed, max_steps = config.run.seed, config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
         distributed.check_agreement(
             f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}", ranks
         )
-        stack.enter_context(folder.claim(plan.folder, ranks))
+        with distributed.share_errors(ranks):
+            stack.enter_context(folder.claim(plan.folder, ranks))
         state = stack.enter_context(TrainState(plan, ranks))
-        report = stack.enter_context(start_reporter(plan, state, ranks))
+        with distributed.share_errors(ranks):
+            report = stack.enter_context(start_reporter(plan, state, ranks))
         keep, on_error = config.train.keep_checkpoints, config.train.on_save_error
         saver = stack.enter_context(Saver(plan.folder / "checkpoints", ranks, plan.sharded, keep, on_error))
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
@@ -182,14 +184,19 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         elif isinstance(error, DataError | OSError | RankError):  # this rank's alone; others come to rank 0 alike
             print(f"error on rank {rank}: {error}", file=sys.stderr)
-        return 2
-    except Exception:
+        code = 2
+    except Exception:  # most often another rank is lost
         if distributed.world_size() == 1:
             raise
-        traceback.print_exc()  # most often another rank is lost; threads that wait for it must not keep this process
+        traceback.print_exc()
+        code = 1
+    else:
+        return 0
+    if distributed.world_size() > 1:  # threads that still wait for a lost rank must not keep this process, or abort it
         sys.stdout.flush()
-        os._exit(1)
-    return 0
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from runtime import distributed
 from runtime.distributed import Ranks
-from runtime.folder import val_losses
 from runtime.preflight import Plan
 from runtime.signals import Stop
 
@@ -25,7 +24,7 @@ class Cadence:
         """`start`: step of the checkpoint that the run resumes from, or 0."""
         self.config, self.ranks, self.stop = plan.config, ranks, stop
         self.saved_step, self.saved_at = start, time.monotonic()
-        evaluated = start > 0 and start in val_losses(plan.folder)
+        evaluated = start > 0 and start in plan.val_losses
         self.evaluated_step = start if distributed.gather(evaluated, ranks.control)[0] else -1  # as rank 0 sees it
 
     def at(self, step: int) -> Due:

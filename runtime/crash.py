@@ -58,7 +58,10 @@ def dump_crash(
     path = plan.folder / f"crash-step_{step:08d}.json"
     if ranks.rank == 0:
         report = {"step": step, **metadata, "ranks": every, "parameters": parameters}
-        write_atomic(path, json.dumps(_as_json(report), indent=1) + "\n")
+        try:
+            write_atomic(path, json.dumps(_as_json(report), indent=1) + "\n")
+        except OSError as error:  # must not hide what went wrong
+            print(f"warning: {path} could not be written ({error.strerror})", flush=True)
     return path
 
 

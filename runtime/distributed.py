@@ -140,6 +140,22 @@ def check_agreement(what: str, ranks: Ranks) -> None:
             )
 
 
+@contextmanager
+def share_errors(ranks: Ranks) -> Iterator[None]:
+    """What one rank does within, and may fail at, before all go on: its RunError is raised on every rank.
+
+    Otherwise the others would wait in their next collective for a rank that has ended.
+    """
+    error: RunError | None = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    for message in gather(str(error) if error else None, ranks.control):
+        if message:
+            raise error or RunError(message)
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """`tensor`, summed over all ranks in place."""
     if dist.is_initialized():

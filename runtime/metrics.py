@@ -67,6 +67,9 @@ class Metrics:
         self.on_error = "stop"
         try:
             self.sync()
+        except RunError:
+            failed = True
+            raise
         finally:
             self.file.close()
             self._tell("finish", int(failed))

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
     folder: Path  # runs/<name>
     changes: list[str]  # `key: old -> new` against the run that is resumed, all of them allowed
     last_step: int  # of the newest checkpoint; 0 if there is none
+    val_losses: dict[int, float]  # {step: nats per token} in metrics.jsonl
     identity: dict[str, str]  # sha256 of the data set and of its tokenizer; a checkpoint must have the same
     loader: Loader  # training batches
     val_tokens: Tokens
@@ -81,7 +82,8 @@ def preflight(config: Config) -> Plan:
     """Read, check and plan a run, without changing anything on disk or on a device.
 
     Raises:
-        RunError: the folder holds another run, the device or the ranks do not suffice, or train.init_from does not fit.
+        RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice, or
+            train.init_from does not fit.
         DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
     """
     folder = run_folder.path_of(config)
@@ -109,6 +111,7 @@ def preflight(config: Config) -> Plan:
         folder=folder,
         changes=changes,
         last_step=last_step,
+        val_losses=run_folder.val_losses(folder),
         identity=identity,
         loader=loader,
         val_tokens=val_tokens,

@@ -72,7 +72,13 @@ class Reporter:
         tags = (config.model.router, config.data.name, total, f"{active} active")
         tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
         self.metadata = {"wandb": tracker.id} if tracker else {}
-        self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
+        try:
+            self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
+        except RunError:
+            with suppress(Exception):  # the error under way is the one to be raised
+                if tracker:
+                    tracker.finish(1)
+            raise
         self.bar = tqdm(
             total=config.train.max_steps,
             initial=state.step,
@@ -80,7 +86,8 @@ class Reporter:
             mininterval=0.3 if sys.stderr.isatty() else 10,
             bar_format=BAR,
         )
-        self.clock, self.timed = time.perf_counter(), 0  # that many steps were taken since then
+        self.clock: float | None = None  # when the steps of this interval began; None before the first
+        self.steps_timed = 0
 
     def __enter__(self) -> "Reporter":
         return self
@@ -95,11 +102,11 @@ class Reporter:
         """What is done within is no part of the steps' time."""
         start = time.perf_counter()
         yield
-        self.clock += time.perf_counter() - start
+        self.clock = (self.clock or start) + time.perf_counter() - start
 
     def count_step(self) -> None:
         """One more step is under way on the device."""
-        self.timed += 1
+        self.steps_timed += 1
         self.bar.update()
 
     def sync(self) -> None:
@@ -121,7 +128,8 @@ class Reporter:
             mean: statistics, means over the steps since the last line.
             gammas: (L,) scales of KERN's routers, or None.
         """
-        seconds = (time.perf_counter() - self.clock) / self.timed
+        assert self.clock is not None  # every step comes after a pause
+        seconds = (time.perf_counter() - self.clock) / self.steps_timed
         tokens = self.plan.tokens_per_step
         values = {"train/loss": mean.loss, "train/aux_loss": mean.aux_loss, "optim/lr": lr}
         values |= {"optim/grad_norm": counters.grad_norm, "optim/skipped_steps": int(counters.skipped)}
@@ -143,7 +151,7 @@ class Reporter:
         self.metrics.log(step, step * tokens, **values)
         self.bar.set_postfix_str(f"loss {mean.loss.item():.4f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
         self._report_spikes(counters)
-        self.clock, self.timed = time.perf_counter(), 0
+        self.clock, self.steps_timed = time.perf_counter(), 0
 
     def _report_spikes(self, counters: State) -> None:
         new, self.spikes = counters.spikes - self.spikes, counters.spikes

@@ -19,7 +19,7 @@ class Stop:
         self.asked = False
 
     def listen(self) -> Self:
-        """From now on signals set `asked` instead of ending the process. A second Ctrl-C ends it at once."""
+        """From now on signals set `asked` instead of ending the process. A second Ctrl-C is a KeyboardInterrupt."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

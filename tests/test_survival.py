@@ -309,6 +309,13 @@ def be_a_rank(file):
 
     GPT.forward = poisoned
     case("nan", config_of(file, "nan"))
+    GPT.forward = forward
+    locked = config_of(file, "locked", "train.parallel=fsdp")
+    if rank == 0:
+        folder.path_of(locked).mkdir(parents=True)
+        held = (folder.path_of(locked) / "lock").open("w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+    case("locked", locked)
 
 
 @pytest.fixture(scope="module")
@@ -395,6 +402,13 @@ def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
     report = json.loads(file.read_text())
     losses = [[micro["loss"] for micro in rank["micro_batches"]] for rank in report["ranks"]]
     assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
+
+
+def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
+    """Otherwise the others would wait for it where they next meet."""
+    for rank in range(2):
+        error = (module_file.parent / f"locked.{rank}.error").read_text()
+        assert error.startswith("RunError") and "another process trains this run" in error
 
 
 # ---- checkpoints by the clock, damaged, and not written

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from runtime import RunError, cadence, checkpoint, reporter
 from runtime import state as train_state
 from runtime.batches import micro_batches
 from runtime.distributed import Ranks
-from runtime.metrics import read_metrics
+from runtime.metrics import Metrics, read_metrics
 from runtime.signals import Stop
 from runtime.statistics import Statistics
 
@@ -220,7 +221,7 @@ def test_cadence_by_hand(tiny, monkeypatch):
     config = tiny("train.max_steps=7", "train.checkpoint_interval=3", "eval.interval=2", "train.checkpoint_minutes=1")
     now = [0.0]
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
-    stop, plan = Stop(), SimpleNamespace(config=config, folder=folder_of(config))
+    stop, plan = Stop(), SimpleNamespace(config=config, folder=folder_of(config), val_losses={})
     due = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), stop)
     seen = {}
     for step in range(8):
@@ -493,6 +494,45 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, error):
     del caught
     monkeypatch.setattr(train, "learning_rate", rate)
     assert run(config)[-1]["step"] == 4 and told == [1, 0]
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
+    events, sync, save = [], Metrics.sync, checkpoint.Saver.save
+    monkeypatch.setattr(Metrics, "sync", lambda self: events.append("sync") or sync(self))
+    monkeypatch.setattr(
+        checkpoint.Saver, "save", lambda self, step, *args: events.append(step) or save(self, step, *args)
+    )
+    run(tiny("train.checkpoint_interval=2"))
+    assert events == ["sync", 2, "sync", 4, "sync"]  # the last: when the file is closed
+
+
+def test_evaluation_is_no_part_of_the_step_time(tiny, monkeypatch):
+    def slow(*args):
+        time.sleep(2)
+        return evaluate(*args)
+
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", slow)
+    lines = run(tiny("train.max_steps=2", "eval.interval=1", "log.interval=2"))
+    assert column(lines, "perf/step_ms")[0] < 2000
+
+
+def test_wandb_sees_a_failed_run_if_the_metrics_cannot_be_opened_or_closed(tiny, monkeypatch):
+    told = []
+    tracker = SimpleNamespace(id="x", recall=print, log=print, finish=told.append)
+    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
+
+    def fail(*args):
+        raise RunError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no space"):
+        patch.setattr(reporter, "Metrics", fail)
+        train.train(tiny("run.name=opened"))
+    assert told == [1]
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no space"):
+        patch.setattr(Metrics, "sync", fail)
+        train.train(tiny("run.name=closed", "train.max_steps=3", "eval.interval=9"))
+    assert told == [1, 1]
 
 
 def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny):
