@@ -7,7 +7,7 @@ from pathlib import Path
 from data import DataError
 from data.bins import check_dataset, describe_set, open_tokenizer, open_tokens, partial_folder
 from data.units import describe_changes, has_units
-from data.writer import Writer, recover
+from data.writer import Writer, recover, refuse_foreign_files
 
 CHUNK_TOKENS = 2**22
 
@@ -26,6 +26,8 @@ def merge_parts(out: Path, name: str, force: bool, command: str) -> None:
     if has_units(partial_folder(folder)) and not force:
         raise DataError(f"{partial_folder(folder)} is an unfinished set: finish it, or replace it with --force")
     parts = _find_parts(out, name)
+    for part in parts:  # they are removed at the end
+        refuse_foreign_files(part)
     metas = [check_dataset(part, 2**16) for part in parts]
     sources = [{k: v for k, v in meta.source.items() if k not in ("shard", "empty", "bad")} for meta in metas]
     for part, source, meta in zip(parts, sources, metas, strict=True):

@@ -177,6 +177,8 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
 
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
     with Writer(folder, tokenizer, args.shard_tokens) as writer:
+        if (folder / "meta.json").exists() and not args.force:
+            raise DataError(f"{folder}: another process has just finished this set: start again")
         units = open_units(writer.partial, made_from, args.force)
         _tokenize(units, inputs, encoder, args)
         left_out = _join_units(units, writer, args)

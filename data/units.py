@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import threading
@@ -32,6 +33,7 @@ from data.readers import Input, Raw, read_documents
 from runtime.output import write_atomic
 
 UNIT_BYTES = 2**23  # of raw documents; about a second of work
+UNITS_NAME = "units-[0-9a-f]{12}"  # of their folder, a pattern
 BEGUN_FILE = "begun.json"  # the arguments of the preparation that the units belong to
 
 
@@ -75,14 +77,19 @@ def describe_changes(was: dict, now: dict) -> str:
 
 def has_units(partial: Path) -> bool:
     """Whether `partial` holds work to resume."""
-    return next(partial.glob("units-*/*.npz"), None) is not None
+    return any(next(folder.glob("*.npz"), None) for folder in _unit_folders(partial))
 
 
 def remove_units(partial: Path) -> None:
     """Delete all units below `partial`, whatever their arguments."""
-    for folder in partial.glob("units-*"):
+    for folder in _unit_folders(partial):
         shutil.rmtree(folder, ignore_errors=True)
-    (partial / BEGUN_FILE).unlink(missing_ok=True)
+    if (partial / BEGUN_FILE).exists():  # on a read-only file system even unlinking nothing fails
+        (partial / BEGUN_FILE).unlink(missing_ok=True)
+
+
+def _unit_folders(partial: Path) -> list[Path]:
+    return [folder for folder in partial.glob("units-*") if re.fullmatch(UNITS_NAME, folder.name)]
 
 
 def write_units(

@@ -14,12 +14,12 @@ from typing import IO
 import numpy as np
 
 from data import DataError
-from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
+from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder, read_meta
 from data.tokenizer import RANKS_FILE, Tokenizer, identity
-from data.units import BEGUN_FILE, has_units, remove_units
+from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
 from runtime.output import sync_folder, write_atomic
 
-OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({BEGUN_FILE}|meta.json|{RANKS_FILE})(\.\d+\.tmp)?|lock|units-[0-9a-f]+")
+OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({BEGUN_FILE}|meta.json|{RANKS_FILE})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
 
 
 class Writer:
@@ -43,6 +43,10 @@ class Writer:
             refuse_foreign_files(path)
         self.partial.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.partial)  # held until it is closed, by a kill at the latest
+        if _is_set(self.partial):
+            self._lock.close()
+            raise DataError(f"{self.partial}: another process has just finished this set: start again")
+        self._finished = False
         _remove_files(self.partial)  # a kill may have left shards
         self.splits = {split: _SplitWriter(self.partial, split, shard_tokens) for split in ("train", "val")}
 
@@ -52,7 +56,8 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
             split.abandon()
-        if self.partial.is_dir() and not (self.partial / "meta.json").exists():  # else it is complete: see `recover`
+        # A complete set stays, see `recover`; and after `finish` the folder may be another process's new one.
+        if not self._finished and self.partial.is_dir() and not (self.partial / "meta.json").exists():
             _remove_files(self.partial)
             if not has_units(self.partial):
                 shutil.rmtree(self.partial)
@@ -69,6 +74,7 @@ class Writer:
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
+        self._finished = True
         _put_in_place(self.folder)
         return meta
 
@@ -120,20 +126,34 @@ class _SplitWriter:
 def recover(folder: Path) -> None:
     """Put a complete set in its place if a kill left it beside. Raises DataError if its preparation still runs."""
     partial = partial_folder(folder)
-    if (partial / "meta.json").is_file():
-        _lock_folder(partial).close()
-        _put_in_place(folder)
-    _remove_leftovers(folder)
+    if _is_set(partial):
+        refuse_foreign_files(partial)
+        with _lock_folder(partial):
+            _put_in_place(folder)
+    elif _is_set(folder) and not _foreign_files(folder):
+        _remove_leftovers(folder)
 
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raises DataError if `folder`, about to be replaced, holds files that belong to no data set."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in names if not OURS.fullmatch(name)]
-    if foreign:
+    if foreign := _foreign_files(folder):
         raise DataError(
             f"{folder} holds {foreign[0]!r}, which is no part of a data set: move it, or choose another --name"
         )
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in names if not OURS.fullmatch(name)]
+
+
+def _is_set(folder: Path) -> bool:
+    """Whether `folder` has a meta.json of this format."""
+    try:
+        read_meta(folder)
+    except DataError:
+        return False
+    return True
 
 
 def _remove_files(partial: Path) -> None:
@@ -145,6 +165,7 @@ def _remove_files(partial: Path) -> None:
 
 
 def _put_in_place(folder: Path) -> None:
+    refuse_foreign_files(folder)  # again: preparing takes hours
     (folder / "meta.json").unlink(missing_ok=True)  # of the set that is replaced, which is none from here on
     if folder.exists():
         shutil.rmtree(folder)
@@ -155,15 +176,21 @@ def _put_in_place(folder: Path) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     remove_units(folder)
-    (folder / "lock").unlink(missing_ok=True)
+    if (folder / "lock").exists():  # on a read-only file system even unlinking nothing fails
+        (folder / "lock").unlink(missing_ok=True)
 
 
 def _lock_folder(folder: Path) -> IO[str]:
     """An open file that excludes other processes. Raises DataError if one is preparing this set."""
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    path = folder / "lock"
+    with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
+        file = path.open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise DataError(f"{folder}: another process is preparing this set: wait for it, or stop it") from error
         file.close()
-        raise DataError(f"{folder}: another process is preparing this set: wait for it, or stop it") from error
-    return file
+    raise DataError(f"{folder}: another process has just finished or stopped preparing this set: start again")

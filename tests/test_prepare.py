@@ -1,5 +1,6 @@
 """data/: the commands `data.prepare` and `data.verify`, from corpora to sets."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -226,6 +227,45 @@ def test_other_peoples_files_are_not_removed(run, books, tmp_path, folder, force
     code, out = run(*books, *force)
     assert code == 2 and f"{folder} holds 'thesis.txt', which is no part of a data set: move it" in out
     assert (tmp_path / "out" / folder / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("folder", ["text", "text.partial"])
+def test_a_foreign_folder_stays_as_it_is(run, books, tmp_path, folder):
+    """Also names that look like ours, whatever the command says."""
+    names = ("main.c", "units-of-measure/si.txt", "units-0123456789ab/0.npz", "begun.json", "lock", "meta.json")
+    write_tree(tmp_path / "out" / folder, {name: b"{}" for name in names})
+    before = snapshot(tmp_path / "out")
+    for args in (books, ("text", "--source", "/none"), ("text", *books[1:], "--name", "text", "--workers", 0)):
+        for more in ([], ["--force"], ["--merge"], ["--merge", "--force"]):
+            assert run(*args, *more)[0] == 2
+            assert snapshot(tmp_path / "out") == before
+    assert run(*books, "--shard", "1/2")[0] == 0 and run(*books, "--shard", "2/2")[0] == 0
+    assert run(*books, "--merge", "--force")[0] == 2
+    assert {name: data for name, data in snapshot(tmp_path / "out").items() if "-of-2" not in name} == before
+
+
+def test_files_of_others_in_a_set_stay(run, books, tmp_path):
+    """In a set, and in a part that a merge would remove."""
+    assert run(*books, "--shard", "1/2")[0] == 0 and run(*books, "--shard", "2/2")[0] == 0
+    write_tree(tmp_path / "out/text-2-of-2", {"thesis.txt": b"precious", "units-of-measure/si.txt": b"m"})
+    before = snapshot(tmp_path / "out")
+    code, out = run(*books, "--merge")
+    assert code == 2 and "text-2-of-2 holds 'thesis.txt'" in out
+    assert "already there" in run(*books, "--shard", "2/2")[1]
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_a_set_on_a_read_only_file_system_is_already_there(run, books, monkeypatch):
+    assert run(*books)[0] == 0
+
+    def refuse(*args, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("unlink", "remove", "rename", "replace", "mkdir", "rmdir"):
+        monkeypatch.setattr(os, name, refuse)
+        monkeypatch.setattr(Path, name, refuse, raising=False)
+    code, out = run(*books)
+    assert code == 0 and "already there" in out
 
 
 def test_a_set_behind_a_link_is_replaced_where_it_lies(run, books, tmp_path):

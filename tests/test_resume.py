@@ -1,6 +1,7 @@
 """data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
 
 import errno
+import fcntl
 import gzip
 import itertools
 import multiprocessing
@@ -125,6 +126,50 @@ def test_two_processes_at_once(run, books, tmp_path, small_units):
         code, out = run(*books, "--force")
         assert code == 2 and "another process is preparing this set" in out
     assert run(*books)[0] == 0
+
+
+def test_a_process_that_finishes_leaves_the_next_one_alone(tmp_path):
+    with Writer(tmp_path / "text", BYTES) as first:
+        first.finish("text", {}, "command")
+        second = Writer(tmp_path / "text", BYTES)
+        second.write("train", BYTES.encode_batch(["green bottles"])[0])
+    with second, pytest.raises(DataError, match="another process is preparing this set"):
+        Writer(tmp_path / "text", BYTES)
+    assert os.listdir(tmp_path) == ["text"]
+
+
+def test_a_lock_of_a_folder_that_was_replaced_is_none(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def replace_folder(*args):
+        shutil.rmtree(tmp_path / "text.partial")
+        (tmp_path / "text.partial").mkdir()
+        (tmp_path / "text.partial/lock").touch()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", replace_folder)
+    with pytest.raises(DataError, match="another process has just finished or stopped preparing this set: start"):
+        Writer(tmp_path / "text", BYTES)
+
+
+@pytest.mark.parametrize("place", ["text", "text.partial"])
+def test_another_process_finishes_before_this_one_begins(run, books, tmp_path, monkeypatch, place):
+    """Completely, or killed before its set had its name."""
+
+    def finish_first(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "load_tokenizer", load)
+            assert run(*books)[0] == 0
+        (tmp_path / "out/text").rename(tmp_path / "out" / place)
+        return load(*args)
+
+    load = prepare.load_tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "load_tokenizer", finish_first)
+        code, out = run(*books)
+    assert code == 2 and "another process has just finished this set: start again" in out
+    code, out = run(*books)
+    assert code == 0 and "already there" in out and os.listdir(tmp_path / "out") == ["text"]
 
 
 # killed
