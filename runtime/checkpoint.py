@@ -20,7 +20,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ class Saver:
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
-        self.pending: Future | None = None  # the save under way
+        self.pending: _Save | None = None  # the save under way
         self.failure: RunError | None = None  # of the last save
 
     def __enter__(self) -> "Saver":
@@ -113,11 +112,11 @@ class Saver:
             dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than other collectives wait
         if self.writes:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
-            self.pending = _run_in_daemon(lambda: self._write(step, state, metadata))
+            self.pending = _Save(lambda: self._write(step, state, metadata))
 
     def poll(self) -> None:
         """Report on a save that has ended since. Raises RunError as `wait` does."""
-        if self.pending and self.pending.done():
+        if self.pending and not self.pending.is_alive():
             self.wait()
 
     def wait(self) -> None:
@@ -195,20 +194,33 @@ class Saver:
         return [result for result, _ in outcomes]
 
 
-def _run_in_daemon(work: Callable[[], None]) -> Future:
-    """Run `work` in a thread that does not keep the process alive: stuck in a collective, it would for an hour."""
-    future: Future = Future()
+class _Save(threading.Thread):
+    """A save under way. A daemon: stuck in a collective, it would keep the process alive for an hour.
 
-    def run() -> None:
+    It is joined before the interpreter ends, since a daemon that still frees tensors then aborts the process.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.work: Callable[[], None] | None = work
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
         if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            future.set_result(work())
+            assert self.work is not None
+            self.work()
         except BaseException as error:
-            future.set_exception(error)
+            self.error = error
+        self.work = None  # and the copies that it saved
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    def result(self) -> None:
+        """Wait for its end; raise what it raised."""
+        self.join()
+        if self.error:
+            raise self.error
 
 
 def remove_partial_saves(folder: str | Path) -> None:

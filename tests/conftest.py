@@ -5,7 +5,6 @@ import os
 import random
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from itertools import islice, product
 from pathlib import Path
 
@@ -128,7 +127,7 @@ def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def saving(saver: checkpoint.Saver, *args: object) -> None:
         save(saver, *args)
-        futures.wait([saver.pending])
+        saver.pending.join()
 
     save = checkpoint.Saver.save
     return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -210,7 +209,7 @@ def broken_disk(monkeypatch):
 
 
 def settle(saver):
-    futures.wait([saver.pending])
+    saver.pending.join()
 
 
 def test_failed_save_stops_the_run_at_the_next_look(tmp_path, broken_disk):
@@ -616,3 +615,22 @@ def test_saver_of_many_ranks_waits_after_an_error_only_if_all_ranks_have_it(tmp_
     with pytest.raises(error), saver:
         raise error("a rank is lost")
     assert bool(waited) == waits
+
+
+def test_nothing_is_freed_after_the_wait_for_a_save():
+    """A daemon that frees tensors while the interpreter ends aborts the process."""
+
+    class Slow:
+        def __del__(self):
+            time.sleep(0.5)
+            freed.append(threading.current_thread().name)
+
+    def start():
+        copies = Slow()
+        return checkpoint._Save(lambda: begun.wait() and copies)
+
+    freed, begun = [], threading.Event()
+    save = start()
+    begun.set()  # by now the save alone has the copies
+    save.result()
+    assert freed == ["checkpoint"] and not save.is_alive()

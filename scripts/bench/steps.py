@@ -239,7 +239,7 @@ def bench_save(args: Namespace, overrides: list[str]) -> None:
         for turn in range(args.rounds):
             copy = partial(saver.save, turn, *build(config, device, GPT), {}, {})
             pause, during = time_once(copy, device), []
-            while saver.pending and not saver.pending.done():
+            while saver.pending and saver.pending.is_alive():
                 during.append(time_once(step, device))
             seconds["pause for the copy"].append(pause)
             seconds["save"].append(pause + sum(during))
