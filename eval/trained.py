@@ -63,7 +63,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}; train it first"
+            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none yet'}; train it first"
         )
     step = steps[-1] if step is None else step
     steps = [other for other in steps if other <= step]

@@ -182,7 +182,7 @@ def test_without_a_checkpoint_there_is_no_sample(trained, tmp_path, said):
     run = tmp_path / "without"
     shutil.copytree(trained[1], run, ignore=shutil.ignore_patterns("checkpoints"))
     out = said(trained[0], run)
-    assert f"no samples: {run}: no checkpoint, it has none; train it first" in out and "temperature" not in out
+    assert f"no samples: {run}: no checkpoint, it has none yet; train it first" in out and "temperature" not in out
     assert "A minus B" in out and cells(out, "4  ") == cells(said(*trained, "--no-sample"), "4  ")
     assert "no samples" not in said(trained[0], run, "--no-sample")
 

@@ -252,5 +252,5 @@ def test_bad_input(trained, tmp_path, capsys, fake_ranks):
             main([str(trained), "--windows", wrong])
         assert f"--windows: '{wrong}': expected 1 or more, or all" in capsys.readouterr().err
     (trained / "checkpoints").rename(trained / "away")
-    assert "no checkpoint, it has none; train it first" in error()
+    assert "no checkpoint, it has none yet; train it first" in error()
     (trained / "away").rename(trained / "checkpoints")

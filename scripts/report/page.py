@@ -31,6 +31,9 @@ def write_report(
     settings: Sequence[Setting], notes: Sequence[str], baseline: str, experiment: str | None, folder: Path
 ) -> list[Finding]:
     """Write report.md, report.html and their pictures into `folder`; returns the verdicts. Raises OSError."""
+    previous = folder / "report.md"
+    for name in re.findall(r"^!\[.*\]\(([\w-]+\.png)\)", previous.read_text(), re.M) if previous.is_file() else []:
+        (folder / name).unlink(missing_ok=True)  # of other runs, perhaps
     runs = [run for setting in settings for run in setting.runs]
     findings = judge_claims(settings)
     blocks: list[Block] = [("h1", f"{len(runs)} runs compared" if len(runs) > 1 else "One run")]
