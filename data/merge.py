@@ -36,7 +36,7 @@ def merge_parts(out: Path, name: str, force: bool, command: str) -> None:
         )
         if changes:
             raise DataError(
-                f"{parts[0]} and {part} were made with different arguments ({changes}): make one of them anew"
+                f"{parts[0]} and {part} were made with different arguments ({changes}): prepare one of them again"
             )
     for split, change in (("train", "smaller"), ("val", "larger")):
         if not any(meta.splits[split].tokens for meta in metas):

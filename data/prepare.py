@@ -33,8 +33,8 @@ from data.merge import merge_parts
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import TOKENIZERS, load_tokenizer
-from data.units import describe_changes, open_units, read_begun, read_units, remove_units, write_units
-from data.writer import Writer, recover
+from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
+from data.writer import Writer, recover, remove_old_format
 
 WORKER_BYTES = 2**25  # of input that are worth starting one more worker for
 
@@ -176,10 +176,11 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
         inputs = inputs[len(inputs) * (part - 1) // parts : len(inputs) * part // parts]
 
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
+    remove_old_format(folder, args.force)
     with Writer(folder, tokenizer, args.shard_tokens) as writer:
         if (folder / "meta.json").exists() and not args.force:
             raise DataError(f"{folder}: another process has just finished this set: start again")
-        units = open_units(writer.partial, made_from, args.force)
+        units = open_units(writer.partial, made_from | {"skip_bad": args.skip_bad}, args.force)
         _tokenize(units, inputs, encoder, args)
         left_out = _join_units(units, writer, args)
         meta = writer.finish(args.name, made_from | left_out, command)
@@ -190,7 +191,7 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     """Write the units of `inputs` that are missing in `folder`, with a progress bar."""
     total = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total // WORKER_BYTES)
-    done = len(list(folder.glob("*.npz")))
+    done = len(unit_files(folder))
     print(
         f"{args.name}: {len(inputs):,} files, {total / 1e9:.3g} GB, {args.tokenizer}, {workers} workers"
         + (f", resuming after {done:,} units" if done else "")

@@ -8,6 +8,7 @@ are cut into units of UNIT_BYTES. The file of unit u of group g is `g-u.npz`, an
 complete group is not opened again; an incomplete one is read from its start, for most files can only be read so.
 """
 
+import errno
 import io
 import itertools
 import json
@@ -22,7 +23,6 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -30,10 +30,11 @@ from data import DataError
 from data.bins import sha256_of
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
-from runtime.output import write_atomic
+from runtime.output import first_line, write_atomic
 
 UNIT_BYTES = 2**23  # of raw documents; about a second of work
 UNITS_NAME = "units-[0-9a-f]{12}"  # of their folder, a pattern
+UNIT_FILE = r"\d{8}-\d{8}(-last)?\.npz"  # of its name, a pattern
 BEGUN_FILE = "begun.json"  # the arguments of the preparation that the units belong to
 
 
@@ -44,15 +45,17 @@ def open_units(partial: Path, made_from: dict, force: bool) -> Path:
         DataError: the units there belong to other arguments, and `force`, which deletes them, is not set.
     """
     begun, was = made_from | {"unit_bytes": UNIT_BYTES}, read_begun(partial)
-    # The name tells arguments apart: a worker that outlives its killed parent for an instant cannot write into a
-    # preparation with others.
-    folder = partial / f"units-{sha256_of(begun)[:12]}"
-    if was != begun:
+    folder = _units_folder(partial, begun)
+    if was == begun | {"skip_bad": False} and begun["skip_bad"]:  # what there is has no bad document: keep it
+        if _units_folder(partial, was).is_dir():
+            _units_folder(partial, was).replace(folder)
+        write_atomic(partial / BEGUN_FILE, json.dumps(begun), durable=True)
+    elif was != begun:
         if has_units(partial) and not force:
-            changes = describe_changes(was, begun) if was else f"{BEGUN_FILE} cannot be read"
+            found = f"made with other arguments ({describe_changes(was, begun)}): resume with those, "
+            found = found if was else f"whose {BEGUN_FILE} cannot be read: "
             raise DataError(
-                f"{partial} holds an unfinished set made with other arguments ({changes}): resume with those, start "
-                f"over with --force, or choose another --name"
+                f"{partial} holds an unfinished set {found}start over with --force, or choose another --name"
             )
         remove_units(partial)
         write_atomic(partial / BEGUN_FILE, json.dumps(begun), durable=True)
@@ -72,12 +75,15 @@ def read_begun(partial: Path) -> dict:
 def describe_changes(was: dict, now: dict) -> str:
     """The keys whose values differ, in words; empty if none."""
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
-    return "; ".join(f"{key} {was.get(key)!r}, now {now.get(key)!r}" for key in changed)
+    return "; ".join(
+        "the input files differ" if key == "inputs" else f"{key} {was.get(key)!r}, now {now.get(key)!r}"
+        for key in changed
+    )
 
 
 def has_units(partial: Path) -> bool:
     """Whether `partial` holds work to resume."""
-    return any(next(folder.glob("*.npz"), None) for folder in _unit_folders(partial))
+    return any(unit_files(folder) for folder in _unit_folders(partial))
 
 
 def remove_units(partial: Path) -> None:
@@ -86,6 +92,16 @@ def remove_units(partial: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if (partial / BEGUN_FILE).exists():  # on a read-only file system even unlinking nothing fails
         (partial / BEGUN_FILE).unlink(missing_ok=True)
+
+
+def unit_files(folder: Path) -> list[Path]:
+    """The units in `folder`, in the order of their documents; other files are ignored."""
+    return sorted(path for path in folder.glob("*.npz") if re.fullmatch(UNIT_FILE, path.name))
+
+
+def _units_folder(partial: Path, begun: dict) -> Path:
+    """The name tells arguments apart: a worker that outlives its killed parent cannot write into another's units."""
+    return partial / f"units-{sha256_of(begun)[:12]}"
 
 
 def _unit_folders(partial: Path) -> list[Path]:
@@ -127,20 +143,43 @@ def write_units(
 
 
 def read_units(folder: Path) -> Iterator[Encoded]:
-    """All units of a tokenized corpus, in the order of its documents. Raises DataError at a damaged one."""
-    for path in sorted(folder.glob("*.npz")):
-        try:
-            with np.load(path) as file:
-                train, val, *counts = (file[field] for field in Encoded._fields)
-        except (BadZipFile, ValueError, KeyError, EOFError) as error:
-            path.unlink()
-            raise DataError(f"{path} was damaged ({error}) and is removed: start again to make it anew") from error
-        yield Encoded(train, val, *(count.tolist() for count in counts))
+    """All units of a tokenized corpus, in the order of its documents.
+
+    Raises:
+        DataError: units are damaged; all such are removed, so that one more start rebuilds them.
+        OSError: the disk or the permissions, not the file, are at fault.
+    """
+    paths = unit_files(folder)
+    for i, path in enumerate(paths):
+        unit = _read_unit(path)
+        if isinstance(unit, Exception):
+            damaged = [path, *(later for later in paths[i + 1 :] if isinstance(_read_unit(later), Exception))]
+            for each in damaged:
+                each.unlink()
+            it = (
+                f", and {len(damaged) - 1} more: start again to rebuild them"
+                if damaged[1:]
+                else ": start again to rebuild it"
+            )
+            raise DataError(f"{path} was damaged ({first_line(unit)}) and is removed{it}")
+        yield unit
+
+
+def _read_unit(path: Path) -> Encoded | Exception:
+    """The content of a unit, or what is wrong with it: a damaged zip file can raise nearly anything."""
+    try:
+        with np.load(path) as file:
+            train, val, *counts = (file[field] for field in Encoded._fields)
+        return Encoded(train, val, *(count.tolist() for count in counts))
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE):
+            raise
+        return error
 
 
 def _cut_units(folder: Path, inputs: list[Input], text_field: str) -> Iterator[tuple[Path, list[Raw], int]]:
     """(file, documents, bytes of `inputs` read up to its end) of each unit whose file is missing, in order."""
-    existing = {path.name for path in folder.glob("*.npz")}
+    existing = {path.name for path in unit_files(folder)}
     complete = _complete_groups(existing)
     starts = itertools.accumulate((file.size for file in inputs), initial=0)
     for group, files in itertools.groupby(zip(starts, inputs, strict=False), lambda pair: pair[0] // UNIT_BYTES):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
 from runtime.output import sync_folder, write_atomic
 
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({BEGUN_FILE}|meta.json|{RANKS_FILE})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
+OLD_FILES = {"progress.json", "progress.json.tmp"}  # of the format before units
 
 
 class Writer:
@@ -132,6 +134,20 @@ def recover(folder: Path) -> None:
             _put_in_place(folder)
     elif _is_set(folder) and not _foreign_files(folder):
         _remove_leftovers(folder)
+
+
+def remove_old_format(folder: Path, force: bool) -> None:
+    """Remove an unfinished set of the format before units. Raises DataError unless `force` is set."""
+    partial = partial_folder(folder)
+    if "progress.json" not in (foreign := _foreign_files(partial)) or not set(foreign) <= OLD_FILES:
+        return
+    if not force:
+        raise DataError(
+            f"{partial} holds an unfinished set of an older version: remove it with rm -r {shlex.quote(str(partial))}, "
+            f"or with --force"
+        )
+    with _lock_folder(partial):
+        shutil.rmtree(partial)
 
 
 def refuse_foreign_files(folder: Path) -> None:

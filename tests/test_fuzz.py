@@ -306,8 +306,8 @@ def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, canary, c
         (units / "00000000-00000000-last.npz").write_bytes(unit)
         command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
         assert prepare.main([*command, "--name", "set"]) == 2
-        assert "begun.json cannot be read): resume with those, start over with --force" in capsys.readouterr().err
-        with pytest.raises(DataError, match="last.npz was damaged .* and is removed: start again to make it anew"):
+        assert "begun.json cannot be read: start over with --force" in capsys.readouterr().err
+        with pytest.raises(DataError, match="last.npz was damaged .* and is removed: start again to rebuild it"):
             list(read_units(units))
         assert not list(units.iterdir())
 

@@ -205,7 +205,7 @@ def test_source_files_changed_since_are_noticed(run, books, tmp_path, monkeypatc
     changed.write_bytes(content.replace(b"green", b"white"))
     code, out = run(*books)
     assert code == (2 if hashed else 0)
-    assert ("its files have changed (inputs" in out and "--force" in out) == hashed
+    assert ("its files have changed (the input files differ)" in out and "--force" in out) == hashed
     changed.write_bytes(content + b"\n")
     code, out = run(*books)
     assert code == 2 and "its files have changed" in out
@@ -551,7 +551,7 @@ def test_parts_of_different_numbers(run, five_files, tmp_path):
     [
         (("--val-fraction", 0.5), "val_fraction 0.2, now 0.5"),
         (("--shard-tokens", 500), "shard_tokens 999, now 500"),
-        (("--source", "in/0.jsonl", "in/1.jsonl"), "inputs "),
+        (("--source", "in/0.jsonl", "in/1.jsonl"), "the input files differ"),
         (("--tokenizer", "gpt2"), "tokenizer 'bytes', now 'gpt2'"),
     ],
 )

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from corpora import BYTES, REPO_ROOT, fail_after, in_parts, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
@@ -43,8 +45,13 @@ def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
     assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
 
     rows = (tmp_path / "in/b.jsonl").read_bytes()
-    for changed in (("--val-fraction", 0.5), ("--shard-tokens", 500), ("--text-field", "body"), ("inputs",)):
-        if changed == ("inputs",):
+    for changed in (
+        ("--val-fraction", 0.5),
+        ("--shard-tokens", 500),
+        ("--text-field", "body"),
+        ("the input files differ",),
+    ):
+        if len(changed) == 1:
             (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
         code, out = run(*books, *(changed if len(changed) > 1 else ()))
         assert code == 2 and "text.partial holds an unfinished set made with other arguments" in out
@@ -96,7 +103,7 @@ def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_units, 
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", None])
-def test_a_damaged_unit_is_made_anew(run, books, tmp_path, small_units, monkeypatch, garbage):
+def test_a_damaged_unit_is_rebuilt(run, books, tmp_path, small_units, monkeypatch, garbage):
     assert run(*books)[0] == 0
     whole = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
@@ -106,9 +113,64 @@ def test_a_damaged_unit_is_made_anew(run, books, tmp_path, small_units, monkeypa
     unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
     unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
     code, out = run(*books)
-    assert code == 2 and f"{unit} was damaged" in out and "is removed: start again to make it anew" in out
+    assert code == 2 and f"{unit} was damaged" in out and "is removed: start again to rebuild it" in out
     assert run(*books)[0] == 0
     assert snapshot(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError])
+def test_damaged_units_cost_one_restart(run, books, tmp_path, small_units, monkeypatch, error):
+    """Whatever numpy raises at them; but a unit that may not be read is not damaged."""
+    assert run(*books)[0] == 0
+    whole = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        fail_after(patch, 22)
+        assert run(*books)[0] == 130
+    paths = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))
+    write_tree(paths[0].parent, {"notes.npz": b"", "00000000-00000003.old.npz": b""})  # no units
+    bad, load = {paths[3], paths[5]}, np.load
+
+    def fail_at_bad(path):
+        if path in bad:
+            raise error(errno.EACCES, "Permission denied") if error is PermissionError else error("bad")
+        return load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "load", fail_at_bad)
+        code, out = run(*books)
+    assert code == 2 and all(path.exists() == (error is PermissionError) for path in bad)
+    if error is not PermissionError:
+        assert f"{paths[3]} was damaged (bad) and is removed, and 1 more: start again to rebuild them" in out
+    assert run(*books)[0] == 0
+    assert snapshot(tmp_path / "out") == whole
+
+
+def test_skip_bad_belongs_to_an_unfinished_set(run, books, tmp_path, small_units, monkeypatch):
+    """Units without bad documents serve both; units that left some out serve only --skip-bad."""
+    with (tmp_path / "in/a.jsonl").open("ab") as file:
+        file.write(b"not JSON\n")
+    assert "--skip-bad" in run(*books)[1]
+    with monkeypatch.context() as patch:
+        fail_after(patch, 3)
+        assert run(*books, "--skip-bad")[0] == 130  # in b.jsonl
+    unfinished = snapshot(tmp_path / "out")
+    code, out = run(*books)
+    assert code == 2 and "skip_bad True, now False" in out and snapshot(tmp_path / "out") == unfinished
+    code, out = run(*books, "--skip-bad")
+    assert code == 0 and re.search(r"resuming after [2-9]\d units", out)
+    resumed = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    assert run(*books, "--skip-bad")[0] == 0 and snapshot(tmp_path / "out") == resumed
+
+
+def test_an_unfinished_set_of_an_older_version(run, books, tmp_path):
+    old = {"progress.json": b"{}", "train-00000.bin": b"1", "lock": b""}
+    before = snapshot(write_tree(tmp_path / "out/text.partial", old).parent)
+    code, out = run(*books)
+    assert code == 2 and "unfinished set of an older version: remove it with rm -r" in out and "or with --force" in out
+    assert snapshot(tmp_path / "out") == before
+    assert run(*books, "--force")[0] == 0 and os.listdir(tmp_path / "out") == ["text"]
 
 
 def test_two_processes_at_once(run, books, tmp_path, small_units):
