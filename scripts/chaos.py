@@ -137,7 +137,7 @@ def compare_runs(args: argparse.Namespace, file: str, overrides: list[str]) -> i
 def train_under_faults(config: Config, start: Callable[[], Job], faults: int, rng: random.Random) -> list[Fault]:
     """Train to the end, with `faults` faults on the way. Raises RunError if the job ends otherwise."""
     path = folder.path_of(config)
-    moments = sorted(rng.uniform(0, config.train.max_steps - 1) for _ in range(faults))
+    moments = sorted(rng.uniform(0, 0.9 * config.train.max_steps) for _ in range(faults))  # before its end
     survived = []
     for moment in tqdm(moments, unit="fault"):
         before = find_intact_step(path)
