@@ -91,7 +91,7 @@ def corpus_texts(n: int = 40) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Runs the command on sets below tmp_path/out, tokenizer bytes unless told otherwise; returns (exit code, what it
+    """Runs the command on sets below tmp_path/out, tokenizer bytes by default; returns (exit code, what it
     printed)."""
 
     def run(*args, main=prepare.main) -> tuple[int, str]:
