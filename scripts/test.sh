@@ -6,4 +6,4 @@ source "$(dirname "$0")/setup.sh" requirements-dev.txt
 ruff check .
 ruff format --check .
 pyrefly check
-python -m pytest -n 2 --dist loadfile "$@"
+python -m pytest -n 2 --dist loadfile --durations=20 "$@"

@@ -1,0 +1,49 @@
+"""Compare results in floating point on any CPU: tolerances that follow from the format, inputs from numbered seeds.
+
+`TEST_SEED=3` draws every input of `seeded` anew, `TEST_TOLERANCE=0.5` halves every tolerance: scripts/any_cpu.sh runs
+the tests marked `numerics` under many of both. The end of a test run names the comparison closest to its tolerance.
+"""
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+SEED = int(os.environ.get("TEST_SEED", 0))
+SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
+LARGEST = {}  # test → (largest error as a share of its tolerance, what was compared)
+
+
+def seeded(number: int = 0) -> torch.Generator:
+    """A CPU generator for the inputs of a test: another one for each `number` and each TEST_SEED."""
+    return torch.Generator().manual_seed(number + 1_000_003 * SEED)
+
+
+def tolerance(dtype: torch.dtype, length: int, roundings: float = 1.5) -> float:
+    """Largest error of a tensor relative to its norm: `roundings` · ε(dtype) + √length / 2 · ε(sum).
+
+    A value rounded once errs by ε/2 at most; `roundings` counts how often a value passes through `dtype`, doubled for
+    room. Sums accumulate in float32 or a wider dtype. A sum of n terms errs by n ε at worst and by about √n ε/2 at
+    random, in any order: the order differs with the CPU and its libraries.
+
+    Args:
+        dtype: format of inputs and results.
+        length: terms of the longest sum.
+        roundings: roundings to `dtype` on the way.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return roundings * torch.finfo(dtype).eps + 0.5 * math.sqrt(length) * torch.finfo(wide).eps
+
+
+def assert_near(actual: Tensor, wanted: Tensor, tolerance: float, name: str = "result") -> None:
+    """Assert equal shapes and ‖actual − wanted‖ ≤ tolerance · ‖wanted‖, in float64. NaN and Inf fail."""
+    assert actual.shape == wanted.shape, f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
+    actual, wanted = actual.detach().double(), wanted.detach().double()
+    error, norm = (actual - wanted).norm().item(), wanted.norm().item()
+    share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
+    LARGEST[test] = max(LARGEST.get(test, (0.0, name)), (share, name))
+    assert share <= SHARE, (
+        f"{name}: error {error / max(norm, 1e-300):.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
+    )
