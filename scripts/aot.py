@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -36,27 +36,27 @@ SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and 
     "few": (8192, 768, 384, 256, 4, 32000),
 }
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes per block; 99 KB for compute capability 8.6, 8.9 and 12.0
-TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "int64": "*i64"}
+LINE = "{:<2}  {:<8}  {:<6}  {:<11}  {:<10}  {:>5}  {:>6}  {:>9}  {:>9}  {:>9}"
 
 
-def compile_launch(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], target: GPUTarget) -> Any:
-    """Compile what a launch of `kernel` with these arguments and options would run on `target`."""
-    values = inspect.signature(kernel.fn).bind(*arguments).arguments
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a type without its "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, Any], sm: int) -> Any:
+    """Compile what a launch of `kernel` with these arguments and options would run on compute capability `sm`."""
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
         if parameter.is_constexpr:
             signature[name], constants[name] = "constexpr", value
             continue
-        signature[name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        signature[name] = POINTERS[dtype_name(value.dtype)] if isinstance(value, torch.Tensor) else "i32"
         if isinstance(value, torch.Tensor) or value % 16 == 0:
             aligned[(i,)] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def read_resources(compiled: Any) -> tuple[int, int, int]:
@@ -75,8 +75,8 @@ def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int,
     lines = {}
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled = compile_launch(kernel, arguments, options, GPUTarget("cuda", sm, 32))
         values = inspect.signature(kernel.fn).bind(*arguments).arguments
+        compiled = compile_launch(kernel, values, options, sm)
         tile = "x".join(str(values[side]) for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values)
         warps, stages = compiled.metadata.num_warps, compiled.metadata.num_stages
         name = kernel.__name__.removesuffix("_kernel")
@@ -99,26 +99,22 @@ def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int,
 
 def main() -> None:
     """Print a line per kernel, type, shape and architecture."""
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in triton_experts.DTYPES}
+    dtypes = {dtype_name(dtype): dtype for dtype in triton_experts.DTYPES}
     parser = argparse.ArgumentParser(prog="python -m scripts.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES, help="(default: all)")
     parser.add_argument("--dtype", choices=dtypes, nargs="+", default=dtypes, help="(default: all)")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     if triton_experts.INTERPRETED:
         parser.error("TRITON_INTERPRET is set, which compiles nothing: unset it")
     failed = 0
-    print("sm  dtype     shape   kernel       tile        warps stages  registers  shared KB  spilled bytes")
-    for (sm, limit), dtype, shape in product(SHARED.items(), arguments.dtype, arguments.shape):
-        for kernel, tile, warps, stages, registers, shared, spilled in compile_kernels(
-            sm, dtypes[dtype], *SHAPES[shape]
-        ):
+    head = "sm", "dtype", "shape", "kernel", "tile", "warps", "stages", "registers", "shared KB", "spilled B"
+    print(LINE.format(*head))
+    for (sm, limit), dtype, shape in product(SHARED.items(), args.dtype, args.shape):
+        for *kernel, registers, shared, spilled in compile_kernels(sm, dtypes[dtype], *SHAPES[shape]):
+            line = LINE.format(sm, dtype, shape, *kernel, registers, f"{shared / 1024:.1f}", spilled)
             bad = spilled > 0 or shared > limit
             failed += bad
-            print(
-                f"{sm:<3} {dtype:<9} {shape:<7} {kernel:<12} {tile:<11} {warps:5} {stages:6} {registers:10} "
-                f"{shared / 1024:10.1f} {spilled:14}{'  too much' if bad else ''}",
-                flush=True,
-            )
+            print(f"{line}  too much" if bad else line, flush=True)
     if failed:
         sys.exit(f"{failed} kernels take too much")
 

@@ -1,7 +1,6 @@
 """scripts/bench and scripts/gpu_check.sh. What is timed is not tested here, but what is made of the times."""
 
 import gzip
-import hashlib
 import json
 import math
 import os
@@ -21,10 +20,9 @@ from test_kernels import CASES, make_inputs
 
 import configure
 import scripts.bench.__main__ as bench
-from data import prepare, tokenizer
+from data import prepare
 from kernels import reference
 from runtime import distributed
-from scripts.bench import data as bench_data
 from scripts.bench import harness
 from scripts.bench import moe as bench_moe
 from scripts.bench import steps as bench_steps
@@ -138,17 +136,9 @@ def test_an_interrupt_leaves_what_was_timed(tiny_file, out, capsys, monkeypatch,
     assert len(json.loads(out.read_text())["rows"]) == rows and not trace.read_bytes()
 
 
-def test_dtypes_that_the_device_lacks_are_skipped(benchmark, monkeypatch):
-    benchmark.device = torch.device("cuda")
-    monkeypatch.setattr(distributed, "device_name", lambda device: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert benchmark.pick_dtypes(["float16", "bfloat16"]) == {"float16": torch.float16}
-    assert benchmark.data["skipped"] == {"bfloat16": "Tesla V100 has no bfloat16 in hardware"}
-
-
 def test_figures_are_on_disk_after_each_table(benchmark, out, capsys):
     machine = json.loads(out.read_text())["machine"]
-    assert machine["torch"] == torch.__version__ and machine["capability"] is None
+    assert machine["torch"] == torch.__version__
     benchmark.add_table(["a", "b"], [["x", 1.0]])
     benchmark.add_table(["a", "b"], [["y", None]])
     data = json.loads(out.read_text())
@@ -187,11 +177,11 @@ def test_moe(small_ceiling, out, capsys):
     assert bench.main(["moe", *TINY, "--rounds=1", f"--json={out}", "--dtype", "float32", "bfloat16"]) == 0
     printed, data = capsys.readouterr().out, json.loads(out.read_text())
     rows = check_table(printed, data)
-    names = ["kernels", "F.grouped_mm", "loop", "padded bmm", "dense", "matmul ceiling"]
+    names = ["kernels", "F.grouped_mm", "loop", "dense", "matmul ceiling"]
     assert [(row["implementation"], row["dtype"]) for row in rows] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in names
     ]
-    kernels, *_, dense, ceiling = rows[:6]
+    kernels, *_, dense, ceiling = rows[:5]
     assert kernels["over kernels"] == dense["over dense"] == 1
     assert kernels["over dense"] == pytest.approx(kernels["forward+backward ms"] / dense["forward+backward ms"])
     assert kernels["TFLOP/s"] == pytest.approx(12 * 64 * 2 * 32 * 16 / kernels["forward+backward ms"] * 1e3 / 1e12)
@@ -344,13 +334,11 @@ def test_experts(tiny_file, out, capsys, timed):
     assert eight["tokens/s"] == pytest.approx(256 / 0.18)
 
 
-def test_length(tiny_file, out, capsys, timed):
-    shapes = []
+def test_length(tiny_file, out, capsys, timed, monkeypatch):
+    shapes, draw = [], torch.randint
+    monkeypatch.setattr(torch, "randint", lambda high, size, **more: shapes.append(size) or draw(high, size, **more))
     timed(lambda name: {"dense": 1, "kern": 2}[name[0]] * (1 + name[1] / 64))
-    real = torch.randint
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "randint", lambda high, size, **more: shapes.append(size) or real(high, size, **more))
-        assert bench.main(["length", str(tiny_file), "--lengths", "16", "64", f"--json={out}"]) == 0
+    assert bench.main(["length", str(tiny_file), "--lengths", "16", "64", f"--json={out}"]) == 0
     rows = check_table(capsys.readouterr().out, json.loads(out.read_text()))
     assert shapes == [(2, 16, 16), (2, 4, 64)] * 2  # x and y: 256 tokens each time
     cells = [(router, T) for router in ("dense", "kern") for T in (16, 64)]
@@ -393,15 +381,14 @@ def test_bad_input_is_refused_before_anything_is_timed(tiny_file, tmp_path, caps
         assert "--top-k 9 must be at most" in error(command, *TINY, "--top-k=9")
     assert "dense has no router" in error("router", tiny_file, "--routers", "dense")
     assert "dense has no experts" in error("experts", tiny_file, "--model.router=dense")
-    assert "router takes one --dtype" in error("router", tiny_file, "--dtype", "float32", "bfloat16")
     assert "does not divide into sequences of 48" in error("length", tiny_file, "--lengths", "16", "48")
     assert "tune takes one of float16 and bfloat16" in error("tune", "--dtype", "float32")
     monkeypatch.setattr(bench_moe.kernels, "find_triton_problem", lambda device, dtype: "does not run on cpu")
     assert "triton does not run on cpu" in error("tune", *TINY)
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["step", str(tiny_file), "--routers", "kernn"])
-    assert stop.value.code == 2
-    assert "kernn" in (message := capsys.readouterr().err) and "softmax" in message
+    for arguments in (["--routers", "kernn"], ["--rounds", "0"]):
+        with pytest.raises(SystemExit) as stop:
+            bench.main(["step", str(tiny_file), *arguments])
+        assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err
 
 
 def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
@@ -410,66 +397,35 @@ def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-# ---- data, scaling, save
-
-
-def test_data(tmp_path, out, capsys, monkeypatch, fake_ranks, timed):
-    timed(lambda name: 0.5 if "process" in name else 2)
-    (tmp_path / "ranks").write_bytes(fake_ranks)
-    monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())
-    texts = [f"some words, {i} times" for i in range(100)]
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-    monkeypatch.setattr(bench_data, "PREPARED_CHARACTERS", 10_000)
-    ranks = ["--bpe-ranks", str(tmp_path / "ranks")]
-    assert bench.main(["data", str(tmp_path / "a.jsonl"), f"--json={out}", *ranks]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    *_, loaded = capsys.readouterr().out.split("\nwhat ")
-    repeats = 1 + 10_000 // sum(map(len, texts))
-    rates, ratios = [row["tokens/s"] for row in rows], [row["ratio"] for row in rows[:4]]
-    assert rates[0] > 0 and ratios == [1, 4, 1, repeats]  # to tiktoken's, each in 2 seconds but our task
-    assert rates[:4] == pytest.approx([ratio * rates[0] for ratio in ratios], abs=1)
-    assert rates[4:] == [100 * B * T / 2 for T in (512, 1024, 2048) for B in (8, 32)]
-    check_table(loaded, {"rows": rows[4:]})
-
-
-def test_scaling(tiny_file, out, capsys):
-    arguments = ["--ranks", "1", "2", "--rounds=1", "--steps=5", f"--json={out}"]
-    assert bench.main(["scaling", str(tiny_file), *arguments]) == 0
-    printed = capsys.readouterr().out
-    one, two = check_table(printed, json.loads(out.read_text()))
-    assert (one["ranks"], one["efficiency"], two["ranks"]) == (1, 1, 2) and one["tokens/s"] > 0
-    assert two["efficiency"] == pytest.approx(two["tokens/s"] / one["tokens/s"] / 2)
-    assert "share its cores" in printed
-
-
-def test_save(tiny_file, tmp_path, out, capsys):
-    (tmp_path / "disk").mkdir()
-    assert bench.main(["save", str(tiny_file), "--rounds=1", f"--folder={tmp_path}/disk", f"--json={out}"]) == 0
-    printed = capsys.readouterr().out
-    rows = {row["what"]: row for row in check_table(printed, json.loads(out.read_text()))}
-    assert {"step", "pause for the copy", "save"} <= rows.keys() and rows["step"]["ratio"] == 1
-    assert rows["save"]["ms"] > rows["pause for the copy"]["ms"] and "a checkpoint has 0 MB" in printed
-    assert not any((tmp_path / "disk").iterdir())  # the checkpoints are gone
-
-
 # ---- gpu_check.sh
 
 FAKE = """\
 #!/usr/bin/env bash
-# In place of Python: prints its arguments; router fails, length takes too long.
+# In place of Python: prints its arguments.
 [ "$1" = -c ] && { echo packages; exit 0; }
 printf '%s\\n' "$@"
-case "$*" in
-    *"bench router"*) exit 3;;
-    *"bench length"*) sleep 60;;
-esac
+"""
+CLOCK = """\
+# Sourced by the script before it starts: time passes only in pieces, as much as a piece may take in `length`.
+unset SECONDS
+SECONDS=0
+timeout() {
+    local most=$4
+    shift 4
+    "$@"
+    case "$*" in
+        *"bench router"*) return 3;;
+        *"bench length"*) ((SECONDS += most)); return 124;;
+    esac
+}
 """
 BENCH = ["moe", "router", "step", "experts", "length", "peers"]
 TRACE = ["trace-step", "trace-moe", "compiled-dense", "compiled-kern", "tune"]
+HANG = 600  # seconds, for scripts that take one
 
 
 def start_check(tmp_path: Path, *arguments: str, fake: str = FAKE, **environment: str) -> subprocess.Popen:
-    """Start gpu_check.sh with `fake` for Python, in a process group of its own."""
+    """Start gpu_check.sh with `fake` for Python, in a process group of its own, which heeds SIGINT."""
     python = tmp_path / "python"
     python.write_text(fake)
     python.chmod(0o755)
@@ -490,8 +446,9 @@ def read_pieces(printed: str) -> dict[str, str]:
 
 def test_gpu_check_continues_after_pieces_that_fail(tmp_path):
     """A part that runs out of time takes none of the next one's."""
-    script = start_check(tmp_path, "bench", "trace", LIMIT="10")
-    printed, _ = script.communicate(timeout=60)
+    (tmp_path / "clock").write_text(CLOCK)
+    script = start_check(tmp_path, "bench", "trace", LIMIT="85", BASH_ENV=str(tmp_path / "clock"))
+    printed, _ = script.communicate(timeout=HANG)
     words = read_pieces(printed)
     assert script.returncode == 1
     assert list(words) == [*BENCH, *TRACE]
@@ -505,9 +462,8 @@ def test_gpu_check_continues_after_pieces_that_fail(tmp_path):
 @pytest.mark.parametrize("rehearse", [[], ["--rehearse"]])
 def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse):
     """Every command of both forms is one that its parser knows, with config keys that exist."""
-    fake = FAKE.replace("exit 3", "exit 0").replace("sleep 60", "exit 0")
-    script = start_check(tmp_path, *rehearse, fake=fake)
-    printed, _ = script.communicate(timeout=60)
+    script = start_check(tmp_path, *rehearse)
+    printed, _ = script.communicate(timeout=HANG)
     assert script.returncode == 0
     trace = [name for name in TRACE if not (rehearse and name == "compiled-kern")]
     assert list(read_pieces(printed)) == ["kernels", "steps", "compiled", *BENCH, "data", "train", *trace]
@@ -544,23 +500,26 @@ def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path):
         (["benhc"], "no part benhc: name tests, bench"),
     ):
         script = start_check(tmp_path, *arguments, fake=FAKE.replace("echo packages; exit 0;", "exit 1;"))
-        _, errors = script.communicate(timeout=60)
+        _, errors = script.communicate(timeout=HANG)
         assert script.returncode == 2 and message in errors
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.integration
 def test_gpu_check_stops_at_ctrl_c(tmp_path):
     """As a terminal sends it, to the script's group."""
-    rest = f"exec {sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
-    script = start_check(
-        tmp_path, "bench", fake=f'#!/usr/bin/env bash\n[ "$1" = -c ] && {{ echo x; exit 0; }}\n{rest}\n'
-    )
+    fake = f"""\
+#!/usr/bin/env bash
+[ "$1" = -c ] && {{ echo x; exit 0; }}
+exec {sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(7200)'
+"""
+    script = start_check(tmp_path, "bench", fake=fake, LIMIT="7200")
     log = tmp_path / "out/moe.log"
     while not (log.is_file() and log.read_text().endswith("\n")):
         assert script.poll() is None
         time.sleep(0.1)
     os.killpg(script.pid, signal.SIGINT)
-    _, errors = script.communicate(timeout=20)
+    _, errors = script.communicate(timeout=HANG)
     assert script.returncode == 130 and "stopped: figures and logs so far are in" in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text().split()[0]), 0)

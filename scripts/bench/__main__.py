@@ -6,10 +6,6 @@
     python -m scripts.bench experts config/125m.toml --model.router=kern [--experts 32 64 128 256]
     python -m scripts.bench length config/125m.toml [--routers dense kern] [--lengths 512 1024 2048]
     python -m scripts.bench tune
-    python -m scripts.bench data [FILES]
-    python -m scripts.bench scaling config/quickstart.toml --model.router=kern [--ranks 1 2]
-    python -m scripts.bench eval [runs/NAME] --tasks-dir FOLDER [--limit 200] [--bpe-ranks FILE]
-    python -m scripts.bench save config/125m.toml --model.n_layer=2 --train.micro_batch_size=1 --train.dtype=auto
 
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs:
          TFLOP/s, the share of a matmul's rate measured beside it, and the bytes kept for the backward pass
@@ -20,15 +16,9 @@ step     a training step (forward, backward, clipping, AdamW; no auxiliary loss)
 experts  a step with more and more experts, of which equally many are active
 length   a step at several context lengths, with equally many tokens
 tune     tiles of every Triton kernel on this GPU; prints lines for kernels/triton_experts.py
-data     tiktoken alone, a worker's task (decode, parse, choose the split, tokenize), a preparation from file to file,
-         and the loader on the set that comes out
-scaling  train.py on each number of ranks, with one micro-batch per rank and step: averaging gradients weighs most
-eval     the paper's tasks by eval.downstream and by lm-evaluation-harness' own client, and whether they agree; of a
-         run, exported, or of a random GPT-2. Needs requirements-eval.txt and accelerate
-save     steps while a checkpoint is written and while none is, and the pause for its copy
 
---json FILE writes the figures; --profile FILE, of moe, router, step, experts and length, a trace (chrome://tracing; .gz
-packs it). For training runs of several routers: python -m scripts.sweep, then python -m scripts.report.
+--json FILE writes the figures; --profile FILE, of all but tune, a trace (chrome://tracing; .gz packs it). For training
+runs of several routers: python -m scripts.sweep, then python -m scripts.report.
 """
 
 import argparse
@@ -36,39 +26,35 @@ import sys
 from typing import Any
 
 import configure
-from data import DataError
 from router import ROUTERS
 from runtime import RunError
-from scripts.bench.data import bench_data
-from scripts.bench.evaluation import bench_eval
 from scripts.bench.harness import DTYPES
 from scripts.bench.moe import bench_moe, bench_tune
 from scripts.bench.peers import PEERS
-from scripts.bench.scaling import bench_scaling
-from scripts.bench.steps import bench_experts, bench_length, bench_router, bench_save, bench_step
+from scripts.bench.steps import bench_experts, bench_length, bench_router, bench_step
+
+
+def positive(text: str) -> int:
+    """An argument that must be a whole number of at least 1. Raises ValueError, which argparse reports."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
 
 SIZES = ("--tokens", "--n-embd", "--expert-hidden", "--n-expert", "--top-k")
 OPTIONS: dict[str, dict[str, Any]] = {
     "config": {"help": "config file; --section.key=value overrides it"},
-    "run": {"nargs": "?", "help": "run folder (default: a random GPT-2)"},
-    "files": {"nargs": "*", "help": "text as data.prepare takes it (default: Python's standard library)"},
-    "--rounds": {"type": int, "help": "(default: %(default)s)"},
+    "--rounds": {"type": positive, "help": "(default: %(default)s)"},
     "--json": {"metavar": "FILE", "help": "for the figures"},
     "--profile": {"metavar": "FILE", "help": "for a trace"},
     "--dtype": {"nargs": "+", "choices": DTYPES, "help": "(default: the config's or the device's)"},
     "--device": {"choices": ("auto", "cuda", "cpu"), "default": "auto", "help": "(default: %(default)s)"},
-    **{size: {"type": int, "metavar": "N", "help": "(default: the device's)"} for size in SIZES},
+    **{size: {"type": positive, "metavar": "N", "help": "(default: the device's)"} for size in SIZES},
     "--routers": {"nargs": "+", "choices": ROUTERS, "default": list(ROUTERS), "metavar": "ROUTER"},
     "--peers": {"nargs": "*", "choices": PEERS, "default": list(PEERS), "metavar": "PEER", "help": "none: off"},
     "--compile": {"nargs": "+", "choices": ("off", "on"), "help": "(default: the config's)"},
-    "--experts": {"nargs": "+", "type": int, "default": [32, 64, 128, 256], "metavar": "E"},
-    "--lengths": {"nargs": "+", "type": int, "default": [512, 1024, 2048], "metavar": "T"},
-    "--tasks-dir": {"required": True, "metavar": "FOLDER", "help": "TASK.jsonl of each of the paper's six tasks"},
-    "--limit": {"type": int, "default": 200, "help": "documents per task (default: %(default)s)"},
-    "--bpe-ranks": {"metavar": "FILE", "help": "GPT-2's BPE file"},
-    "--ranks": {"nargs": "+", "type": int, "default": [1, 2], "metavar": "N", "help": "(default: 1 2)"},
-    "--steps": {"type": int, "default": 50, "help": "of a run (default: %(default)s)"},
-    "--folder": {"help": "on the disk to test (default: the one for temporary files)"},
+    "--experts": {"nargs": "+", "type": positive, "default": [32, 64, 128, 256], "metavar": "E"},
+    "--lengths": {"nargs": "+", "type": positive, "default": [512, 1024, 2048], "metavar": "T"},
 }
 COMMANDS: dict[str, tuple[Any, int, list[str]]] = {  # name: (function, rounds, options besides --rounds and --json)
     "moe": (bench_moe, 7, ["--dtype", "--profile", "--device", *SIZES]),
@@ -77,12 +63,7 @@ COMMANDS: dict[str, tuple[Any, int, list[str]]] = {  # name: (function, rounds, 
     "experts": (bench_experts, 10, ["config", "--dtype", "--profile", "--experts"]),
     "length": (bench_length, 10, ["config", "--dtype", "--profile", "--routers", "--lengths"]),
     "tune": (bench_tune, 10, ["--dtype", "--device", *SIZES]),
-    "data": (bench_data, 5, ["files", "--bpe-ranks"]),
-    "scaling": (bench_scaling, 3, ["config", "--ranks", "--steps"]),
-    "eval": (bench_eval, 3, ["run", "--tasks-dir", "--limit", "--bpe-ranks", "--device"]),
-    "save": (bench_save, 5, ["config", "--folder"]),
 }
-LEAST = {"rounds": 1, "ranks": 1, "lengths": 1, "steps": 5}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -102,16 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
-    parser = build_parser()
-    args, overrides = parser.parse_known_args(argv)
+    args, overrides = build_parser().parse_known_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
-    for name, least in LEAST.items():
-        values = getattr(args, name, least)
-        if min(values if isinstance(values, list) else [values]) < least:
-            parser.error(f"--{name} must be at least {least}")
     try:
         COMMANDS[args.what][0](args, overrides)
-    except (configure.ConfigError, DataError, RunError) as error:
+    except (configure.ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -27,8 +27,6 @@ FORMATS = {
     "MFU": ".1%",
     "of ceiling": ".1%",
     "share of step": ".1%",
-    "largest difference": ".1e",
-    "items/s": ".1f",
 }
 
 
@@ -71,21 +69,6 @@ class Benchmark:
         if self.args.json:
             write_atomic(self.args.json, json.dumps(self.data, indent=1) + "\n")
 
-    def skip(self, name: Hashable, reason: str) -> None:
-        """Print and record that `name`, a word or a tuple of words, is left out."""
-        words = " ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-        print(f"skipped {words}: {reason}", flush=True)
-        self.data["skipped"][words] = reason
-
-    def pick_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """{name: torch.dtype} of `names`; bfloat16 is skipped on a GPU without it. Raises RunError if none is left."""
-        found = {name: DTYPES[name] for name in names}
-        if self.device.type == "cuda" and not torch.cuda.is_bf16_supported(False) and found.pop("bfloat16", None):
-            self.skip("bfloat16", f"{distributed.device_name(self.device)} has no bfloat16 in hardware")
-        if not found:
-            raise RunError("the device has no bfloat16 in hardware: set another --dtype")
-        return found
-
     def time(
         self, functions: Mapping[Any, Callable[[], object]], may_fail: Collection = (), warm_up: int = WARM_UP
     ) -> dict[Any, float]:
@@ -118,7 +101,9 @@ class Benchmark:
                         if not (isinstance(error, torch.OutOfMemoryError) or name in may_fail and not turn):
                             raise
                         del seconds[name]
-                        self.skip(name, f"{type(error).__name__}: {first_line(error)}")
+                        words = " ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+                        self.data["skipped"][words] = reason = f"{type(error).__name__}: {first_line(error)}"
+                        print(f"skipped {words}: {reason}", flush=True)
                     else:
                         seconds[name] += [taken] * (turn >= warm_up)
         except KeyboardInterrupt:
@@ -200,7 +185,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "device": distributed.device_name(device),
-        "capability": list(torch.cuda.get_device_capability(device)) if cuda else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -208,5 +192,4 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "triton": getattr(sys.modules.get("triton"), "__version__", None),  # kernels/ imports it where it is installed
         "python": platform.python_version(),
-        "platform": sys.platform,
     }

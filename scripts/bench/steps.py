@@ -1,13 +1,10 @@
-"""`scripts.bench step`, `experts`, `length`, `router` and `save`: whole training steps, and parts of them."""
+"""`scripts.bench step`, `experts`, `length` and `router`: whole training steps, and parts of them."""
 
-import math
-import statistics
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,11 +15,11 @@ import configure
 from configure.schema import Config, Model
 from model import GPT, count_parameters, flops_per_token
 from router import ROUTERS, Router
-from runtime import RunError, checkpoint, distributed
+from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
 from runtime.state import build_optimizer
 from runtime.updates import Updates
-from scripts.bench.harness import DTYPES, Benchmark, divide, synchronize, time_once
+from scripts.bench.harness import DTYPES, Benchmark, divide, synchronize
 from scripts.bench.peers import PEERS
 
 NOTES = (
@@ -53,12 +50,8 @@ class Step:
     device: torch.device
     dtype: torch.dtype  # of autocast
     make: Callable[[Model], nn.Module] = GPT
-    shape: tuple[int, int] = (0, 0)  # (B, T) of the micro-batch; without, the config's
     compile: bool = False
     update: bool = True  # clip gradients and run AdamW, besides forward and backward
-
-    def __post_init__(self) -> None:
-        self.shape = self.shape if any(self.shape) else get_shape(self.config)
 
     @cached_property
     def parts(self) -> tuple[Callable[..., Any], Any, Updates, Tensor]:
@@ -69,7 +62,8 @@ class Step:
         elif self.compile:
             model = torch.compile(model)
         clip, scaled = self.config.optim.grad_clip, self.dtype == torch.float16
-        tokens = torch.randint(self.config.model.vocab_size, (2, *self.shape), device=self.device)
+        shape = 2, self.config.train.micro_batch_size, self.config.model.block_size
+        tokens = torch.randint(self.config.model.vocab_size, shape, device=self.device)
         return model, optimizer, Updates(optimizer, self.device, scaled=scaled, grad_clip=clip), tokens
 
     def __call__(self) -> None:
@@ -83,19 +77,6 @@ class Step:
                 updates.step(0, 0.0, loss.detach())
         finally:  # also when memory ran out
             optimizer.zero_grad(set_to_none=True)
-
-    def count_parameters(self) -> list[float | None]:
-        """Count all and active parameters, in millions; of another implementation only all are known."""
-        if self.make is GPT:
-            return [count / 1e6 for count in count_parameters(self.config.model)]
-        return [sum(p.numel() for p in build(self.config, self.device, self.make)[0].parameters()) / 1e6, None]
-
-    def compute_mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation; None where the device's peak or the model's FLOPs are unknown."""
-        if self.make is not GPT:
-            return None
-        flops = flops_per_token(self.config.model.model_copy(update={"block_size": self.shape[1]}))
-        return divide(flops * tokens_per_second, distributed.peak_flops(self.device, self.dtype))
 
     def measure_peak(self) -> float | None:
         """GB (2^30 bytes) at the peak of a step, without other models on the device; None on a CPU."""
@@ -115,32 +96,35 @@ def time_steps(bench: Benchmark, names: list[str], steps: dict[tuple, Step]) -> 
     median = bench.time(steps, may_fail=[key for key, step in steps.items() if step.make is not GPT])
     rows = []
     for key, seconds in median.items():
-        step, rate = steps[key], math.prod(steps[key].shape) / seconds
-        row = [*key, 1000 * seconds, rate, divide(seconds, median.get(next(iter(steps)))), step.compute_mfu(rate)]
-        rows.append([*row, step.measure_peak(), *step.count_parameters()])
+        step, model = steps[key], steps[key].config.model
+        rate = count_tokens(step.config) / seconds
+        if step.make is GPT:
+            mfu = divide(flops_per_token(model) * rate, distributed.peak_flops(bench.device, step.dtype))
+            counts = [count / 1e6 for count in count_parameters(model)]
+        else:  # of another implementation neither FLOPs nor active parameters are known
+            parameters = build(step.config, bench.device, step.make)[0].parameters()
+            mfu, counts = None, [sum(p.numel() for p in parameters) / 1e6, None]
+        ratio = divide(seconds, median.get(next(iter(steps))))
+        rows.append([*key, 1000 * seconds, rate, ratio, mfu, step.measure_peak(), *counts])
     bench.add_table([*names, "ms", "tokens/s", "ratio", "MFU", "peak GB", "M total", "M active"], rows)
     if median:
         last = list(median)[-1]
         bench.profile(steps[last], f"a step of {', '.join(map(str, last))}")
 
 
-def get_shape(config: Config) -> tuple[int, int]:
-    """Get (B, T) of a micro-batch."""
-    return config.train.micro_batch_size, config.model.block_size
+def count_tokens(config: Config) -> int:
+    """Count the tokens of a micro-batch."""
+    return config.train.micro_batch_size * config.model.block_size
 
 
 def start(
     args: Namespace, overrides: list[str], config: Config, *notes: str
 ) -> tuple[Benchmark, dict[str, torch.dtype]]:
-    """Start a benchmark of `config` on its device, in --dtype or its own. Raises RunError."""
-    tokens = math.prod(get_shape(config))
-    title = f"{' '.join([args.config, *overrides])}, {tokens:,} tokens per step"
+    """Start a benchmark of `config` on its device, in --dtype or its own."""
+    title = f"{' '.join([args.config, *overrides])}, {count_tokens(config):,} tokens per step"
     bench = Benchmark(args, distributed.pick_device(config.train.device), title, *notes)
-    own = distributed.pick_dtype(config.train.dtype, bench.device)
-    names = getattr(args, "dtype", None) or [name for name, dtype in DTYPES.items() if dtype == own]
-    if args.what != "step" and len(names) > 1:
-        raise RunError(f"{args.what} takes one --dtype, not {', '.join(names)}")
-    return bench, bench.pick_dtypes(names)
+    own = str(distributed.pick_dtype(config.train.dtype, bench.device)).removeprefix("torch.")
+    return bench, {name: DTYPES[name] for name in getattr(args, "dtype", None) or [own]}
 
 
 def bench_step(args: Namespace, overrides: list[str]) -> None:
@@ -161,45 +145,47 @@ def bench_experts(args: Namespace, overrides: list[str]) -> None:
     if ROUTERS[configs[0].model.router] is None:
         raise RunError("dense has no experts: set --model.router=kern")
     bench, dtypes = start(args, overrides, configs[0], *NOTES, "AdamW and clipping take all experts, active or not")
-    (dtype,) = dtypes.values()
-    make = partial(Step, device=bench.device, dtype=dtype, compile=configs[0].train.compile)
-    steps: dict[tuple, Step] = {("step", config.model.n_expert): make(config) for config in configs}
-    steps |= {("forward+backward", config.model.n_expert): make(config, update=False) for config in configs}
-    time_steps(bench, ["part", "experts"], steps)
+    for name, dtype in dtypes.items():
+        steps: dict[tuple, Step] = {}
+        for part, update in (("step", True), ("forward+backward", False)):
+            for config in configs:
+                step = Step(config, bench.device, dtype, compile=config.train.compile, update=update)
+                steps[part, config.model.n_expert, name] = step
+        time_steps(bench, ["part", "experts", "dtype"], steps)
 
 
 def bench_length(args: Namespace, overrides: list[str]) -> None:
     """Time a training step of --routers at context --lengths, with equally many tokens each."""
     given = configure.load(args.config, [*overrides, f"--model.router={args.routers[0]}"])
-    tokens, longest = math.prod(get_shape(given)), max(args.lengths)
-    if tokens % longest:
+    tokens = count_tokens(given)
+    if wrong := [T for T in args.lengths if tokens % T]:
         raise RunError(
-            f"a micro-batch of {tokens} tokens does not divide into sequences of {longest}: set "
+            f"a micro-batch of {tokens} tokens does not divide into sequences of {wrong[0]}: set "
             f"--train.micro_batch_size, or other --lengths"
         )
     bench, dtypes = start(args, overrides, given, *NOTES)
-    (dtype,) = dtypes.values()
-    steps: dict[tuple, Step] = {}
-    for router in args.routers:
-        config = configure.load(args.config, [*overrides, f"--model.router={router}", f"--model.block_size={longest}"])
-        make = partial(Step, config, bench.device, dtype, compile=config.train.compile)
-        steps |= {(router, T): make(shape=(tokens // T, T)) for T in args.lengths}
-    time_steps(bench, ["router", "length"], steps)
+    for name, dtype in dtypes.items():
+        steps: dict[tuple, Step] = {}
+        for router, T in product(args.routers, args.lengths):
+            shape = {"model.block_size": T, "train.micro_batch_size": tokens // T, "train.batch_size": tokens // T}
+            settings = [f"--{key}={value}" for key, value in shape.items()]
+            config = configure.load(args.config, [*overrides, f"--model.router={router}", *settings])
+            steps[router, T, name] = Step(config, bench.device, dtype, compile=config.train.compile)
+        time_steps(bench, ["router", "length", "dtype"], steps)
 
 
 def bench_router(args: Namespace, overrides: list[str]) -> None:
-    """Time each router alone, forward and with backward, beside a training step of kern's model."""
+    """Time each router alone, forward and with backward, beside a training step of kern's model in each --dtype."""
     specs = {router: spec for router in args.routers if (spec := ROUTERS[router])}
     if not specs:
         raise RunError("dense has no router: name others")
     config = configure.load(args.config, [*overrides, "--model.router=kern"])
     model, base = config.model, "softmax" if "softmax" in specs else next(iter(specs))
-    N, C, E, K = math.prod(get_shape(config)), model.n_embd, model.n_expert, model.top_k
+    N, C, E, K = count_tokens(config), model.n_embd, model.n_expert, model.top_k
     note = (
         f"gates in fp32, without balance losses; ratio: time over {base}'s; a step of kern has {model.n_layer} routers"
     )
     bench, dtypes = start(args, overrides, config, note)
-    ((name, dtype),) = dtypes.items()
     device = bench.device
     x = torch.randn(N, C, device=device, requires_grad=True)  # fp32, which LayerNorm returns under autocast too
     d_weights = torch.randn(N, K, device=device)
@@ -208,46 +194,19 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
     def both(router: str) -> None:
         torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
 
-    functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in specs}
-    functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in specs}
-    functions["step", "kern"] = Step(config, device, dtype, compile=config.train.compile)
-    median = bench.time(functions)
-    step, rows = median.get(("step", "kern")), []
-    for router in specs:
-        seconds = median[router, "both"]
-        row = [router, 1000 * median[router, "forward"], 1000 * seconds, seconds / median[base, "both"]]
-        rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
-    if step:
-        rows.append([f"step, {name}", None, None, None, 1000 * step, 1.0])
-    columns = ["router", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
-    bench.add_table(columns, rows)
+    for name, dtype in dtypes.items():
+        functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in specs}
+        functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in specs}
+        functions["step", "kern"] = Step(config, device, dtype, compile=config.train.compile)
+        median = bench.time(functions)
+        step, rows = median.get(("step", "kern")), []
+        for router in specs:
+            seconds = median[router, "both"]
+            row = [router, 1000 * median[router, "forward"], 1000 * seconds, seconds / median[base, "both"]]
+            rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
+        if step:
+            rows.append([f"step, {name}", None, None, None, 1000 * step, 1.0])
+        columns = ["router", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
+        bench.add_table(columns, rows)
     profiled = "kern" if "kern" in specs else base
-    bench.profile(functions[profiled, "both"], f"router {profiled}, forward and backward")
-
-
-def bench_save(args: Namespace, overrides: list[str]) -> None:
-    """Time training steps while a checkpoint is written and while none is, and the pause for the copy."""
-    config = configure.load(args.config, overrides)
-    bench, dtypes = start(args, overrides, config, "a save per round, and the steps during it and after it")
-    (dtype,) = dtypes.values()
-    device, step = bench.device, Step(config, bench.device, dtype, compile=config.train.compile)
-    seconds: dict[str, list[float]] = {"step": [], "step while saving": [], "pause for the copy": [], "save": []}
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        saver = checkpoint.Saver(folder, distributed.Ranks(0, 1, device), sharded=False, keep=1, on_error="stop")
-        for _ in range(2):
-            step()
-        for turn in range(args.rounds):
-            copy = partial(saver.save, turn, *build(config, device, GPT), {}, {})
-            pause, during = time_once(copy, device), []
-            while saver.pending and saver.pending.is_alive():
-                during.append(time_once(step, device))
-            seconds["pause for the copy"].append(pause)
-            seconds["save"].append(pause + sum(during))
-            seconds["step while saving"] += during[:-1]  # the save ended within the last one
-            seconds["step"] += [time_once(step, device) for _ in range(max(3, len(during)))]
-        saver.finish()
-        size = sum(path.stat().st_size for path in Path(folder, f"step_{args.rounds - 1:08d}").iterdir())
-    median = {name: statistics.median(values) for name, values in seconds.items() if values}
-    rows = [[name, 1000 * time, time / median["step"]] for name, time in median.items()]
-    bench.add_table(["what", "ms", "ratio"], rows)
-    print(f"a checkpoint has {size / 1e6:,.0f} MB")
+    bench.profile(partial(both, profiled), f"router {profiled}, forward and backward")
