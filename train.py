@@ -179,11 +179,11 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         distributed.print_once(str(stopped))
         return EXIT_CODE
     except (RunError, DataError, configure.ConfigError, OSError) as error:
-        rank = int(os.environ.get("RANK", 0))
-        if rank == 0:
+        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, DataError | OSError | RankError):  # this rank's alone; others come to rank 0 alike
-            print(f"error on rank {rank}: {error}", file=sys.stderr)
+        elif isinstance(error, OSError | RankError) or (isinstance(error, DataError) and first_of_node):
+            print(f"error on rank {rank}: {error}", file=sys.stderr)  # other errors come to rank 0 alike
         code = 2
     except Exception:  # most often another rank is lost
         if distributed.world_size() == 1:

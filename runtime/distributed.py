@@ -172,9 +172,6 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
     Args:
         device: this rank's.
         timeout_minutes: a rank that waits longer for the others fails, and torchrun then ends the job.
-
-    Raises:
-        RunError: NCCL is missing.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -182,11 +179,6 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
     if world_size() == 1:
         yield Ranks(0, 1, device)
         return
-    if on_cuda and not dist.is_nccl_available():
-        raise RunError(
-            "several ranks on CUDA devices need NCCL, which this torch build lacks; install a torch build for Linux "
-            "with CUDA, or start one rank"
-        )
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None)
     try:

@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import configure
@@ -14,23 +15,10 @@ from runtime.metrics import read_metrics
 from runtime.output import write_atomic
 
 # Keys that may differ from those the run started with: how long, how often and where it computes, not what.
-MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:") + tuple(
-    f"train.{key}:"
-    for key in [
-        "max_steps",
-        "micro_batch_size",
-        "parallel",
-        "compile",
-        "activation_checkpointing",
-        "device",
-        "deterministic",
-        "timeout_minutes",
-        "checkpoint_interval",
-        "checkpoint_minutes",
-        "keep_checkpoints",
-        "on_save_error",
-    ]
-)
+MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:")
+MAY_CHANGE += ("train.max_steps:", "train.micro_batch_size:", "train.activation_checkpointing:", "train.compile:")
+MAY_CHANGE += ("train.parallel:", "train.device:", "train.deterministic:", "train.timeout_minutes:")
+MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.on_save_error:")
 
 
 def path_of(config: Config) -> Path:
@@ -63,10 +51,8 @@ def changes(config: Config) -> list[str]:
 
 
 def is_finished(config: Config, step: int) -> bool:
-    """Whether nothing is left to do after the checkpoint of `step`."""
-    if step == config.train.max_steps:  # stopped before the last evaluation, it still has that to do
-        return step in val_losses(path_of(config))
-    return step > config.train.max_steps
+    """Whether nothing is left to do after the checkpoint of `step`: not even the last evaluation."""
+    return step > config.train.max_steps or (step == config.train.max_steps and step in val_losses(path_of(config)))
 
 
 def finished_line(config: Config) -> str | None:
@@ -91,16 +77,18 @@ def renamed(config: Config) -> Config:
     Raises:
         RunError: the job was restarted by its launcher: it would begin yet another run each time.
     """
-    number = 1
-    while (folder := path_of(config) if number == 1 else Path(config.run.dir, f"{config.run.name}-{number}")).exists():
-        number += 1
-    restarts = [key for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT") if os.environ.get(key, "0") != "0"]
-    if restarts:
-        raise RunError(
-            f"{restarts[0]} = {os.environ[restarts[0]]}: this job was restarted; --fresh would begin yet another run, "
-            f"{folder}. Name the run instead (--run.name=NAME)"
-        )
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": folder.name})})
+    name = config.run.name
+    for number in count(2):
+        if not Path(config.run.dir, name).exists():
+            break
+        name = f"{config.run.name}-{number}"
+    for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        if os.environ.get(key, "0") != "0":
+            raise RunError(
+                f"{key} = {os.environ[key]}: this job was restarted; --fresh would begin yet another run, {name}. "
+                f"Name the run instead (--run.name=NAME)"
+            )
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 @contextmanager

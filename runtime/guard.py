@@ -1,14 +1,25 @@
-"""Stops a run that cannot go on: reads what became of the steps on the device, says why, and leaves a crash dump."""
+"""Stops a run that cannot continue: reads what became of the steps on the device and writes a crash dump.
 
+The dump, runs/<name>/crash-step_00001234.json, shows what led to a loss that is NaN or Inf.
+"""
+
+import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from runtime import RunError
+from model import GPT
+from runtime import RunError, distributed
 from runtime.batches import first_row
-from runtime.crash import dump_crash
 from runtime.distributed import Ranks
+from runtime.output import write_atomic
+from runtime.parallel import full_tensor
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.updates import BAD_LOSS, RUNNING, SPIKES, State
@@ -60,13 +71,72 @@ class Guard:
                 f"{OTHER_RUN}, with a lower optim.lr or a longer optim.warmup_steps"
             )
 
+    @torch.no_grad()
     def _dump_crash(self, at: int, found: State) -> Path:
-        """Compute step `at` (from 0) once more and write crash-step_….json; returns its path."""
-        plan, state, ranks = self.plan, self.state, self.ranks
-        losses, rate = self.recompute(at)
-        for p in state.updates.parameters:
-            p.grad /= found.scale
-        size = plan.config.train.micro_batch_size
-        rows = [first_row(micro, size, ranks) for micro in range(plan.accumulation)]
-        metadata = {"loss": found.loss, "loss_scale": found.scale, "learning_rate": rate}
-        return dump_crash(plan, at, metadata, state.model, rows, losses, ranks)
+        """Compute step `at` (from 0) once more and write what is known of it; returns the file's path.
+
+        The first micro-batch whose loss is NaN or Inf, or the first of all, goes through the model a third time, to
+        see in which layer numbers grow.
+        """
+        plan, model, size = self.plan, self.state.model, self.plan.config.train.micro_batch_size
+        with torch.enable_grad():
+            tensors, rate = self.recompute(at)
+        losses = [loss.item() for loss in tensors]
+        rows = [first_row(micro, size, self.ranks) for micro in range(plan.accumulation)]
+        windows = [plan.loader.indices(at, row, size).tolist() for row in rows]
+        worst = next((micro for micro, loss in enumerate(losses) if not math.isfinite(loss)), 0)
+        mine = {
+            "rank": self.ranks.rank,
+            "micro_batches": [{"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)],
+            "layers_of_micro_batch": worst,
+            "layers": measure_layers(plan, model, plan.loader.batch(at, rows[worst], size)),
+        }
+        dump = {"step": at, "loss": found.loss, "loss_scale": found.scale, "learning_rate": rate}
+        dump |= {"ranks": distributed.gather(mine, self.ranks.control)}
+        dump |= {"parameters": {name: measure_norms(p, found.scale) for name, p in model.named_parameters()}}
+        path = plan.folder / f"crash-step_{at:08d}.json"
+        if self.ranks.rank == 0:
+            # JSON has no numbers for NaN and Inf: they become strings.
+            text = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
+            try:
+                write_atomic(path, json.dumps(text, indent=1) + "\n")
+            except OSError as error:  # must not hide what went wrong
+                print(f"warning: {path} could not be written ({error.strerror})", flush=True)
+        return path
+
+
+def measure_layers(plan: Plan, model: GPT, batch: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Root mean square and largest magnitude of each layer's output, in order of the forward pass.
+
+    Args:
+        plan: the run's plan.
+        model: left in training mode.
+        batch: inputs and targets, (B, T) int64.
+
+    Returns:
+        {module: {"rms", "max"}}.
+    """
+    found = {}
+
+    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        output = (output[0] if isinstance(output, tuple) else output).double()
+        found[name] = {"rms": output.square().mean().sqrt().item(), "max": output.abs().max().item()}
+
+    blocks = [f"blocks.{i}{part}" for i in range(len(model.blocks)) for part in (".attn", ".mlp", "")]
+    hooks = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in ["wte", *blocks, "ln_f"]]
+    model.eval()
+    x, y = (torch.from_numpy(part).to(plan.device) for part in batch)
+    with plan.autocast:
+        model(x, y)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def measure_norms(parameter: nn.Parameter, scale: float) -> dict[str, float]:
+    """Norms of a parameter and of its gradient over the loss `scale`. All ranks must call it if it is sharded."""
+    assert parameter.grad is not None
+    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (parameter, parameter.grad))
+    weight, gradient = (full_tensor(norm).item() for norm in norms)
+    return {"weight_norm": weight, "gradient_norm": gradient / scale}

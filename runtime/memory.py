@@ -16,6 +16,7 @@ from kernels.cross_entropy import chunk_rows
 from runtime import RunError, distributed
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
+STATE_BYTES = 16  # per parameter, over all ranks that share it: weight, gradient and two moments in fp32
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2}  # per element of a copy in autocast's compute type
 
 Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
@@ -128,23 +129,21 @@ def choose_parallelism(
     Raises:
         RunError: it needs more ranks, or the device's memory is known and smaller than the state alone.
     """
-    capacity = distributed.memory_bytes(device)
+    train, capacity = config.train, distributed.memory_bytes(device)
     possible = list_parallelisms(world_size, local_size)
-    if config.train.parallel not in ("auto", *possible):
+    if train.parallel not in ("auto", *possible):
         raise RunError(
-            f"train.parallel = {config.train.parallel} is not possible with {world_size} rank(s), {local_size} on this "
-            f"node: set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
+            f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
+            f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    name, checkpointing = str(dtype).removeprefix("torch."), config.train.activation_checkpointing
+    name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
     estimates = {
-        parallel: estimate_memory(
-            shapes, config.model, config.train.micro_batch_size, name, parallel, shards, checkpointing
-        )
+        parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, checkpointing)
         for parallel, shards in possible.items()
-        if config.train.parallel in ("auto", parallel)
+        if train.parallel in ("auto", parallel)
     }
     chosen = select_fitting(estimates, capacity)
-    check_state_fits(chosen, estimates[chosen], capacity, world_size)
+    check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
 
 
@@ -154,22 +153,14 @@ def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str
     return next(fitting, list(estimates)[-1])
 
 
-def check_state_fits(parallel: str, memory: Memory, capacity: int | None, world_size: int) -> None:
+def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
     """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
-    if capacity is None or memory.state <= capacity:
-        return
-    least = memory.state / (USABLE * capacity) * (1 if parallel == "ddp" else world_size)
-    ranks = 2 ** max(1, ceil(log2(least)))  # a power of two divides most batch sizes
-    remedy = {
-        "ddp": "set --train.parallel=fsdp"
-        + f" on {ranks} GPUs (torchrun --nproc_per_node={ranks})" * (ranks > world_size),
-        "hsdp": "set --train.parallel=fsdp, which shards over all nodes",
-        "fsdp": f"start {ranks} ranks",
-    }
-    raise RunError(
-        f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has {format_bytes(capacity)}: "
-        f"{remedy[parallel]}"
-    )
+    if capacity is not None and memory.state > capacity:
+        least = STATE_BYTES * sum(map(prod, shapes.values())) / (USABLE * capacity)
+        raise RunError(
+            f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has "
+            f"{format_bytes(capacity)}: set --train.parallel=fsdp on {2 ** ceil(log2(least))} GPUs or more"
+        )
 
 
 def format_bytes(size: float) -> str:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from configure import Config
-from data import DataError
 from data.bins import Tokens, check_dataset, fingerprint, open_tokens
 from data.loader import Loader, fixed_windows
 from model import parameter_shapes
@@ -55,26 +54,21 @@ class Plan(NamedTuple):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def check_identity(self, step: int, metadata: dict) -> None:
-        """Refuse a checkpoint of other data or of code that did not record its data.
+        """Refuse a checkpoint of other data.
 
         Args:
             step: the checkpoint's step.
             metadata: what the checkpoint recorded (`checkpoint.latest`).
 
         Raises:
-            RunError: a sha256 in `identity` is missing there, or differs.
+            RunError: a sha256 in `identity` differs.
         """
         for what, now in self.identity.items():
-            if what not in metadata:
-                path = checkpoint.folder_of(self.folder / "checkpoints", step)
+            then = metadata.get(what, "unknown")
+            if then != now:
                 raise RunError(
-                    f"{path}: written by other code (no {what} in it). Use that code, or start over (--fresh)"
-                )
-            if metadata[what] != now:
-                raise RunError(
-                    f"{self.folder}: the {what} has changed since step {step}: sha256 {metadata[what]} then, {now} "
-                    f"now. Restore what the run started with (data.name, data.dir), or start over in a new folder "
-                    f"(--fresh)"
+                    f"{self.folder}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
+                    f"what the run started with (data.name, data.dir), or start over in a new folder (--fresh)"
                 )
 
 
@@ -86,26 +80,20 @@ def preflight(config: Config) -> Plan:
             train.init_from does not fit.
         DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
     """
-    folder = run_folder.path_of(config)
-    changes = run_folder.changes(config)
+    folder, changes = run_folder.path_of(config), run_folder.changes(config)
     last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
 
     data, block_size = Path(config.data.dir, config.data.name), config.model.block_size
-    try:
-        identity = fingerprint(check_dataset(data, config.model.vocab_size))
-        train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
-        loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
-        val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)
-    except DataError as error:
-        if distributed.local_rank():
-            raise RunError(str(error)) from error  # the first rank of each node says it once
-        raise
+    identity = fingerprint(check_dataset(data, config.model.vocab_size))
+    train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
+    loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
+    val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)
 
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(config.train.dtype, device)
-    shapes = parameter_shapes(config.model)
-    ranks, local_ranks = distributed.world_size(), distributed.local_size()
-    parallel, needed = memory.choose_parallelism(config, shapes, dtype, ranks, local_ranks, device)
+    parallel, needed = memory.choose_parallelism(
+        config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
+    )
     return Plan(
         config=config,
         folder=folder,

@@ -68,24 +68,13 @@ class Reporter:
         self.spikes = state.updates.read().spikes  # already reported
         parameters = count_parameters(config.model)
         _print_header(plan, ranks, state.step, *parameters)
-        total, active = (f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters)
-        tags = (config.model.router, config.data.name, total, f"{active} active")
+        sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
+        tags = (config.model.router, config.data.name, sizes[0], f"{sizes[1]} active")
         tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
         self.metadata = {"wandb": tracker.id} if tracker else {}
-        try:
-            self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
-        except RunError:
-            with suppress(Exception):  # the error under way is the one to be raised
-                if tracker:
-                    tracker.finish(1)
-            raise
-        self.bar = tqdm(
-            total=config.train.max_steps,
-            initial=state.step,
-            desc=config.run.name,
-            mininterval=0.3 if sys.stderr.isatty() else 10,
-            bar_format=BAR,
-        )
+        self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
+        seconds, total = 0.3 if sys.stderr.isatty() else 10, config.train.max_steps
+        self.bar = tqdm(desc=config.run.name, initial=state.step, total=total, mininterval=seconds, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first
         self.steps_timed = 0
 

@@ -56,16 +56,17 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     total, active = count_parameters(config.model)
     hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
     ranks = min(args.gpus, args.gpus_per_node)
-    yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
-    yield f"  parameters       {total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active"
-    yield f"  FLOPs per token  {flops_per_token(config.model) / 1e9:.3f} G (forward and backward)"
-    yield f"  tokens           {tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}"
-    kept = f"{config.train.keep_checkpoints} kept and one being written"
-    yield f"  checkpoint       {format_bytes(12 * total)}, {kept}"
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
-    yield f"  time             {hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours"
-    full = f"{ranks} ranks build the full model"
-    yield f"  host memory      {format_bytes(4 * total * ranks)} per node at the start: {full}"
+    lines = {
+        "parameters": f"{total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active",
+        "FLOPs per token": f"{flops_per_token(config.model) / 1e9:.3f} G (forward and backward)",
+        "tokens": f"{tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}",
+        "checkpoint": f"{format_bytes(12 * total)}, {config.train.keep_checkpoints} kept and one being written",
+        "time": f"{hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours",
+        "host memory": f"{format_bytes(4 * total * ranks)} per node at the start: {ranks} ranks build the full model",
+    }
+    yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
+    yield from (f"  {name:16} {text}" for name, text in lines.items())
     yield ""
 
 

@@ -570,21 +570,14 @@ def test_way_that_the_ranks_do_not_allow_is_refused(tiny, monkeypatch, parallel,
         memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "parallel, ranks, words",
-    [
-        ("ddp", 1, "set --train.parallel=fsdp on 2 GPUs (torchrun --nproc_per_node=2)"),
-        ("ddp", 8, "set --train.parallel=fsdp"),
-        ("fsdp", 2, "start 4 ranks"),
-        ("hsdp", 16, "set --train.parallel=fsdp, which shards over all nodes"),
-    ],
-)
-def test_device_known_to_be_too_small_is_refused(parallel, ranks, words):
-    with pytest.raises(RunError, match=re.escape("need 4.0 GiB a GPU, this one has 3.0 GiB")) as caught:
-        memory.check_state_fits(parallel, SMALL, 3 * 2**30, ranks)
-    assert str(caught.value).endswith(words)
-    memory.check_state_fits(parallel, SMALL, 4 * 2**30, ranks)
-    memory.check_state_fits(parallel, SMALL, None, ranks)
+def test_device_known_to_be_too_small_is_refused():
+    shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
+    with pytest.raises(
+        RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPUs"
+    ):
+        memory.check_state_fits(SMALL, 3 * 2**30, shapes)
+    memory.check_state_fits(SMALL, 4 * 2**30, shapes)
+    memory.check_state_fits(SMALL, None, shapes)
 
 
 def test_run_that_cannot_fit_is_refused_before_anything_is_made(tiny, monkeypatch):
@@ -696,15 +689,6 @@ def test_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(RunError, match="rank 2 of this node has no GPU, there are 2; set --nproc_per_node=2"):
         distributed.pick_device("auto")
-
-
-def test_missing_nccl_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    with pytest.raises(RunError, match="need NCCL.*install a torch build"):
-        distributed.process_group(torch.device("cuda", 0), 10).__enter__()
-    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":
