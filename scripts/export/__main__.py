@@ -25,6 +25,7 @@ from data.tokenizer import Tokenizer, identity
 from eval.trained import Trained, add_run_arguments, load_run
 from router import ROUTERS
 from runtime import RunError
+from runtime.initial import EXPORTED
 from runtime.names import to_gpt2, to_hf
 from runtime.output import require_packages
 from scripts.export.card import format_card
@@ -49,20 +50,18 @@ def export_run(
 
     Args:
         run: the run folder; `step` and `average` as for `eval.trained.load_model`.
-        out: a new or empty folder.
+        out: a new folder.
         step: the checkpoint's step; None: the last.
         average: checkpoints to average.
         form: "nanokern", "gpt2", or "auto": GPT-2 where possible.
         dtype: of the weights; routers stay in fp32.
 
     Raises:
-        ValueError: no such model, `out` is not empty or cannot be replaced, or the model does not fit GPT-2.
+        ValueError: no such model, `out` exists, or the model does not fit GPT-2.
     """
-    out = Path(os.path.realpath(out))  # the folder itself, if it is a link
-    if is_taken(out):
+    out = Path(os.path.realpath(out))  # what it points to, if it is a link
+    if os.path.lexists(out):
         raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
-    if out == Path.cwd() or out.is_mount():
-        raise RunError(f"{out}: is the working directory or a mount point; name a new folder, such as {out / 'hf'}")
     trained, tokenizer = load_run(run, step, average)
     form = choose_form(form, trained.config.model)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,21 +73,16 @@ def export_run(
     return trained, tokenizer
 
 
-def is_taken(out: Path) -> bool:
-    """Whether `out` exists and is not an empty folder."""
-    return os.path.lexists(out) and (not out.is_dir() or any(out.iterdir()))
-
-
 def choose_form(form: str, model: Model) -> str:
     """Resolve "auto". Raises ValueError if GPT-2 is asked for and the model does not fit it."""
-    obstacles = [f"model.router = {model.router}"] if ROUTERS[model.router] is not None else []
-    obstacles += [f"model.pos = {model.pos}"] if model.pos != "learned" else []
-    if form == "gpt2" and obstacles:
+    fits = ROUTERS[model.router] is None and model.pos == "learned"
+    if form == "gpt2" and not fits:
         raise ValueError(
-            f"--format gpt2: the run has {' and '.join(obstacles)}, which GPT-2 does not support; use --format nanokern"
+            f"--format gpt2: the run has model.router = {model.router} and model.pos = {model.pos}, GPT-2 supports "
+            f"only dense and learned; use --format nanokern"
         )
     if form == "auto":
-        return "nanokern" if obstacles else "gpt2"
+        return "gpt2" if fits else "nanokern"
     return form
 
 
@@ -103,9 +97,8 @@ def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path
     save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
     source = {"run": trained.config.run.name, "step": trained.step, "average": trained.average}
-    config = (make_gpt2_config if form == "gpt2" else make_nanokern_config)(model) | ends
-    config |= {"dtype": dtype, "nanokern": source | {"tokenizer": identity(tokenizer)}}
-    write_json(folder / "config.json", config)
+    source |= {"tokenizer": identity(tokenizer)}
+    write_json(folder / "config.json", make_config(model, form) | ends | {"dtype": dtype, "nanokern": source})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
     padding = list(range(tokenizer.vocab_size, model.vocab_size))
     write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
@@ -117,53 +110,31 @@ def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path
     (folder / "README.md").write_text(format_card(trained, run, form, dtype), "utf-8")
 
 
-def make_nanokern_config(model: Model) -> dict[str, Any]:
-    """config.json for modeling_nanokern.py."""
+def make_config(model: Model, form: str) -> dict[str, Any]:
+    """config.json for modeling_nanokern.py, or for transformers' GPT-2."""
+    shared = {"model_type": form, "initializer_range": model.init_std, "tie_word_embeddings": model.tie_embeddings}
+    hidden = model.top_k * model.expert_hidden  # of a dense MLP
+    if form == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            **shared,
+            **{key: getattr(model, key) for key in ("vocab_size", "n_embd", "n_layer", "n_head")},
+            "n_positions": model.block_size,
+            "n_inner": hidden,
+            "activation_function": "gelu",  # the exact one
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+        }
     return {
         "architectures": ["NanoKernForCausalLM"],
-        "model_type": "nanokern",
         "auto_map": {
             "AutoConfig": "configuration_nanokern.NanoKernConfig",
             "AutoModel": "modeling_nanokern.NanoKernModel",
             "AutoModelForCausalLM": "modeling_nanokern.NanoKernForCausalLM",
         },
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.n_embd,
-        "num_hidden_layers": model.n_layer,
-        "num_attention_heads": model.n_head,
-        "max_position_embeddings": model.block_size,
-        "router": model.router,
-        "n_expert": model.n_expert,
-        "num_experts_per_tok": model.top_k,
-        "moe_intermediate_size": model.expert_hidden,
-        "intermediate_size": model.top_k * model.expert_hidden,
-        "gate_scale": model.gate_scale,
-        "pos": model.pos,
-        "bias": model.bias,
+        **shared,
+        **{theirs: getattr(model, ours) for ours, theirs in EXPORTED.items()},
+        "intermediate_size": hidden,
         "dropout": model.dropout,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tie_embeddings,
-    }
-
-
-def make_gpt2_config(model: Model) -> dict[str, Any]:
-    """config.json for transformers' GPT-2, of a dense model with learned positions."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": model.vocab_size,
-        "n_embd": model.n_embd,
-        "n_layer": model.n_layer,
-        "n_head": model.n_head,
-        "n_positions": model.block_size,
-        "n_inner": model.top_k * model.expert_hidden,
-        "activation_function": "gelu",  # the exact one
-        "layer_norm_epsilon": 1e-5,
-        "resid_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "attn_pdrop": model.dropout,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tie_embeddings,
     }
 
 
@@ -173,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m scripts.export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_run_arguments(parser)
-    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("out", type=Path, help="new folder; with --check it may exist, then nothing is written")
     parser.add_argument(
         "--format",
         choices=("auto", "nanokern", "gpt2"),
@@ -183,16 +154,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)
-    out, choices = Path(os.path.realpath(args.out)), (args.step, args.average, args.format)
+    options = (args.step, args.average, args.format, args.dtype)
     try:
         if args.check:
             require_packages("transformers", requirements="requirements-dev.txt")
-        if args.check and is_taken(out):
-            trained, tokenizer = load_source(args.run, out, *choices, args.dtype)
+        if args.check and args.out.exists():
+            if options != (None, 1, "auto", None):
+                raise RunError(f"{args.out}: exists already, so --check takes no other option; name a new folder")
+            trained, tokenizer = load_source(args.run, args.out)
         else:
-            trained, tokenizer = export_run(args.run, out, *choices, args.dtype or "float32")
-            print(f"{out}: {args.run} at step {trained.step}")
-        return check_export(trained, tokenizer, args.run, out) if args.check else 0
+            trained, tokenizer = export_run(args.run, args.out, *options[:3], args.dtype or "float32")
+            print(f"{args.out}: {args.run} at step {trained.step}")
+        return check_export(trained, tokenizer, args.run, args.out) if args.check else 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,39 +16,21 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import can_return_tuple
 
 from .configuration_nanokern import NanoKernConfig
 from .router import ROUTERS, Router  # pyrefly: ignore[missing-import]  (beside this file in an export)
 from .torch_grouped import expert_mlp  # pyrefly: ignore[missing-import]
 
-MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters  # transformers 4 and 5 differ
+HAS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters  # transformers 4
 
 
-def make_causal_mask(
-    config: NanoKernConfig, x: Tensor, attention_mask: Tensor | None, past: Cache | None, position_ids: Tensor
-) -> Any:
-    """The mask in the form that the configured attention takes; None where it needs none."""
-    start = past.get_seq_length() if past is not None else 0
-    values: dict[str, Any] = {
-        "config": config,
-        "inputs_embeds": x,
-        "input_embeds": x,
-        "attention_mask": attention_mask,
-        "cache_position": torch.arange(start, start + x.shape[1], device=x.device),
-        "past_key_values": past,
-        "position_ids": position_ids,
-    }
-    return create_causal_mask(**{name: value for name, value in values.items() if name in MASK_ARGUMENTS})
-
-
-def find_positions(x: Tensor, attention_mask: Tensor | None, past: Cache | None) -> Tensor:
-    """Positions (B, T) or (1, T), counted from each row's first token that the mask does not hide."""
-    T = x.shape[1]
+def find_positions(attention_mask: Tensor | None, columns: Tensor) -> Tensor:
+    """Positions (B, T) or (1, T) of `columns` (T,), from each row's first token that the mask (B, S) does not hide."""
     if attention_mask is not None and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
-    start = past.get_seq_length() if past is not None else 0
-    return torch.arange(start, start + T, device=x.device)[None]
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -len(columns) :]
+    return columns[None]
 
 
 def rotary_angles(config: NanoKernConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,49 +48,6 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch.
-
-    Args:
-        module: whose training mode decides about dropout.
-        query: (B, nh, T, hs).
-        key: (B, nh, S, hs).
-        value: (B, nh, S, hs).
-        attention_mask: (B, 1, T, S), added to the scores.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight.
-        **kwargs: ignored.
-
-    Returns:
-        The output (B, T, nh, hs) and the weights (B, nh, T, S).
-    """
-    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = F.dropout(weights, dropout, module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class NanoKernPositions(nn.Embedding):
-    """Adds the embedding of positions.
-
-    At later stages of a pipeline vLLM replaces it by an identity, which returns the first argument.
-    """
-
-    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        return hidden_states + super().forward(position_ids)
-
-
 class NanoKernAttention(nn.Module):
     """Causal self-attention, by any implementation that transformers knows."""
 
@@ -119,6 +58,7 @@ class NanoKernAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
+        self.num_key_value_groups = 1  # for eager_attention_forward
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -140,9 +80,7 @@ class NanoKernAttention(nn.Module):
             query, key = rotate(query, angles), rotate(key, angles)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = eager_attention
-        if self.config._attn_implementation != "eager":
-            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.dropout if self.training else 0.0
         y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
         y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
@@ -232,7 +170,6 @@ class NanoKernPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["router"]  # as in training, whatever the dtype of the rest
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_flash_attn_2 = True  # its name in transformers before 4.53
     _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -250,7 +187,7 @@ class NanoKernModel(NanoKernPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if config.pos == "learned":
-            self.embed_positions = NanoKernPositions(config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=config.bias)
         self.gradient_checkpointing = False
@@ -286,14 +223,19 @@ class NanoKernModel(NanoKernPreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        start = past_key_values.get_seq_length() if past_key_values is not None else 0
+        columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) of the cache
         if position_ids is None:
-            position_ids = find_positions(x, attention_mask, past_key_values)
-        mask = make_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            position_ids = find_positions(attention_mask, columns)
+        places: dict[str, Any] = {"past_key_values": past_key_values, "position_ids": position_ids}
+        if HAS_CACHE_POSITION:
+            places["cache_position"] = columns
+        mask = create_causal_mask(self.config, x, attention_mask, **places)
         angles = None
         if self.embed_positions is None:
             angles = rotary_angles(self.config, position_ids)
         else:
-            x = self.embed_positions(x, position_ids)
+            x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         states = []
         for layer in self.layers:
@@ -313,7 +255,6 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_rep"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # pyrefly: ignore[bad-assignment]  (its stub says str)
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__(config)
@@ -348,13 +289,7 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
             **kwargs: passed on to the model and the loss.
         """
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])

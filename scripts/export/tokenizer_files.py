@@ -24,21 +24,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     body = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [end],
-        "normalizer": None,
         "pre_tokenizer": by_bytes | {"use_regex": tokenizer.name == "gpt2"},  # its regular expression is GPT-2's
-        "post_processor": None,
         "decoder": by_bytes,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
             "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
             "vocab": {printable(token): rank for rank, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot},
             "merges": [[printable(left), printable(right)] for left, right in find_merges(tokens)],
