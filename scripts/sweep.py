@@ -20,13 +20,16 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import configure
 from configure import Config, ConfigError
+from data import DataError
+from data.bins import check_dataset
 from model import count_parameters
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
@@ -38,27 +41,22 @@ from scripts import plan
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
 SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
-REPORT_SECONDS = 60  # between progress lines, where several points run at once
 # Multiplied by --scale; a 0, which disables, stays 0
 SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps", "eval.interval", "eval.windows")
 SCALED += ("log.interval",)
 
 
-@dataclass
-class Point:
-    """One run of the sweep and, while it runs, its process."""
+class Point(NamedTuple):
+    """One run of the sweep."""
 
     number: str  # such as 3/12
     overrides: list[str]
     config: Config
-    gpus: list[str] = field(default_factory=list)  # as CUDA_VISIBLE_DEVICES names them
-    process: subprocess.Popen[bytes] | None = None
-    last_line: str = ""  # of progress
 
     @property
-    def name(self) -> str:
+    def folder(self) -> Path:
         """The run's folder."""
-        return f"{self.config.run.dir}/{self.config.run.name}"
+        return folder.path_of(self.config)
 
     def command(self, file: str, ranks: int) -> str:
         """The command that a user would type."""
@@ -69,42 +67,52 @@ class Point:
         """Step of its last checkpoint; max_steps if nothing is left to do."""
         try:
             folder.changes(self.config)
-            step = max(checkpoint.steps(folder.path_of(self.config) / "checkpoints"), default=0)
+            step = max(checkpoint.steps(self.folder / "checkpoints"), default=0)
             finished = folder.is_finished(self.config, step)
         except (RunError, ConfigError):  # the folder holds another config's run: train.py explains it better
             return 0
         return self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
 
-    def start(self, file: str, gpus: list[str], threads: int, log: bool) -> None:
+    def progress(self) -> str:
+        """`runs/name: step 300 of 1,000, train/loss 2.3456`."""
+        seen = {key: value for line in read_metrics(self.folder / "metrics.jsonl") for key, value in line.items()}
+        losses = (f", {key} {seen[key]:.4f}" for key in ("train/loss", "val/loss") if key in seen)
+        return f"{self.folder}: step {seen.get('step', 0):,} of {self.config.train.max_steps:,}{''.join(losses)}"
+
+
+class Job(NamedTuple):
+    """A point that is training."""
+
+    point: Point
+    gpus: list[str]  # as CUDA_VISIBLE_DEVICES names them; empty: on the CPU
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, point: Point, file: str, gpus: list[str], threads: int, log: bool) -> "Job":
         """Start train.py on `gpus`, or on the CPU with `threads` threads (0: torch's own number).
 
         With `log` its output goes to train.log in the run's folder.
         """
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-        environment, self.gpus = dict(os.environ), gpus
+        environment = dict(os.environ)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         elif threads:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         if log:
-            folder.path_of(self.config).mkdir(parents=True, exist_ok=True)
-        with Path(self.name, "train.log").open("ab") if log else nullcontext() as output:
-            self.process = subprocess.Popen(
-                [*(launch if len(gpus) > 1 else [sys.executable]), TRAIN, file, *self.overrides],
+            point.folder.mkdir(parents=True, exist_ok=True)
+        with (point.folder / "train.log").open("ab") if log else nullcontext() as output:
+            process = subprocess.Popen(
+                [*(launch if len(gpus) > 1 else [sys.executable]), TRAIN, file, *point.overrides],
                 env=environment,
                 stdout=output,
                 stderr=output,
                 process_group=0,  # so that Ctrl-C reaches only the sweep, which passes it on once
             )
-
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        assert self.process
-        return self.process.poll()
+        return cls(point, gpus, process)
 
     def stop(self) -> None:
         """Ask it to save and end: the ranks directly, because torchrun would give them only 30 seconds."""
-        assert self.process
         ranks = []
         if len(self.gpus) > 1:
             with suppress(OSError):
@@ -113,12 +121,6 @@ class Point:
         for pid in ranks or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1 if ranks else signal.SIGTERM)
-
-    def progress(self) -> str:
-        """`name: step 300 of 1,000, train/loss 2.3456`."""
-        seen = {key: value for line in read_metrics(Path(self.name, "metrics.jsonl")) for key, value in line.items()}
-        losses = (f", {key} {seen[key]:.4f}" for key in ("train/loss", "val/loss") if key in seen)
-        return f"{self.name}: step {seen.get('step', 0):,} of {self.config.train.max_steps:,}{''.join(losses)}"
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -139,29 +141,36 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """The command; returns the exit status."""
     args, rest = parse_arguments(argv)
-    if "--fresh" in rest:
-        print("--fresh: a sweep resumes its runs; for new ones set another --run.dir", file=sys.stderr)
-        return 2
     try:
+        if "--fresh" in rest:
+            raise ConfigError("--fresh: a sweep resumes its runs; for new ones set another --run.dir")
         file, overrides = configure.split_command_line(rest)
         points = list_points(file, overrides, args.scale)
         left = [point for point in points if point.steps_done() < point.config.train.max_steps]
         shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
         if not args.slurm:
-            for point in left:  # what cannot work on this number of ranks fails before the first point starts
-                configure.load(file, point.overrides, world_size=max(1, len(shares[0])))
+            check_points(file, left, len(shares[0]), with_data=not args.dry_run)
         print(format_totals(points, left, args, shares), flush=True)
-    except ConfigError as error:
+        if args.slurm:
+            return write_slurm_array(args.slurm, file, left, args.parallel)
+    except (ConfigError, DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    if args.slurm:
-        return write_slurm_array(args.slurm, file, left, args.parallel)
     for point in points:
         if point not in left:
-            print(f"[{point.number}] finished already: {point.name}")
+            print(f"[{point.number}] finished already: {point.folder}")
         elif args.dry_run:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
     return 0 if args.dry_run else run_points(file, left, shares, stop or Stop())
+
+
+def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> None:
+    """Raise ConfigError or DataError, before the first point starts, for what would end a later one."""
+    for point in left:
+        configure.load(file, point.overrides, world_size=max(1, ranks))
+    sets = {(Path(point.config.data.dir, point.config.data.name), point.config.model.vocab_size) for point in left}
+    for data, vocab_size in sorted(sets) if with_data else ():
+        check_dataset(data, vocab_size)
 
 
 def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
@@ -176,8 +185,7 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
 
 def scale_down(config: Config, scale: float) -> list[str]:
     """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
-    sections = config.model_dump()
-    values = {key: sections[key.split(".")[0]][key.split(".")[1]] for key in SCALED}
+    values = {key: attrgetter(key)(config) for key in SCALED}
     overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value]
     name = f"rehearsal-{scale:g}"
     return [*overrides, f"--run.dir={config.run.dir}/{name}", f"--log.group={config.log.group}-{name}"]
@@ -228,45 +236,36 @@ def format_totals(points: list[Point], left: list[Point], args: argparse.Namespa
 
 def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop) -> int:
     """Train the points of `left`, as many at once as there are shares of the GPUs; returns the exit status."""
-    waiting, running, free, failed = list(left), [], list(shares), []
-    parallel, next_report = len(shares) > 1, time.monotonic() + REPORT_SECONDS
+    waiting, free, failed, asked = list(left), list(shares), [], False
+    running: list[Job] = []
+    parallel = len(shares) > 1
     threads = max(1, len(os.sched_getaffinity(0)) // len(shares)) if parallel else 0
-    stopping = False
-    while waiting or running:
-        if stop.asked and not stopping:
-            stopping = True
-            waiting.clear()
-            for point in running:
-                point.stop()
-        while waiting and free:
+    while running or (waiting and not stop.asked):
+        if stop.asked and not asked:
+            asked = True
+            for job in running:
+                job.stop()
+        while waiting and free and not stop.asked:
             point = waiting.pop(0)
-            point.start(file, free.pop(0), threads, log=parallel)
-            where = f"; log: {point.name}/train.log" if parallel else ""
-            print(f"[{point.number}] {point.command(file, len(point.gpus))}{where}", flush=True)
-            running.append(point)
+            running.append(job := Job.start(point, file, free.pop(0), threads, log=parallel))
+            where = f"; log: {point.folder}/train.log" if parallel else ""
+            print(f"[{point.number}] {point.command(file, len(job.gpus))}{where}", flush=True)
         with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points have been asked already, so keep waiting
             time.sleep(0.1)
-        for point in [point for point in running if point.exit_code() is not None]:
-            running.remove(point)
-            free.append(point.gpus)
-            code = point.exit_code()
+        for job in [job for job in running if job.process.poll() is not None]:
+            running.remove(job)
+            free.append(job.gpus)
+            code = job.process.returncode
             if parallel:
                 how = {0: "finished", EXIT_CODE: "stopped"}.get(code, f"failed with exit code {code}")
-                print(f"[{point.number}] {how}: {point.progress()}", flush=True)
+                print(f"[{job.point.number}] {how}: {job.point.progress()}", flush=True)
             if code == EXIT_CODE:
                 stop.asked = True
-            elif code and not stopping:
-                failed.append(point)
-        if parallel and time.monotonic() > next_report:
-            next_report = time.monotonic() + REPORT_SECONDS
-            for point in running:
-                line, before = point.progress(), point.last_line
-                point.last_line = line
-                if line != before:
-                    print(f"[{point.number}] {line}", flush=True)
-    for point in failed:
-        log = f" ({point.name}/train.log)" if parallel else ""
-        print(f"failed: {point.command(file, len(point.gpus))}{log}", file=sys.stderr)
+            elif code and not asked:
+                failed.append(job)
+    for job in failed:
+        log = f" ({job.point.folder}/train.log)" if parallel else ""
+        print(f"failed: {job.point.command(file, len(job.gpus))}{log}", file=sys.stderr)
     return EXIT_CODE if stop.asked else 1 if failed else 0
 
 
@@ -290,12 +289,8 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
         *cases,
         "esac",
     ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n" + body)
-    except OSError as error:
-        print(f"--slurm {path}: {error.strerror}; name a file", file=sys.stderr)
-        return 2
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n" + body)
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
     return 0
 

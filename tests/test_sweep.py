@@ -209,18 +209,6 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     ))  # fmt: skip
 
 
-def test_progress_of_running_points(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
-    folder = tmp_path / "runs" / "tiny-kern"
-    folder.mkdir(parents=True)
-    lines = '{"step": 0, "tokens": 0, "val/loss": 5.5}\n{"step": 3, "tokens": 9, "train/loss": 5.25}\n'
-    (folder / "metrics.jsonl").write_text(lines)
-    monkeypatch.setenv("SECONDS", "1")
-    monkeypatch.setattr(sweep, "REPORT_SECONDS", 0.3)
-    assert sweep.main([str(sweep_file), "--model.router=kern", "--parallel", "2"]) == 0
-    said = re.findall(r"^\[1/2\] (?!finished|python).*$", capfd.readouterr().out, re.MULTILINE)
-    assert said == [f"[1/2] {folder}: step 3 of 4, train/loss 5.2500, val/loss 5.5000"]  # once, while nothing changes
-
-
 @pytest.mark.parametrize(
     ("gpus", "parallel", "shares"),
     [

@@ -5,8 +5,8 @@
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
 
 Writes report.md with its pictures, and report.html, which contains all of it. Runs are paired by seed and by validation
-window; runs of different corpora, sizes or schedules are compared apart, and judged together at the end. Needs
-requirements-report.txt.
+window. Runs of one corpus, size and schedule are one setting: each setting has its own tables, and each claim is also
+judged over all settings. Needs requirements-report.txt.
 """
 
 import argparse

@@ -31,6 +31,10 @@ class Interval(NamedTuple):
     high: float
     seeds: int
 
+    def decide(self, below: str, above: str) -> str:
+        """`below` or `above`, the side of zero that the interval is on; UNDECIDED if it touches zero or has no ends."""
+        return below if self.high < 0 else above if self.low > 0 else UNDECIDED
+
     def __str__(self) -> str:
         return f"{self.mean:+.4f}" + ("" if math.isnan(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]")
 
@@ -104,7 +108,7 @@ class Claim(NamedTuple):
         if self.equal:
             within, outside = max(-found.low, found.high) <= MARGIN, found.low > MARGIN or found.high < -MARGIN
             return SUPPORTED if within else CONTRADICTED if outside else UNDECIDED
-        return SUPPORTED if found.high < 0 else CONTRADICTED if found.low > 0 else UNDECIDED
+        return found.decide(SUPPORTED, CONTRADICTED)
 
 
 CLAIMS = [Claim(source, words, **of) for source, claims in paper.CLAIMS.items() for words, of in claims.items()]

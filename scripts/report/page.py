@@ -21,9 +21,8 @@ SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr", "eval.windows")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
     "loss": ("Validation loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
-    "time": ("Validation loss by time of training, without evaluation and saving.", pictures.plot_loss_by_time),
-    "routing": ("Load imbalance, entropy of the gates and γ, means over layers and seeds.", pictures.plot_routing),
-    "loads": ("Load of each expert over its layer's mean, first seed, at the end; ×: no token.", pictures.plot_loads),
+    "routing": ("Training batches: load imbalance, entropy of the gates, γ; layers' means.", pictures.plot_routing),
+    "loads": ("Validation windows: load of each expert at the end, first seed; ×: no token.", pictures.plot_loads),
 }
 
 

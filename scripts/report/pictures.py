@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.pictures import add_load_bar
@@ -21,7 +20,6 @@ from scripts.report.claims import estimate_interval, pair_differences
 from scripts.report.runs import Arm, Setting
 
 MARKS = 12  # markers per line, about
-HEIGHT, LABEL_HEIGHT = 5, 0.22  # inches
 LOSS = "validation loss, nats per token (lower is better)"
 
 Points = dict[Any, Sequence[float]]  # x: mean, low, high
@@ -32,18 +30,6 @@ def plot_loss(setting: Setting, baseline: str) -> Figure | None:
     """Validation loss by steps, mean and range over seeds."""
     lines = draw_arms(setting, lambda arm: {step: spread(arm.losses(step)) for step in setting.steps})
     return plot_lines([(f"steps of {setting.tokens:,} tokens", LOSS, lines)], margin=0.06)
-
-
-def plot_loss_by_time(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss by time of training, where it was logged: that of the first seed, losses as above."""
-
-    def time_losses(arm: Arm) -> Points:
-        clock = arm.first.minutes()
-        steps = [step for step in setting.steps if step <= max(clock)] if len(clock) > 1 else []
-        times = np.interp(steps, [*clock], [*clock.values()])
-        return {at: spread(arm.losses(step)) for at, step in zip(times, steps, strict=True)}
-
-    return plot_lines([("minutes of training", LOSS, draw_arms(setting, time_losses))], margin=0.06)
 
 
 def plot_difference(setting: Setting, baseline: str) -> Figure | None:
@@ -62,7 +48,7 @@ def plot_difference(setting: Setting, baseline: str) -> Figure | None:
 
 
 def plot_routing(setting: Setting, baseline: str) -> Figure | None:
-    """Load imbalance, entropy of the gates and γ over training: means over layers, mean and range over seeds."""
+    """Load imbalance, entropy of the gates and γ of training batches: means over layers, mean and range over seeds."""
 
     def collect(arm: Arm, key: str) -> Points:
         columns = [arm.runs[seed].logged(key) for seed in arm.seeds]
@@ -71,7 +57,7 @@ def plot_routing(setting: Setting, baseline: str) -> Figure | None:
 
     K, E = setting.values["model.top_k"], setting.values["model.n_expert"]
     labels = {
-        "router/load_imbalance": f"busiest expert's load / mean load (1 to {E / K:g})",
+        "router/load_imbalance": f"busiest expert's load / mean load in training (1 to {E / K:g})",
         "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
         "router/gamma": "γ",
     }
@@ -108,40 +94,29 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def plot_lines(panels: Sequence[tuple[str, str, Lines]], margin: float | None = None) -> Figure | None:
-    """Lines with bands, a panel for each (x label, y label, lines) that has any; each named at its end with its value.
+    """Lines with bands, a panel for each (x label, y label, lines) that has any; legends give last values, in order.
 
     With `margin` the y-axis leaves out the steep first quarter of the lines, and has that part of its range to spare.
     """
     panels = [panel for panel in panels if panel[2]]
-    figure = Figure((8 if len(panels) == 1 else 6 * len(panels), HEIGHT), layout="constrained")
+    figure = Figure((9 if len(panels) == 1 else 7 * len(panels), 5), layout="constrained")
     for i, (x_label, y_label, lines) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1, xlabel=x_label, ylabel=y_label)
         axes.grid(alpha=0.3)
-        ends, late = [], []
+        drawn, late = [], []
         for j, (label, (look, points)) in enumerate(lines.items()):
             means, lows, highs = zip(*points.values(), strict=True)
             every = max(1, len(points) // MARKS)
-            axes.plot([*points], means, markevery=(j % every, every), **look)
+            label = f"{label} {means[-1]:.4f}"
+            (line,) = axes.plot([*points], means, markevery=(j % every, every), label=label, **look)
             axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
-            ends.append((means[-1], max(points), f"{label} {means[-1]:.4f}", look["color"]))
+            drawn.append((means[-1], j, line))
             late += means[len(means) // 4 :]
         if margin is not None:
             spare = margin * (max(late) - min(late)) or 0.1
             axes.set_ylim(min(late) - spare, max(late) + spare)
-        label_ends(axes, sorted(ends))
+        axes.legend(handles=[line for *_, line in sorted(drawn)[::-1]], loc="upper left", bbox_to_anchor=(1, 1))
     return figure if panels else None
-
-
-def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write a label at each end (y, x, label, colour), lowest first, without overlaps."""
-    low, high = axes.get_ylim()
-    heights = [(y - low) / (high - low) for y, *_ in ends]  # 0 to 1 within the axes
-    spaces = LABEL_HEIGHT / HEIGHT * np.arange(len(ends))
-    places = np.minimum(np.maximum.accumulate(heights - spaces) + spaces, 1 - spaces[::-1])
-    for (y, x, label, colour), place in zip(ends, places, strict=True):
-        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "relpos": (0, 0.5)}
-        at = {"xy": (x, y), "xytext": (1.03, place), "textcoords": "axes fraction", "va": "center"}
-        axes.annotate(label, **at, color=colour, fontsize=9, arrowprops=arrow)
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
@@ -171,7 +146,7 @@ def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
 
 
 def plot_loads(setting: Setting, baseline: str) -> Figure | None:
-    """Load of each expert over its layer's mean at the last common evaluation, of each arm's first seed."""
+    """Load of each expert over its layer's mean at the last common evaluation, for the first seed of each arm."""
     lines = {arm.label: arm.first.evaluations[setting.end] for arm in setting.arms}
     loads = {label: np.array(line["val/loads"], np.float64) for label, line in lines.items() if line.get("val/loads")}
     figure = Figure((9, 1.3 + sum(0.55 + 0.14 * max(3, len(of)) for of in loads.values())), layout="constrained")

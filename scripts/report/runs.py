@@ -1,4 +1,4 @@
-"""Reads runs, and sorts them into settings and arms.
+"""Read runs, and sort them into settings and arms.
 
 Runs of one setting have the same corpus, shape, schedule and validation windows: all that moves a loss except the
 router and what balances or scales its gates. An arm is one such router, with a run for each seed.
@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import configure
 from configure.schema import KEYS
@@ -22,21 +21,16 @@ from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.metrics import read_metrics
 
-# What tells arms of one setting apart.
-ARM_KEYS = (
-    "model.router",
-    "model.gate_scale",
-    "train.balance_loss_coef",
-    "train.z_loss_coef",
-    "train.bias_update_rate",
-)
+# What differs between arms of one setting.
+ARM_KEYS = ("model.router", "model.gate_scale")
+ARM_KEYS += ("train.balance_loss_coef", "train.z_loss_coef", "train.bias_update_rate")
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
     r"activation_checkpointing|timeout_minutes|checkpoint_|keep_checkpoints|on_save_error|max_skipped_steps)"
 )
 SETTING_KEYS = [key for key in KEYS if key not in ARM_KEYS and not NEUTRAL_KEYS.match(key)]
-REMEDY = "report them apart, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
+REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
 
 
 @dataclass(eq=False)
@@ -51,8 +45,7 @@ class Run:
 
     def value(self, key: str) -> Any:
         """The config's value of a dotted key."""
-        section, name = key.split(".")
-        return getattr(getattr(self.config, section), name)
+        return attrgetter(key)(self.config)
 
     def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
         """(key, value) of each key."""
@@ -65,7 +58,7 @@ class Run:
 
     @property
     def progress(self) -> str:
-        """How far it came, in words."""
+        """How far it was evaluated, in words."""
         words = f"evaluated up to step {max(self.evaluations):,}"
         return words if self.diverged is None else f"{words}, loss not finite at {self.diverged:,}"
 
@@ -81,16 +74,10 @@ class Run:
         """Validation windows of the evaluation at `step`."""
         return len(self.evaluations[step].get("val/window_losses", ())) or self.config.eval.windows
 
-    def minutes(self) -> dict[int, float]:
-        """{step: minutes of training up to it}, without evaluations and saves."""
-        logged = self.logged("perf/step_ms")
-        steps = [0, *logged]
-        return dict(zip(steps, np.cumsum([0, *np.diff(steps) * [*logged.values()]]) / 60_000, strict=True))
-
 
 @dataclass(eq=False)
 class Arm:
-    """One router with its constants; `label` is what tells it from other arms, `runs` {seed: Run}."""
+    """One router with its constants; `label` distinguishes it from other arms; `runs`: {seed: Run}."""
 
     label: str
     router: str
@@ -114,14 +101,10 @@ class Arm:
         """Validation loss of each seed at `step`."""
         return [self.runs[seed].loss(step) for seed in self.seeds]
 
-    def logged(self, key: str) -> list[float]:
-        """All values of a key in the lines of training, seed after seed."""
-        return [value for seed in self.seeds for value in self.runs[seed].logged(key).values()]
-
 
 @dataclass(eq=False)
 class Setting:
-    """Arms that are compared; `label` is what tells the setting from others ("" if there is only one)."""
+    """Arms that are compared; `label` distinguishes the setting from others ("" if there is only one)."""
 
     label: str
     values: dict[str, Any]
@@ -173,10 +156,9 @@ class Setting:
         """
         others = [other for other in self.arms if other is not arm and other.label == name]
         others = others or [other for other in self.arms if other.router == name != arm.router]
-        alike = {
-            i: len({*arm.constants} & {*other.constants}) for i, other in enumerate(others) if arm.shared_seeds(other)
-        }
-        return [others[i] for i, number in alike.items() if number == max(alike.values())]
+        others = [other for other in others if arm.shared_seeds(other)]
+        alike = [len({*arm.constants} & {*other.constants}) for other in others]
+        return [other for other, number in zip(others, alike, strict=True) if number == max(alike)]
 
     def counterpart(self, arm: Arm, name: str) -> Arm | None:
         """The first of `counterparts`, if any."""
@@ -200,7 +182,7 @@ def load_run_record(folder: Path) -> Run:
         elif "val/loss" in line and run.diverged is None:
             run.diverged = line["step"]
     if not run.evaluations:
-        reason = "not evaluated yet; go on with train.py" if run.diverged is None else "diverged; lower optim.lr"
+        reason = "not evaluated yet; continue with train.py" if run.diverged is None else "diverged; lower optim.lr"
         raise ValueError(f"{folder}: {reason}, or leave it out")
     return run
 
@@ -221,7 +203,7 @@ def load_run_records(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
     """Sort runs into settings, with notes on what was left out or is unfinished.
 
-    Of two runs of one setting, arm and seed the one that came further counts; an unfinished run does not count where
+    Of two runs of one setting, arm and seed the one evaluated further counts; an unfinished run does not count where
     others of its setting ended. Raises ValueError if runs to be compared were not evaluated on the same text.
     """
     notes, groups = [], defaultdict(lambda: defaultdict(dict))

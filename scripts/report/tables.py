@@ -9,11 +9,11 @@ from scripts.report.claims import Finding, estimate_interval, pair_differences
 from scripts.report.runs import Run, Setting
 
 Table = tuple[list[str], list[list[str]]]
-COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "load imbalance")
+COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "val imbalance")
 
 
 def summarize_run(run: Run) -> list[str]:
-    """COLUMNS of a run at its last evaluation. tokens/s: median over the run; imbalance: busiest over mean load."""
+    """COLUMNS of a run at its last evaluation. tokens/s: median over the run; imbalance: largest over mean load."""
     step, last = list(run.evaluations.items())[-1]
     speeds = run.logged("perf/tokens_per_sec").values()
     cells = [run.config.run.name, run.config.model.router]
@@ -55,9 +55,8 @@ def build_difference_table(setting: Setting, baseline: str) -> Table:
         if base := setting.counterpart(arm, baseline):
             found = estimate_interval([pair_differences(arm, base, setting.end)])
             cells[1] += f", {found.seeds} paired" * (found.seeds < len(arm.seeds))
-            word = "better" if found.low > 0 else "worse" if found.high < 0 else "undecided"
             theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
-            cells += [str(found), word if found.seeds > 1 else "undecided (one seed)"]
+            cells += [str(found), found.decide("worse", "better") if found.seeds > 1 else "undecided (one seed)"]
             cells.append("" if theirs is None else f"{theirs:+.4f}")
         rows.append((cells + [""] * 3)[: len(head)])
     return head, rows

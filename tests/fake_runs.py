@@ -1,0 +1,78 @@
+"""Folders of runs that were never trained: a config, invented metrics and, if wanted, a checkpoint's manifest."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import configure
+from runtime import checkpoint
+
+CONFIG = Path(__file__).parents[1] / "config"
+
+
+def make_run(folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", **shape: Any) -> Path:
+    """Make a run's folder, of kern and seed 0 by default; `shape` goes to `metric_lines`."""
+    config = configure.load(file, ["run.seed=0", "model.router=kern", *overrides])
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(configure.dumps(config))
+    lines = metric_lines(config, **shape)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def metric_lines(
+    config: configure.Config,
+    end: float = 2.0,
+    early: float = 0.0,
+    noise: float = 0.0,
+    points: int = 10,
+    windows: int = 8,
+    until: float = 1.0,
+    without: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Lines of a metrics.jsonl.
+
+    Args:
+        config: of the run.
+        end: validation loss at the end; seeds and windows move it, for all routers alike.
+        early: loss in addition at the beginning.
+        noise: deviation of what moves this run's seed and windows alone.
+        points: evaluations after step 0, if the run were finished.
+        windows: of each evaluation.
+        until: part of max_steps that was trained.
+        without: beginnings of keys to leave out.
+    """
+    model, steps = config.model, config.train.max_steps
+    own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
+    shift = 0.1 * config.run.seed + noise * own.standard_normal()
+    text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(windows)
+    shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
+    found = []
+    for i in range(round(points * until) + 1):
+        step, left = steps * i // points, 1 - i / points
+        at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
+        losses = end + early * left + 3 * left**4 + shift + text
+        line = at | {"train/loss": float(losses[0]), "perf/tokens_per_sec": 1000.0 + i}
+        if model.router != "dense":
+            line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left}
+        if model.router.startswith("kern"):
+            line |= {"router/gamma": 1.5 - left / 2}
+        found += [line] * (i > 0)
+        line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
+        if model.router != "dense":
+            line |= {"val/load_imbalance": 2 + left, "val/loads": np.floor(1000 * shares).tolist()}
+        found.append(line)
+    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in found]
+
+
+def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:
+    """Add a checkpoint's manifest with those facts to a run; returns its folder."""
+    path = checkpoint.folder_of(folder / "checkpoints", step)
+    path.mkdir(parents=True)
+    body = {"step": step, "files": {".metadata": {"bytes": 1, "sha256": "0"}}, "facts": facts}
+    (path / checkpoint.MANIFEST).write_text(checkpoint._manifest_text(body))
+    return path
