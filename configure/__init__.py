@@ -1,25 +1,8 @@
 """Settings of a run: the schema (`schema.py`) and the reader of files and command lines (`load.py`)."""
 
-from configure.load import (
-    ConfigError,
-    differences,
-    dumps,
-    from_command_line,
-    help_text,
-    load,
-    split_command_line,
-    sweep_points,
-)
+from configure.load import ConfigError, differences, dumps, from_command_line, load, split_command_line, sweep_points
 from configure.schema import Config
 
 __all__ = [
-    "Config",
-    "ConfigError",
-    "differences",
-    "dumps",
-    "from_command_line",
-    "help_text",
-    "load",
-    "split_command_line",
-    "sweep_points",
-]
+    "Config", "ConfigError", "differences", "dumps", "from_command_line", "load", "split_command_line", "sweep_points"
+]  # fmt: skip

@@ -11,7 +11,7 @@ import mmap
 import os
 import resource
 import shlex
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -98,25 +98,13 @@ class Tokens:
     process does not grow.
 
     Args:
-        shards: uint16 arrays, (n,) each.
+        shards: uint16 arrays, (n,) each, in memory or np.memmap.
         name: of these tokens, for messages.
-        maps: the memory maps behind `shards`, if any.
         vocab_size: ids must be below.
-        files: the shards' paths, for the messages of `check_ids`.
-        remedy: what to do about a bad shard, for the same.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[np.ndarray],
-        name: str = "these tokens",
-        maps: Sequence[mmap.mmap] = (),
-        vocab_size: int = 2**16,
-        files: Sequence[Path] = (),
-        remedy: str = "",
-    ) -> None:
-        self.name, self.vocab_size = name, vocab_size
-        self._shards, self._maps, self._files, self._remedy = shards, maps, files, remedy
+    def __init__(self, shards: Sequence[np.ndarray], name: str = "these tokens", vocab_size: int = 2**16) -> None:
+        self.name, self.vocab_size, self._shards = name, vocab_size, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
         self._touched = 0  # bytes since the last release
 
@@ -124,28 +112,26 @@ class Tokens:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), (count,) uint16: a view if they are in one shard, else a copy."""
+        """Tokens [start, start + count), (count,) uint16: a view if they are in one shard, else a copy.
+
+        Raises:
+            DataError: an id is beyond the vocabulary; on a GPU it would be an anonymous assertion.
+        """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
         self._touched += FAULT_BYTES + 2 * count
         if self._touched > RELEASE_BYTES:
             self._touched = 0
-            for shard in self._maps:
-                shard.madvise(mmap.MADV_DONTNEED)
-        parts = []
-        shard = bisect_right(self._starts, start) - 1
-        while count > 0:
-            part = self._shards[shard][start - self._starts[shard] :][:count]
-            parts.append(part)
-            shard, start, count = shard + 1, start + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
-
-    def check_ids(self, start: int, count: int) -> None:
-        """Raises DataError if a shard with any of the tokens [start, start + count) has ids beyond the vocabulary."""
-        first, last = (bisect_right(self._starts, place) - 1 for place in (start, start + count - 1))
-        for path, shard in zip(self._files[first : last + 1], self._shards[first : last + 1], strict=True):
-            if fault := _find_bad_id(shard, self.vocab_size):
-                raise DataError(f"{path}: {fault}. {self._remedy}")
+            for shard in self._shards:
+                if isinstance(shard.base, mmap.mmap):
+                    shard.base.madvise(mmap.MADV_DONTNEED)
+        stop = start + count
+        shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
+        parts = [self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]] for i in shards]
+        ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
+        if fault := _find_bad_id(ids, self.vocab_size, start):
+            raise DataError(f"{self.name}: {fault}. Find the damaged file with python -m data.verify")
+        return ids
 
 
 def read_meta(folder: str | Path) -> Meta:
@@ -162,8 +148,6 @@ def read_meta(folder: str | Path) -> Meta:
         raise DataError(f"{folder}: half-prepared, it has no meta.json. Prepare it again: {_prepare_command(folder)}")
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Make it readable: chmod u+r {path}") from error
     except ValidationError as error:
         first, *more = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         reason = first.removeprefix(": ") + (f", and {len(more)} more" if more else "")
@@ -180,13 +164,8 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
     if soft != resource.RLIM_INFINITY and soft < len(files) + 1024:
         limit = len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    maps = []
-    for file in files:
-        with file.open("rb") as opened:
-            maps.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    shards = [np.frombuffer(shard, "<u2") for shard in maps]
-    vocab_size = meta.tokenizer["vocab_size"]
-    return Tokens(shards, f"the {split} split of {folder}", maps, vocab_size, files, _remedy(meta))
+    shards = [np.memmap(file, "<u2", "r") for file in files]
+    return Tokens(shards, f"the {split} split of {folder}", meta.tokenizer["vocab_size"])
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
@@ -199,7 +178,7 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
     Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, the first ids of each shard, and
-    `data.loader.windows` checks the others as training reads them.
+    `Tokens.read` checks the others as training reads them.
 
     Args:
         folder: of the set.
@@ -207,6 +186,7 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
 
     Raises:
         DataError: names the file, what was expected, what was found and the command that repairs it.
+        OSError: a file may not be read.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -219,17 +199,12 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     check_lengths(folder, meta)
     shards = [shard for split in meta.splits.values() for shard in split.files]
     complete = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
-    for shard in shards:
-        path = folder / shard.name
-        try:
-            _check_sample(path, limit, _remedy(meta))
-            if complete:
-                _, faults = scan_shard(path, shard.sha256, meta.tokenizer)
-                if faults:
-                    raise DataError(f"{path}: {faults[0]}. {_remedy(meta)}")
-        except OSError as error:
-            found = f"cannot be read ({error.strerror})"
-            raise DataError(f"{path}: {found}. Make it readable: chmod u+r {path}; or: {_remedy(meta)}") from error
+    for path, shard in ((folder / shard.name, shard) for shard in shards):
+        fault = _find_fault_in_sample(path, limit)
+        if complete and not fault:
+            fault = next(iter(scan_shard(path, shard.sha256, meta.tokenizer)[1]), "")
+        if fault:
+            raise DataError(f"{path}: {fault}. {_remedy(meta)}")
     return meta
 
 
@@ -293,15 +268,13 @@ def sha256_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _check_sample(path: Path, vocab_size: int, remedy: str) -> None:
-    """Raises DataError if the first ids of a shard show that it holds something else."""
+def _find_fault_in_sample(path: Path, vocab_size: int) -> str:
+    """What shows in the first ids of a shard that it holds something else, in words; empty if nothing."""
     ids = np.fromfile(path, "<u2", SAMPLE_BYTES // 2)
-    fault = _find_bad_id(ids, vocab_size)
-    if not fault and len(ids) >= 64 and not ids[1::2].any():
+    if len(ids) >= 64 and not ids[1::2].any():
         what = "as in wider integers, or in a file of which a part was never written"
-        fault = f"expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}"
-    if fault:
-        raise DataError(f"{path}: {fault}. {remedy}")
+        return f"expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}"
+    return _find_bad_id(ids, vocab_size)
 
 
 def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:

@@ -6,20 +6,21 @@
 
 Worker processes tokenize the corpus unit by unit (see units.py); then the units are joined into the shards of
 data/<name>/ (see bins.py). Killed at any moment, the same command resumes. The set is identical to the byte, however
-often that happens and however many workers there are.
+often that happens and however many workers and machines there are.
 """
 
 import argparse
 import errno
 import hashlib
 import io
-import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,13 +30,15 @@ from tqdm import tqdm
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoder
-from data.merge import merge_parts
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import TOKENIZERS, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
-from data.writer import Writer, recover, remove_old_format
+from data.writer import Writer, open_partial, remove_leftovers
+from runtime.output import plural
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+END_BYTES = 2**20  # of each end of a large input that are hashed
 WORKER_BYTES = 2**25  # of input that are worth starting one more worker for
 
 
@@ -46,15 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     try:
         args = parse_arguments(argv)
-        command = shlex.join(["python", "-m", "data.prepare", *(arg for arg in argv if arg != "--force")])
         if args.list:
             print(describe_sources())
-        elif args.merge:
-            merge_parts(args.out, args.name, args.force, command)
         else:
-            prepare_dataset(args, command)
+            prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
     except (DataError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = isinstance(error, OSError) and error.errno in FULL
         remedy = ". Finished units are kept: make room and start again to resume" if full else ""
         print(f"error: {error}{remedy}", file=sys.stderr)
         return 2
@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
     add("--list", action="store_true", help="print the corpora with their sources, sizes and licences")
     add("--config", help="variant of a corpus (see --list; default: the first)")
-    add("--revision", help="commit, branch or tag of the hub's data set (default: newest; the same for all --shards)")
+    add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
     add("--text-field", metavar="FIELD", help="field of a row of JSON or parquet (default: text)")
@@ -85,12 +85,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--bpe-ranks", metavar="FILE", help="GPT-2's BPE file (default: tiktoken's cache, then its download)")
     add("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
     add("--val-fraction", type=float, metavar="F", help="share of the documents for validation (default: see --list)")
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="default: %(default)s")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="tokens per file (default: %(default)s)")
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: one per core)")
     add("--skip-bad", action="store_true", help="leave out documents that cannot be read, and count them")
-    add("--shard", metavar="I/N", help="prepare the I-th of N parts of the corpus, each a set of its own")
-    add("--merge", action="store_true", help="join all parts, found in --out, into one set")
-    add("--force", action="store_true", help="replace an existing set")
+    add("--shard", metavar="I/N", help="tokenize the I-th of N parts only; then join all without --shard")
+    add("--force", action="store_true", help="replace an existing set, or an unfinished one of other arguments")
     args = parser.parse_args(argv)
     if args.list:
         return args
@@ -105,21 +104,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args.val_fraction = source.val_fraction if args.val_fraction is None else args.val_fraction
     args.skip_bad |= args.corpus == "stdlib"
     _check_arguments(args)
-    if args.shard:
-        args.shard = tuple(map(int, args.shard.split("/")))
-        args.name += f"-{args.shard[0]}-of-{args.shard[1]}"
+    args.shard = tuple(map(int, args.shard.split("/"))) if args.shard else None
     return args
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
     """Raises DataError where arguments contradict each other or the corpus."""
-    corpus, source, local = args.corpus, SOURCES[args.corpus], args.source or args.merge
+    corpus, source = args.corpus, SOURCES[args.corpus]
     shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.shard or "1/1")
     variants = f"choose one of {', '.join(source.hub)}" if source.hub else "leave it out"
     faults = {
         f"books3 was withdrawn from the hub for copyright: name your own copy with --source ({source.local}), or "
-        f"prepare pg19, books in the public domain, instead": corpus == "books3" and not local,
-        "text needs files: add --source PATH ...": corpus == "text" and not local,
+        f"prepare pg19, books in the public domain, instead": corpus == "books3" and not args.source,
+        "text needs files: add --source PATH ...": corpus == "text" and not args.source,
         f"--roots belongs to the corpus stdlib: {corpus} takes --source": args.roots and corpus != "stdlib",
         f"{corpus} takes no --source: leave it out, or prepare the corpus `text`": args.source and not source.local,
         f"{corpus} has no --config {args.config}: {variants}": args.config and args.config not in source.hub,
@@ -132,7 +129,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         f"--val-fraction {args.val_fraction}: expected a number between 0 and 1": not 0 < args.val_fraction < 1,
         f"--shard-tokens {args.shard_tokens}: expected at least 1": args.shard_tokens < 1,
         f"--workers {args.workers}: expected at least 1": args.workers < 1,
-        "--shard prepares one part, --merge joins all: leave one of them out": args.shard and args.merge,
         f"--shard {args.shard}: expected I/N with I from 1 to N, for instance 1/4": not shard
         or int(shard[1]) > int(shard[2]),
     }
@@ -149,12 +145,11 @@ def cores() -> int:
 def prepare_dataset(args: argparse.Namespace, command: str) -> None:
     """Make the set that `args` describe unless it exists. `command`, what the user typed, is kept in meta.json."""
     folder = (args.out / args.name).resolve()
-    recover(folder)
     made_from = {key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")}
     made_from |= {"config": args.config} if args.config else {}
-    made_from |= {"shard": list(args.shard)} if args.shard else {}
     if (folder / "meta.json").exists() and not args.force:
         print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
+        remove_leftovers(folder)
         return
 
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
@@ -166,24 +161,22 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
     else:
         inputs = _local_files(args)
     made_from |= {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
-    if args.shard:
-        part, parts = args.shard
-        if parts > len(inputs):
-            raise DataError(
-                f"{len(inputs)} files cannot be split into {parts} parts, as a file belongs to one part: use --shard "
-                f"1/{len(inputs)} at most, or cut the files up"
-            )
-        inputs = inputs[len(inputs) * (part - 1) // parts : len(inputs) * part // parts]
-
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
-    remove_old_format(folder, args.force)
+    if args.shard:
+        with open_partial(folder, shared=True):
+            units = open_units(partial_folder(folder), made_from, args.force)
+            _tokenize(units, inputs, encoder, args)
+        i, n = args.shard
+        print(f"part {i} of {n} is tokenized: when all are, the same command without --shard joins them")
+        return
     with Writer(folder, tokenizer, args.shard_tokens) as writer:
         if (folder / "meta.json").exists() and not args.force:
             raise DataError(f"{folder}: another process has just finished this set: start again")
-        units = open_units(writer.partial, made_from | {"skip_bad": args.skip_bad}, args.force)
+        units = open_units(writer.partial, made_from, args.force)
         _tokenize(units, inputs, encoder, args)
-        left_out = _join_units(units, writer, args)
-        meta = writer.finish(args.name, made_from | left_out, command)
+        with _state_space(writer.partial, lambda: _size_of(units)):
+            left_out = _join_units(units, writer, args)
+            meta = writer.finish(args.name, made_from | left_out, command)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
@@ -192,10 +185,9 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     total = sum(file.size for file in inputs)
     workers = min(args.workers, 1 + total // WORKER_BYTES)
     done = len(unit_files(folder))
-    print(
-        f"{args.name}: {len(inputs):,} files, {total / 1e9:.3g} GB, {args.tokenizer}, {workers} workers"
-        + (f", resuming after {done:,} units" if done else "")
-    )
+    resuming = f", resuming after {plural(done, 'unit')}" if done else ""
+    size = f"{plural(len(inputs), 'file')}, {total / 1e9:.3g} GB"
+    print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     documents = tokens = 0
     begin = time.monotonic()
     bar = tqdm(
@@ -204,7 +196,14 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
         mininterval=0.3 if sys.stderr.isatty() else 30,
         bar_format="{desc}: {percentage:3.0f}% |{bar:20}| {elapsed}, {remaining} left{postfix}",
     )
-    with bar, closing(write_units(folder, inputs, encoder, workers)) as units:
+
+    def space_needed() -> float:
+        written = _size_of(folder)
+        rest = written * (total - bar.n) / bar.n if bar.n else total
+        return 2 * rest + written  # the other units, and then the shards
+
+    units = write_units(folder, inputs, encoder, workers, args.shard or (1, 1))
+    with bar, closing(units), _state_space(folder.parent, space_needed):
         for read_bytes, unit_documents, unit_tokens in units:
             documents, tokens = documents + unit_documents, tokens + unit_tokens
             speed = tokens / (time.monotonic() - begin)
@@ -212,8 +211,28 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
             bar.update(read_bytes - bar.n)
 
 
+def _size_of(units: Path) -> int:
+    """Bytes of all units in a folder, and so of the shards that they make."""
+    return sum(path.stat().st_size for path in unit_files(units))
+
+
+@contextmanager
+def _state_space(folder: Path, needed: Callable[[], float]) -> Iterator[None]:
+    """Where the disk is full within this context, the error names `folder` and how many bytes it still needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        amount = f"about {needed() / 1e9:.2g} GB of free space are needed"
+        raise OSError(error.errno, f"{error.strerror}: {amount}", str(folder)) from error
+
+
 def _join_units(folder: Path, writer: Writer, args: argparse.Namespace) -> dict[str, int]:
     """All units of `folder` into the shards of `writer`; returns the number of empty and of bad documents."""
+    needed, free = _size_of(folder), shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.2g} GB are free)")
     empty, bad, examples, lowest = 0, 0, [], 1.0
     for unit in read_units(folder):
         for split, ids in (("train", unit.train), ("val", unit.val)):
@@ -221,9 +240,13 @@ def _join_units(folder: Path, writer: Writer, args: argparse.Namespace) -> dict[
         empty, bad, examples = empty + unit.empty, bad + unit.bad, (examples + unit.examples)[:3]
         lowest = min(lowest, unit.lowest)
     if empty or bad:
-        print("\n  ".join([f"left out: {empty:,} empty documents, {bad:,} that cannot be read", *examples]))
+        print("\n  ".join([f"left out: {plural(empty, 'empty document')}, {bad:,} that cannot be read", *examples]))
+    if bad and not args.skip_bad:
+        raise DataError(
+            f"{folder} was begun with --skip-bad and lacks {plural(bad, 'bad document')}: add --skip-bad, or remove it"
+        )
     train, val = (writer.splits[split].documents for split in ("train", "val"))
-    if not args.shard and not (train and val):  # a part may lack one
+    if not (train and val):
         remove_units(writer.partial)  # other arguments are needed
         if not train and not val:
             raise DataError(f"no documents to read ({empty:,} empty, {bad:,} bad): name other files")
@@ -238,9 +261,8 @@ def _explain_empty_split(train: int, val: int, lowest: float, val_fraction: floa
         return f"there is one document to read, and training and validation need one each. {several}"
     if val:
         return f"all documents fell into validation: lower --val-fraction (now {val_fraction})"
-    unit = 10.0 ** (math.floor(math.log10(lowest or 1e-9)) - 2)
-    enough = math.floor(lowest / unit + 1) * unit
-    remedy = f"--val-fraction {enough:.3g} is the least that gives it one" if enough < 1 else "there are too few"
+    enough = 1.01 * lowest  # more than `lowest` also when rounded to three digits
+    remedy = f"--val-fraction {enough:.3g} gives it one" if enough < 1 else "there are too few"
     return (
         f"the corpus is too small: none of its documents fell into validation at --val-fraction {val_fraction}; "
         f"{remedy}. {several}"
@@ -252,14 +274,23 @@ def _local_files(args: argparse.Namespace) -> list[Input]:
 
 
 def hash_inputs(inputs: list[Input]) -> str:
-    """A hash of names and sizes and, of local files up to 1 GiB in all, contents."""
-    local = all("://" not in file.url for file in inputs) and sum(file.size for file in inputs) <= HASHED_BYTES
+    """A hash of names and sizes and, of local files, of contents.
+
+    Beyond 1 GiB in all only the first and last MiB of each file are read: a change between them goes unnoticed if the
+    size stays.
+    """
+    complete = sum(file.size for file in inputs) <= HASHED_BYTES
     digest = hashlib.sha256()
     for file in inputs:
         digest.update(f"{file.name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        if local:
+        if "://" not in file.url:
             with open(file.url, "rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
+                if complete:
+                    digest.update(hashlib.file_digest(opened, "sha256").digest())
+                else:
+                    digest.update(opened.read(END_BYTES))
+                    opened.seek(max(0, file.size - END_BYTES))
+                    digest.update(opened.read(END_BYTES))
     return digest.hexdigest()
 
 

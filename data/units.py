@@ -30,7 +30,7 @@ from data import DataError
 from data.bins import sha256_of
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
-from runtime.output import first_line, write_atomic
+from runtime.output import write_atomic
 
 UNIT_BYTES = 2**23  # of raw documents; about a second of work
 UNITS_NAME = "units-[0-9a-f]{12}"  # of their folder, a pattern
@@ -45,20 +45,18 @@ def open_units(partial: Path, made_from: dict, force: bool) -> Path:
         DataError: the units there belong to other arguments, and `force`, which deletes them, is not set.
     """
     begun, was = made_from | {"unit_bytes": UNIT_BYTES}, read_begun(partial)
-    folder = _units_folder(partial, begun)
-    if was == begun | {"skip_bad": False} and begun["skip_bad"]:  # what there is has no bad document: keep it
-        if _units_folder(partial, was).is_dir():
-            _units_folder(partial, was).replace(folder)
+    if was != begun:
+        if has_units(partial):
+            if not force:
+                found = f"made with other arguments ({describe_changes(was, begun)}): resume with those, "
+                found = found if was else f"whose {BEGUN_FILE} cannot be read: "
+                raise DataError(
+                    f"{partial} holds an unfinished set {found}start over with --force, or choose another --name"
+                )
+            remove_units(partial)
         write_atomic(partial / BEGUN_FILE, json.dumps(begun), durable=True)
-    elif was != begun:
-        if has_units(partial) and not force:
-            found = f"made with other arguments ({describe_changes(was, begun)}): resume with those, "
-            found = found if was else f"whose {BEGUN_FILE} cannot be read: "
-            raise DataError(
-                f"{partial} holds an unfinished set {found}start over with --force, or choose another --name"
-            )
-        remove_units(partial)
-        write_atomic(partial / BEGUN_FILE, json.dumps(begun), durable=True)
+    # The name tells arguments apart: a worker that outlives its killed parent cannot write into another's units.
+    folder = partial / f"units-{sha256_of(begun)[:12]}"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -99,21 +97,24 @@ def unit_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.npz") if re.fullmatch(UNIT_FILE, path.name))
 
 
-def _units_folder(partial: Path, begun: dict) -> Path:
-    """The name tells arguments apart: a worker that outlives its killed parent cannot write into another's units."""
-    return partial / f"units-{sha256_of(begun)[:12]}"
-
-
 def _unit_folders(partial: Path) -> list[Path]:
     return [folder for folder in partial.glob("units-*") if re.fullmatch(UNITS_NAME, folder.name)]
 
 
 def write_units(
-    folder: Path, inputs: list[Input], encoder: Encoder, workers: int
+    folder: Path, inputs: list[Input], encoder: Encoder, workers: int, part: tuple[int, int] = (1, 1)
 ) -> Generator[tuple[int, int, int], None, None]:
-    """Tokenize every unit of `inputs` whose file is missing in `folder`; (bytes read, documents, tokens) of each.
+    """Tokenize every unit of `inputs` whose file is missing in `folder`.
 
-    `workers` is the number of processes; with 1 the work is done in a thread of this one.
+    Args:
+        folder: for the units.
+        inputs: the files of the whole corpus.
+        encoder: turns documents into ids.
+        workers: number of processes; with 1 the work is done in a thread of this one.
+        part: (i, n): write the i-th of n parts of the units, i from 1.
+
+    Yields:
+        (bytes of `inputs` read so far, documents, tokens) of each unit.
 
     Raises:
         DataError: a bad file or document, or a worker process died.
@@ -127,7 +128,7 @@ def write_units(
         pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
     pending: deque[tuple[int, Future]] = deque()
     try:
-        for path, documents, read_bytes in _cut_units(folder, inputs, encoder.text_field):
+        for path, documents, read_bytes in _cut_units(folder, inputs, encoder.text_field, part):
             pending.append((read_bytes, pool.submit(_write_unit, path, documents)))
             if len(pending) > 2 * workers:  # in order, so that of two bad documents the first is reported
                 read_bytes, result = pending.popleft()
@@ -152,21 +153,17 @@ def read_units(folder: Path) -> Iterator[Encoded]:
     paths = unit_files(folder)
     for i, path in enumerate(paths):
         unit = _read_unit(path)
-        if isinstance(unit, Exception):
-            damaged = [path, *(later for later in paths[i + 1 :] if isinstance(_read_unit(later), Exception))]
+        if unit is None:
+            damaged = [later for later in paths[i:] if _read_unit(later) is None]
             for each in damaged:
                 each.unlink()
-            it = (
-                f", and {len(damaged) - 1} more: start again to rebuild them"
-                if damaged[1:]
-                else ": start again to rebuild it"
-            )
-            raise DataError(f"{path} was damaged ({first_line(unit)}) and is removed{it}")
+            names = f"{path}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
+            raise DataError(f"damaged and now removed: {names}. Start again to rebuild what was removed")
         yield unit
 
 
-def _read_unit(path: Path) -> Encoded | Exception:
-    """The content of a unit, or what is wrong with it: a damaged zip file can raise nearly anything."""
+def _read_unit(path: Path) -> Encoded | None:
+    """The content of a unit; None if it is damaged: such a zip file can raise nearly anything."""
     try:
         with np.load(path) as file:
             train, val, *counts = (file[field] for field in Encoded._fields)
@@ -174,16 +171,19 @@ def _read_unit(path: Path) -> Encoded | Exception:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE):
             raise
-        return error
+        return None
 
 
-def _cut_units(folder: Path, inputs: list[Input], text_field: str) -> Iterator[tuple[Path, list[Raw], int]]:
+def _cut_units(
+    folder: Path, inputs: list[Input], text_field: str, part: tuple[int, int]
+) -> Iterator[tuple[Path, list[Raw], int]]:
     """(file, documents, bytes of `inputs` read up to its end) of each unit whose file is missing, in order."""
     existing = {path.name for path in unit_files(folder)}
     complete = _complete_groups(existing)
     starts = itertools.accumulate((file.size for file in inputs), initial=0)
-    for group, files in itertools.groupby(zip(starts, inputs, strict=False), lambda pair: pair[0] // UNIT_BYTES):
-        if group not in complete:
+    groups = itertools.groupby(zip(starts, inputs, strict=False), lambda pair: pair[0] // UNIT_BYTES)
+    for i, (group, files) in enumerate(groups):
+        if i % part[1] == part[0] - 1 and group not in complete:
             for unit, (documents, read_bytes, last) in enumerate(_cut_group(files, text_field)):
                 name = f"{group:08d}-{unit:08d}{'-last' if last else ''}.npz"
                 if name not in existing:

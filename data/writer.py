@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,13 +14,12 @@ from typing import IO
 import numpy as np
 
 from data import DataError
-from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder, read_meta
+from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
 from data.tokenizer import RANKS_FILE, Tokenizer, identity
 from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
 from runtime.output import sync_folder, write_atomic
 
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({BEGUN_FILE}|meta.json|{RANKS_FILE})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
-OLD_FILES = {"progress.json", "progress.json.tmp"}  # of the format before units
 
 
 class Writer:
@@ -41,13 +39,7 @@ class Writer:
         if tokenizer.vocab_size > 2**16:
             raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
         self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
-        for path in (self.folder, self.partial):
-            refuse_foreign_files(path)
-        self.partial.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_folder(self.partial)  # held until it is closed, by a kill at the latest
-        if _is_set(self.partial):
-            self._lock.close()
-            raise DataError(f"{self.partial}: another process has just finished this set: start again")
+        self._lock = open_partial(self.folder)  # held until it is closed, by a kill at the latest
         self._finished = False
         _remove_files(self.partial)  # a kill may have left shards
         self.splits = {split: _SplitWriter(self.partial, split, shard_tokens) for split in ("train", "val")}
@@ -58,8 +50,7 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
             split.abandon()
-        # A complete set stays, see `recover`; and after `finish` the folder may be another process's new one.
-        if not self._finished and self.partial.is_dir() and not (self.partial / "meta.json").exists():
+        if not self._finished:  # after `finish` the folder may be another process's new one
             _remove_files(self.partial)
             if not has_units(self.partial):
                 shutil.rmtree(self.partial)
@@ -77,7 +68,13 @@ class Writer:
             write_atomic(self.partial / file, content, durable=True)
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
         self._finished = True
-        _put_in_place(self.folder)
+        refuse_foreign_files(self.folder)  # again: preparing takes hours
+        (self.folder / "meta.json").unlink(missing_ok=True)  # of the set that is replaced, which is none from here on
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        os.rename(self.partial, self.folder)
+        sync_folder(self.folder.parent)
+        remove_leftovers(self.folder)
         return meta
 
 
@@ -125,51 +122,55 @@ class _SplitWriter:
             self._file = None
 
 
-def recover(folder: Path) -> None:
-    """Put a complete set in its place if a kill left it beside. Raises DataError if its preparation still runs."""
+def open_partial(folder: Path, shared: bool = False) -> IO[str]:
+    """Make the folder in which the set `folder` is written before it is complete, and lock it.
+
+    Args:
+        folder: of the set.
+        shared: admit other processes that open it so, to write units; without, the caller is alone.
+
+    Returns:
+        The lock: an open file, which excludes other processes until it is closed.
+
+    Raises:
+        DataError: another process writes this set, or a file or files of others are in the way.
+    """
     partial = partial_folder(folder)
-    if _is_set(partial):
-        refuse_foreign_files(partial)
-        with _lock_folder(partial):
-            _put_in_place(folder)
-    elif _is_set(folder) and not _foreign_files(folder):
-        _remove_leftovers(folder)
+    for path in (partial, folder, *folder.parents):
+        if path.is_file():
+            raise DataError(f"{path} is a file where a folder is needed: move it, or choose another --out or --name")
+    for path in (folder, partial):
+        refuse_foreign_files(path)
+    partial.mkdir(parents=True, exist_ok=True)
+    path, kind = partial / "lock", fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
+        file = path.open("a+")  # on NFS a shared lock needs a file open for reading
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise DataError(f"{partial}: another process is preparing this set: wait for it, or stop it") from error
+        file.close()
+    raise DataError(f"{partial}: another process has just finished or stopped preparing this set: start again")
 
 
-def remove_old_format(folder: Path, force: bool) -> None:
-    """Remove an unfinished set of the format before units. Raises DataError unless `force` is set."""
-    partial = partial_folder(folder)
-    if "progress.json" not in (foreign := _foreign_files(partial)) or not set(foreign) <= OLD_FILES:
-        return
-    if not force:
-        raise DataError(
-            f"{partial} holds an unfinished set of an older version: remove it with rm -r {shlex.quote(str(partial))}, "
-            f"or with --force"
-        )
-    with _lock_folder(partial):
-        shutil.rmtree(partial)
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill may have left in a complete set: the units and the lock of its preparation."""
+    remove_units(folder)
+    if (folder / "lock").exists():  # on a read-only file system even unlinking nothing fails
+        (folder / "lock").unlink(missing_ok=True)
 
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raises DataError if `folder`, about to be replaced, holds files that belong to no data set."""
-    if foreign := _foreign_files(folder):
-        raise DataError(
-            f"{folder} holds {foreign[0]!r}, which is no part of a data set: move it, or choose another --name"
-        )
-
-
-def _foreign_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in names if not OURS.fullmatch(name)]
-
-
-def _is_set(folder: Path) -> bool:
-    """Whether `folder` has a meta.json of this format."""
-    try:
-        read_meta(folder)
-    except DataError:
-        return False
-    return True
+    for name in names:
+        if not OURS.fullmatch(name):
+            raise DataError(
+                f"{folder} holds {name!r}, which is no part of a data set: move it, or choose another --name"
+            )
 
 
 def _remove_files(partial: Path) -> None:
@@ -178,35 +179,3 @@ def _remove_files(partial: Path) -> None:
     for path in partial.iterdir():
         if path.suffix in (".bin", ".tmp") or path.name == RANKS_FILE:
             path.unlink()
-
-
-def _put_in_place(folder: Path) -> None:
-    refuse_foreign_files(folder)  # again: preparing takes hours
-    (folder / "meta.json").unlink(missing_ok=True)  # of the set that is replaced, which is none from here on
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(partial_folder(folder), folder)
-    sync_folder(folder.parent)
-    _remove_leftovers(folder)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    remove_units(folder)
-    if (folder / "lock").exists():  # on a read-only file system even unlinking nothing fails
-        (folder / "lock").unlink(missing_ok=True)
-
-
-def _lock_folder(folder: Path) -> IO[str]:
-    """An open file that excludes other processes. Raises DataError if one is preparing this set."""
-    path = folder / "lock"
-    with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
-        file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except BlockingIOError as error:
-            file.close()
-            raise DataError(f"{folder}: another process is preparing this set: wait for it, or stop it") from error
-        file.close()
-    raise DataError(f"{folder}: another process has just finished or stopped preparing this set: start again")

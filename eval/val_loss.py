@@ -178,8 +178,6 @@ def read_windows(tokens: Tokens, windows: np.ndarray) -> tuple[np.ndarray, np.nd
     for row, which, (start, stop, first) in zip(ids, scored, windows, strict=True):
         row[: stop - start + 1] = tokens.read(int(start), int(stop - start + 1))
         which[first - start : stop - start] = True
-        if row.max() >= tokens.vocab_size:  # only in a set beyond 1 GiB, which `check` does not read in full
-            tokens.check_ids(int(start), int(stop - start + 1))
     return ids[:, :-1], ids[:, 1:], scored
 
 

@@ -66,3 +66,8 @@ def require_packages(*names: str, requirements: str = "requirements-report.txt")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed: pip install -r {requirements}")
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 file`, `2,000 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from configure import Config, ConfigError, differences, dumps, from_command_line, help_text, load, sweep_points
+from configure import Config, ConfigError, differences, dumps, from_command_line, load, sweep_points
+from configure.load import help_text
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 

@@ -291,7 +291,7 @@ def test_a_pickle_as_a_shard_runs_nothing(tmp_path, corpus, pickled):
         with pytest.raises(DataError, match=says):
             check_dataset(tmp_path / "tiny", 257)
     windows = Loader(open_tokens(tmp_path / "tiny", "train"), 32, 8, 0)
-    with pytest.raises(DataError, match="train-00000.bin: id [0-9]+ at token 0, expected below 257"):
+    with pytest.raises(DataError, match="the train split of .*tiny: id [0-9]+ at token [0-9,]+, expected below 257"):
         windows.batch(0)
 
 
@@ -307,7 +307,7 @@ def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, canary, c
         command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
         assert prepare.main([*command, "--name", "set"]) == 2
         assert "begun.json cannot be read: start over with --force" in capsys.readouterr().err
-        with pytest.raises(DataError, match="last.npz was damaged .* and is removed: start again to rebuild it"):
+        with pytest.raises(DataError, match="damaged and now removed: .*last.npz. Start again to rebuild"):
             list(read_units(units))
         assert not list(units.iterdir())
 
