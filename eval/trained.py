@@ -90,21 +90,16 @@ def find_tokenizer(trained: Trained) -> Tokenizer:
     Raises:
         ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
     """
-    folder, name, wanted = trained.data_folder, trained.config.run.name, trained.metadata.get("tokenizer")
+    folder = trained.data_folder
     if (folder / "meta.json").is_file():
-        meta = read_meta(folder)
-        if fingerprint(meta)["tokenizer"] == wanted:
-            return open_tokenizer(folder)
-        raise RunError(
-            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not the one {name} was trained with; "
-            f"restore the data set of that run, or move this one away"
-        )
+        _check_tokenizer(trained, folder)
+        return open_tokenizer(folder)
     for known in TOKENIZERS:
-        if sha256_of(identity(known)) == wanted:
+        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
             return load_tokenizer(known)
     raise RunError(
-        f"{folder}: no such data set, and no known tokenizer is the one {name} was trained with; restore "
-        f"the data set (data.dir, data.name)"
+        f"{folder}: no such data set, and no known tokenizer is that of {trained.config.run.name}; restore the data "
+        f"set (data.dir, data.name)"
     )
 
 
@@ -114,14 +109,18 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     Raises:
         DataError: the set is damaged or incomplete, or has another tokenizer than the run's data.
     """
-    meta = read_meta(folder)
-    if fingerprint(meta)["tokenizer"] != trained.metadata["tokenizer"]:
-        raise DataError(
-            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {trained.config.run.name}; name a "
-            f"set prepared with the run's tokenizer"
-        )
+    _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
     return open_tokens(folder, split)
+
+
+def _check_tokenizer(trained: Trained, folder: Path) -> None:
+    meta = read_meta(folder)
+    if fingerprint(meta)["tokenizer"] != trained.metadata.get("tokenizer"):
+        raise DataError(
+            f"{folder}: its tokenizer ({meta.tokenizer['name']!r}) is not that of {trained.config.run.name}; name a "
+            f"set prepared with the run's tokenizer, or restore the run's own"
+        )
 
 
 def load_run(folder: str | Path, step: int | None = None, average: int = 1) -> tuple[Trained, Tokenizer]:

@@ -84,7 +84,7 @@ class Saver:
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
-        self.pending: _Save | None = None  # the save under way
+        self.pending: threading.Thread | None = None  # writes the save under way
         self.failure: RunError | None = None  # of the last save
 
     def __enter__(self) -> "Saver":
@@ -110,9 +110,14 @@ class Saver:
         self.wait()
         if self.all_ranks:
             dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than other collectives wait
+        self.failure = None
         if self.writes:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
-            self.pending = _Save(lambda: self._write(step, state, metadata))
+            # A daemon: stuck in a collective, it would keep the process alive for an hour. It is joined before the
+            # interpreter ends, since a daemon that still frees tensors then aborts the process.
+            arguments = (step, state, metadata)
+            self.pending = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
+            self.pending.start()
 
     def poll(self) -> None:
         """Report on a save that has ended since. Raises RunError as `wait` does."""
@@ -122,16 +127,13 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way. Raises RunError if it failed and `on_error` is "stop"."""
         pending, self.pending = self.pending, None
-        try:
-            if pending:
-                self.failure = None
-                pending.result()
-        except RunError as error:
-            self.failure = error
-            if self.on_error == "stop":
-                raise
-            if self.first:
-                print(f"warning: {error}", flush=True)
+        if pending is None:
+            return
+        pending.join()
+        if self.failure and self.on_error == "stop":
+            raise self.failure
+        if self.failure and self.first:
+            print(f"warning: {self.failure}", flush=True)
 
     def finish(self) -> None:
         """Wait until the last save is complete on all ranks. Raises RunError if it failed, whatever `on_error`."""
@@ -141,6 +143,15 @@ class Saver:
             raise self.failure
         if self.all_ranks:
             dist.barrier(self.all_ranks)
+
+    def _save(self, *arguments: Any) -> None:
+        """Call `_write`; the body of the thread."""
+        if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            self._write(*arguments)
+        except RunError as error:
+            self.failure = error
 
     def _write(self, step: int, state: dict, metadata: dict) -> None:
         path = folder_of(self.folder, step)
@@ -166,7 +177,7 @@ class Saver:
         """{name: its length and sha256} of what this rank has written."""
         rank = dist.get_rank(self.writers) if self.writers else 0
         paths = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if self.first else [])]
-        return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+        return {path.name: _describe(path) for path in paths}
 
     def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
         """Write the manifest, give the folder its name, and delete checkpoints beyond `keep`."""
@@ -187,40 +198,11 @@ class Saver:
             outcome = (action(), None)
         except OSError as error:
             outcome = (None, str(error))
-        outcomes: list[Any] = distributed.gather(outcome, self.writers) if self.writers else [outcome]
+        outcomes = distributed.gather(outcome, self.writers)
         for _, fault in outcomes:
             if fault:
                 raise OSError(fault)
         return [result for result, _ in outcomes]
-
-
-class _Save(threading.Thread):
-    """A save under way. A daemon: stuck in a collective, it would keep the process alive for an hour.
-
-    It is joined before the interpreter ends, since a daemon that still frees tensors then aborts the process.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self.work: Callable[[], None] | None = work
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        try:
-            assert self.work is not None
-            self.work()
-        except BaseException as error:
-            self.error = error
-        self.work = None  # and the copies that it saved
-
-    def result(self) -> None:
-        """Wait for its end; raise what it raised."""
-        self.join()
-        if self.error:
-            raise self.error
 
 
 def remove_partial_saves(folder: str | Path) -> None:
@@ -267,11 +249,14 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[rank::world_size]:
-            entry = manifest["files"][name]
-            _check_file(path / name, entry["bytes"], entry["sha256"])
+            written, found = manifest["files"][name], _describe(path / name)
+            if found != written:
+                raise DamagedError(f"{path / name}: damaged, {written} was written, found {found}")
     except DamagedError as error:
         fault = str(error)
-    for other in distributed.gather(fault, group) if world_size > 1 else [fault]:
+    except OSError as error:
+        fault = f"{error.filename or path}: damaged, it cannot be read ({error.strerror})"
+    for other in distributed.gather(fault, group):
         if other:
             raise DamagedError(other)
     return manifest
@@ -291,14 +276,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
         intact = text == _manifest_text(body) and path.name == folder_of("", body["step"]).name
-        intact = intact and isinstance(body["facts"], dict) and ".metadata" in body["files"]
-        for name, entry in body["files"].items():
-            intact = intact and Path(name).name == name and entry.keys() == {"bytes", "sha256"}
-    except FileNotFoundError:
-        raise DamagedError(f"{path}: damaged, {MANIFEST} is missing") from None
+        intact = intact and all(Path(name).name == name for name in body["files"])  # none outside of the folder
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:
         raise DamagedError(f"{file}: damaged, checksum mismatch")
@@ -406,24 +387,10 @@ def _manifest_text(body: dict[str, Any]) -> str:
     return json.dumps({"sha256": digest, "body": body}, indent=1) + "\n"
 
 
-def _check_file(path: Path, size: int, sha256: str) -> None:
-    """Raises DamagedError unless the file has `size` bytes with that checksum."""
-    try:
-        found_size = path.stat().st_size
-        found = _sha256(path) if found_size == size else None
-    except FileNotFoundError:
-        raise DamagedError(f"{path}: damaged, the file is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path}: damaged, it cannot be read ({error.strerror})") from error
-    if found_size != size:
-        raise DamagedError(f"{path}: damaged, {size} bytes were written, found {found_size}")
-    if found != sha256:
-        raise DamagedError(f"{path}: damaged, sha256 {sha256} was written, found {found}")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _describe(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest. Raises OSError."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _last_line(error: BaseException) -> str:

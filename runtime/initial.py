@@ -5,13 +5,14 @@ checkpoint of its own does not look at them. Reading them executes nothing.
 """
 
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 import configure
@@ -24,7 +25,7 @@ from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.names import from_gpt2, from_hf
 
-FORMATS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; each may be split into several files
+WEIGHTS = "model.safetensors"  # or split into several files, listed in that with .index.json
 GPT2 = {  # key of GPT2Config: its default, and what else is close enough to what model.py computes
     "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -157,7 +158,7 @@ def _read_folder(place: Path, model: Model, data: Path) -> Weights:
     if (place / "config.toml").is_file():
         return _read_run(place, data)
     raise RunError(
-        f"contains neither a config.json (with {FORMATS[0]}) nor a run's config.toml; give a folder that transformers "
+        f"contains neither a config.json (with {WEIGHTS}) nor a run's config.toml; give a folder that transformers "
         f"or scripts.export wrote, or a run such as runs/quickstart-kern"
     )
 
@@ -194,10 +195,6 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
             keys = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
             hidden = settings["intermediate_size"]
         if keys["router"] == "dense":
-            if not isinstance(hidden, int) or hidden < 1:
-                raise RunError(
-                    f"config.json: the hidden width is {hidden!r}, expected a positive integer; fetch it again"
-                )
             top_k = 1 if hidden % model.top_k else model.top_k
             keys |= {"top_k": top_k, "expert_hidden": hidden // top_k}
         described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", True))
@@ -233,32 +230,19 @@ def _check_gpt2(settings: dict[str, Any]) -> list[str]:
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
-    """All tensors of the first of FORMATS in `place`. safetensors files are only loaded when used."""
-    for name in FORMATS:
-        if (place / name).is_file():
-            return _read_tensor_file(place / name)
-        index = place / f"{name}.index.json"
-        if index.is_file():
-            table = _read_json(index).get("weight_map")
-            files = {str(file) for file in table.values()} if isinstance(table, dict) else {"/"}
-            if any(Path(file).name != file for file in files):
-                raise RunError(f"{index.name} lists no files of this folder; download it again")
-            return {key: tensor for file in files for key, tensor in _read_tensor_file(place / file).items()}
-    raise RunError(f"no weights in it, neither {' nor '.join(FORMATS)}; download it again")
-
-
-def _read_tensor_file(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # here: training without train.init_from does not need it
-    from safetensors.torch import load_file
-
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise RunError(f"{path.name} is unreadable ({type(error).__name__}); download it again") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise RunError(f"{path.name} contains more than tensors; save it with save_pretrained of transformers")
+    """All tensors in `place`."""
+    index, names = place / f"{WEIGHTS}.index.json", {WEIGHTS}
+    if index.is_file() and not (place / WEIGHTS).is_file():
+        names = set(_read_json(index)["weight_map"].values())
+    tensors = {}
+    for name in sorted(names):
+        try:
+            tensors |= load_file(place / name)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"{name} cannot be read ({error}); download it again, or convert older formats with transformers' "
+                f"save_pretrained"
+            ) from error
     return tensors
 
 

@@ -4,17 +4,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from runtime import RunError, describe_write_errors
 from runtime.output import first_line, write_atomic
-
-if TYPE_CHECKING:  # runtime.tracker imports this module
-    from runtime.tracker import Tracker
 
 
 class Metrics:
@@ -26,16 +22,14 @@ class Metrics:
     it once and try again with the next line; `close` raises it in any case.
     """
 
-    def __init__(
-        self, folder: str | Path, resume_step: int, tracker: "Tracker | None" = None, on_error: str = "stop"
-    ) -> None:
+    def __init__(self, folder: str | Path, resume_step: int, tracker: Any = None, on_error: str = "stop") -> None:
         """Open the file and drop what the resumed run will write again.
 
         Args:
             folder: of the run.
             resume_step: lines after this step are dropped; below 0 all are, into metrics.old.jsonl. Of lines with
                 the same step and names the last is kept.
-            tracker: wandb's run.
+            tracker: a runtime.tracker.Tracker; None: no wandb.
             on_error: "stop" or "warn".
 
         Raises:
@@ -43,10 +37,10 @@ class Metrics:
         """
         self.path = Path(folder, "metrics.jsonl")
         self.tracker, self.on_error, self.waiting = tracker, on_error, b""
-        kept = {(line["step"], *line): line for line in read_metrics(self.path) if line["step"] <= resume_step}
+        lines, old = read_metrics(self.path), self.path.with_suffix(".old.jsonl")
+        kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
         with describe_write_errors(self.path):
-            old = self.path.with_suffix(".old.jsonl")
-            if resume_step < 0 and _size(self.path) > _size(old):
+            if resume_step < 0 and len(lines) > len(read_metrics(old)):
                 write_atomic(old, self.path.read_bytes())
             write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True)
             self.file = self.path.open("ab", buffering=0)
@@ -54,7 +48,8 @@ class Metrics:
 
     def log(self, step: int, tokens: int, **values: Tensor | float) -> None:
         """Append a line. Tensors are copied to the host."""
-        line = {"step": step, "tokens": tokens} | {name: _as_number(value) for name, value in values.items()}
+        line: dict[str, Any] = {"step": step, "tokens": tokens}
+        line |= {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._write(json.dumps(line).encode() + b"\n")
         self._tell("log", line)
 
@@ -122,19 +117,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            record = None
-        if (
-            isinstance(record, dict)
-            and type(record.get("step")) is int
-            and "tokens" in record
-            and _are_numbers(record.values())
-        ):
+            if type(record["step"]) is not int or "tokens" not in record or not _are_numbers(record.values()):
+                raise ValueError
             records.append(record)
-        elif number < len(lines):
-            raise RunError(
-                f"{path}, line {number} is not a JSON object of numbers with step and tokens; remove that line"
-            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if number < len(lines):
+                raise RunError(
+                    f"{path}, line {number} is not a JSON object of numbers with step and tokens; remove that line"
+                ) from None
     return records
 
 
@@ -159,13 +149,5 @@ def imbalance_and_dead(loads: Tensor) -> tuple[Tensor, Tensor]:
     return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def _are_numbers(values: Iterable[Any]) -> bool:
     return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, int | float) for value in values)
-
-
-def _as_number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
 """Weight names of model.py, of modeling_nanokern.py and of transformers' GPT-2, and conversions between them.
 
-model.py and GPT-2 have one matrix for queries, keys and values, modeling_nanokern.py has three. GPT-2 stores matrices
-transposed, as (in, out).
+model.py and GPT-2 have one matrix for queries, keys and values (qkv), modeling_nanokern.py has three. GPT-2 stores
+matrices transposed, as (in, out).
 """
 
 import re
@@ -12,25 +12,26 @@ from torch import Tensor
 
 from runtime import RunError
 
-MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2)
+MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
     "wte": ("model.embed_tokens", "transformer.wte"),
     "wpe": ("model.embed_positions", "transformer.wpe"),
     "ln_f": ("model.norm", "transformer.ln_f"),
     "lm_head": ("lm_head", "lm_head"),
-    "ln_1": ("input_layernorm", "ln_1"),
-    "ln_2": ("post_attention_layernorm", "ln_2"),
-    "attn.qkv": ("self_attn.qkv_proj", "attn.c_attn"),  # qkv_proj is stored as q_proj, k_proj, v_proj
-    "attn.proj": ("self_attn.o_proj", "attn.c_proj"),
-    "mlp.w_in": ("mlp.up_proj", "mlp.c_fc"),
-    "mlp.w_out": ("mlp.down_proj", "mlp.c_proj"),
-    "mlp.router": ("mlp.router", None),
-    "mlp.experts": ("mlp.experts", None),
+    "blocks.#.ln_1": ("model.layers.#.input_layernorm", "transformer.h.#.ln_1"),
+    "blocks.#.ln_2": ("model.layers.#.post_attention_layernorm", "transformer.h.#.ln_2"),
+    "blocks.#.attn.qkv": ("model.layers.#.self_attn.qkv_proj", "transformer.h.#.attn.c_attn"),
+    "blocks.#.attn.proj": ("model.layers.#.self_attn.o_proj", "transformer.h.#.attn.c_proj"),
+    "blocks.#.mlp.w_in": ("model.layers.#.mlp.up_proj", "transformer.h.#.mlp.c_fc"),
+    "blocks.#.mlp.w_out": ("model.layers.#.mlp.down_proj", "transformer.h.#.mlp.c_proj"),
+    "blocks.#.mlp.router": ("model.layers.#.mlp.router", None),
+    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),  # (E, C, H), a parameter
+    "blocks.#.mlp.experts.w_out": ("model.layers.#.mlp.experts.down_proj", None),  # (E, H, C)
 }
 HF = {name: hf for name, (hf, _) in MODULES.items()}
 GPT2 = {name: gpt2 for name, (_, gpt2) in MODULES.items() if gpt2}
-EXPERTS = {"w_in": "up_proj", "w_out": "down_proj"}  # (E, C, H) and (E, H, C) in both
-TRANSPOSED = ("attn.qkv", "attn.proj", "mlp.w_in", "mlp.w_out")  # (in, out) in GPT-2
-BIASED = ("ln_1", "ln_2", "ln_f", *TRANSPOSED)  # modules that always have a bias in GPT-2
+FROM_HF, FROM_GPT2 = ({new: old for old, new in names.items()} for names in (HF, GPT2))
+TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")  # (in, out) in GPT-2
+BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
 MASKS = re.compile(r".*\.attn\.(bias|masked_bias)")  # not weights: GPT-2's causal masks in older files
 
 State = Mapping[str, Tensor]
@@ -40,13 +41,10 @@ def to_hf(state: State) -> dict[str, Tensor]:
     """Rename weights of model.py to those of modeling_nanokern.py. Raises RunError for an unknown name."""
     out = {}
     for name, tensor in state.items():
-        new = _rename(name, "blocks.", HF, "model.layers.")
-        if ".qkv_proj." in new:
-            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
-                out[new.replace(".qkv_proj.", f".{part}_proj.")] = piece
-        else:
-            module, _, leaf = new.rpartition(".")
-            out[f"{module}.{EXPERTS.get(leaf, leaf)}"] = tensor
+        new = _rename(name, HF)
+        parts = tensor.chunk(3) if ".qkv_proj." in new else [tensor]
+        for letter, part in zip("qkv", parts, strict=False):
+            out[new.replace(".qkv_proj.", f".{letter}_proj.")] = part
     return out
 
 
@@ -57,15 +55,12 @@ def from_hf(state: State) -> dict[str, Tensor]:
         RunError: a name is unknown.
         KeyError: of q_proj, k_proj and v_proj only some are in `state`.
     """
-    names, experts = {new: old for old, new in HF.items()}, {new: old for old, new in EXPERTS.items()}
     out = {}
     for name, tensor in state.items():
-        if (part := re.search(r"\.([qkv])_proj\.", name)) is None:
-            module, _, leaf = _rename(name, "model.layers.", names, "blocks.").rpartition(".")
-            out[f"{module}.{experts.get(leaf, leaf)}"] = tensor
-        elif part[1] == "q":
-            qkv = [state[name.replace(".q_proj.", f".{other}_proj.")] for other in "qkv"]
-            out[_rename(name.replace(".q_proj.", ".qkv_proj."), "model.layers.", names, "blocks.")] = torch.cat(qkv)
+        new = _rename(re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name), FROM_HF)
+        if new not in out and ".qkv." in new:
+            tensor = torch.cat([state[re.sub(r"\.[qkv]_proj\.", f".{letter}_proj.", name)] for letter in "qkv"])
+        out.setdefault(new, tensor)
     return out
 
 
@@ -77,10 +72,9 @@ def to_gpt2(state: State) -> dict[str, Tensor]:
     """
     out = {}
     for name, tensor in state.items():
-        new, module = _rename(name, "blocks.", GPT2, "transformer.h."), _module(name)
-        is_weight = name.endswith(".weight")
-        out[new] = tensor.t().contiguous() if is_weight and module in TRANSPOSED else tensor
-        if is_weight and module in BIASED and name.removesuffix("weight") + "bias" not in state:
+        new = _rename(name, GPT2)
+        out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor
+        if BIASED.fullmatch(name) and name.removesuffix("weight") + "bias" not in state:
             out[new.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
     return out
 
@@ -91,26 +85,19 @@ def from_gpt2(state: State) -> dict[str, Tensor]:
     Raises:
         RunError: a name is unknown.
     """
-    names = {new: old for old, new in GPT2.items()}
     out = {}
     for name, tensor in state.items():
-        if MASKS.fullmatch(name):
-            continue
-        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-        new = _rename(full, "transformer.h.", names, "blocks.")
-        out[new] = tensor.t().contiguous() if _module(new) in TRANSPOSED and new.endswith(".weight") else tensor
+        if not MASKS.fullmatch(name):
+            new = _rename(name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}", FROM_GPT2)
+            out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(new) else tensor
     return out
 
 
-def _module(name: str) -> str:
-    """blocks.3.attn.qkv.weight -> attn.qkv."""
-    return re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
-
-
-def _rename(name: str, blocks: str, modules: Mapping[str, str], new_blocks: str) -> str:
-    """Replace the prefix `blocks` by `new_blocks` and the module by its name in `modules`; keep layer and leaf."""
-    layer = re.match(re.escape(blocks) + r"(\d+)\.", name)
-    module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
-    if module not in modules:
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """Replace a parameter's name, or its module's, by that in `names`; keep the layer's number."""
+    layer = re.search(r"\.\d+\.", name)
+    general = name.replace(layer[0], ".#.", 1) if layer else name
+    module, dot, leaf = (general, "", "") if general in names else general.rpartition(".")
+    if module not in names:
         raise RunError(f"{name}: no weight of that name is known; use an unmodified GPT-2 or exported language model")
-    return f"{new_blocks}{layer[1]}.{modules[module]}.{leaf}" if layer else f"{modules[module]}.{leaf}"
+    return (names[module] + dot + leaf).replace(".#.", layer[0] if layer else "")

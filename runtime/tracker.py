@@ -101,6 +101,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
 
 
 def _init_wandb(wandb: Any, mode: str, config: Config, folder: Path, id: str | None, tags: Sequence[str]) -> Any:
+    """The wandb run. Raises whatever wandb raises."""
     bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
     names = {"name": config.run.name, "group": config.log.group, "tags": tags, "job_type": "train"}
     if not os.environ.get("WANDB_SWEEP_ID"):  # an agent has set project and id, and wandb refuses others
@@ -149,14 +150,10 @@ def draw_loads(line: Line) -> dict[str, np.ndarray]:
     relative = loads / loads.mean(1, keepdims=True)
     title = f"step {line['step']:,}: busiest expert {relative.max():.1f} times its layer's mean, "
     title += f"{(loads == 0).sum():,} of {loads.size:,} dead"
-    kinds = {  # name: (function, width in inches, height)
-        "val/load_heatmap": (_draw_heatmap, 2 + E / 10, 1.5 + L / 4),
-        "val/load_histogram": (_draw_histograms, 8, 1.5 + 0.4 * L),
-    }
+    size = np.clip((2 + E / 10, 1.5 + 0.4 * L), (8, 3.5), (16, 13))  # inches
     pictures = {}
-    for name, (draw, width, height) in kinds.items():
-        size = (min(max(8.0, width), 16), min(max(3.5, height), 13))
-        figure = Figure(size, layout="constrained")  # without pyplot there is nothing to close
+    for name, draw in {"val/load_heatmap": _draw_heatmap, "val/load_histogram": _draw_histograms}.items():
+        figure = Figure(tuple(size), layout="constrained")  # without pyplot there is nothing to close
         draw(figure.add_subplot(yticks=range(0, L, 1 + L // 40), ylabel="layer"), relative)
         figure.suptitle(title, fontsize="medium")
         canvas = FigureCanvasAgg(figure)

@@ -17,16 +17,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 import configure
-from configure import Config
 from data.bins import check_dataset
-from runtime import RunError, checkpoint, folder
+from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE
@@ -53,41 +53,57 @@ class Fault(NamedTuple):
     steps_lost: int
 
 
-class Job:
-    """train.py on some ranks, with its output in a file; killed at the end of a `with` block."""
+class Run(NamedTuple):
+    """A run that is started several times; its output goes to the file <folder>.log."""
 
-    def __init__(self, file: str, overrides: list[str], ranks: int, log: TextIO) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*(launcher if ranks > 1 else [sys.executable]), str(TRAIN), file, *overrides]
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self.ranks = ranks
+    folder: Path
+    command: list[str]
+    ranks: int
+    max_steps: int
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.folder / "checkpoints"
 
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # the kernel then signals the ranks under torchrun
+    @contextmanager
+    def start(self) -> Iterator[subprocess.Popen]:
+        """Within it, the job runs: train.py, or torchrun over its ranks."""
+        with open(f"{self.folder}.log", "ab") as log:
+            job = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            yield job
+        finally:
+            job.kill()  # no effect once it has ended; the kernel then signals the ranks under torchrun
 
-    def find_ranks(self) -> list[int]:
-        """Process ids of the ranks started so far; without torchrun, of the process itself."""
+    def find_ranks(self, job: subprocess.Popen) -> list[int]:
+        """Process ids of the ranks started so far; without torchrun, of the job itself."""
         if self.ranks == 1:
-            return [self.process.pid]
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid), "-f", TRAIN.name], capture_output=True, text=True)
+            return [job.pid]
+        found = subprocess.run(["pgrep", "-P", str(job.pid), "-f", TRAIN.name], capture_output=True, text=True)
         return [int(line) for line in found.stdout.split()]
 
-    def send(self, number: int, to_rank: bool, choose: Callable[[Sequence[int]], int]) -> None:
-        """Send a signal to a rank, or to the launcher."""
-        pids = self.find_ranks() if to_rank else []
-        os.kill(choose(pids) if pids else self.process.pid, number)
-
-    def wait(self) -> int:
+    def wait(self, job: subprocess.Popen) -> int:
         """The exit code, once all ranks are gone too."""
-        pids = self.find_ranks()
-        code = self.process.wait()
+        pids = self.find_ranks(job)
+        code = job.wait()
         while any(Path("/proc", str(pid)).exists() for pid in pids):
             time.sleep(0.02)
         return code
+
+    def find_intact_step(self) -> int:
+        """Step of the newest intact checkpoint, 0 if there is none."""
+        for step in reversed(checkpoint.steps(self.checkpoints)):
+            with suppress(DamagedError):
+                return checkpoint.verify(checkpoint.folder_of(self.checkpoints, step))["step"]
+        return 0
+
+    def read_last_step(self) -> int:
+        """The last step in metrics.jsonl, 0 if there is none."""
+        try:
+            return max((line["step"] for line in read_metrics(self.folder / "metrics.jsonl")), default=0)
+        except (RunError, OSError):  # being written right now
+            return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,82 +126,81 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare_runs(args: argparse.Namespace, file: str, overrides: list[str]) -> int:
     """Train both runs and print the comparison; returns the exit status. Raises ValueError and OSError."""
-    out, names = Path(args.out), ("undisturbed", "disturbed")
-    options = {name: [*DEFAULTS, *overrides, f"--run.dir={args.out}", f"--run.name={name}"] for name in names}
-    calm, torn = (configure.load(file, options[name], args.ranks) for name in names)
-    check_dataset(Path(calm.data.dir, calm.data.name), calm.model.vocab_size)
-    ours = {*names, *(f"{name}.log" for name in names)}
-    if out.is_dir() and (others := sorted(set(os.listdir(out)) - ours)):
-        raise RunError(f"{out} also contains {others[0]}, not of this script; name another folder with --out")
-    for name in names:
-        shutil.rmtree(out / name, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+    runs = []
+    for name in ("undisturbed", "disturbed"):
+        options = [*DEFAULTS, *overrides, f"--run.dir={args.out}", f"--run.name={name}"]
+        config = configure.load(file, options, args.ranks)
+        check_dataset(Path(config.data.dir, config.data.name), config.model.vocab_size)
+        command = [sys.executable, *(launcher if args.ranks > 1 else []), str(TRAIN), file, *options]
+        runs.append(run := Run(Path(args.out, name), command, args.ranks, config.train.max_steps))
+        shutil.rmtree(run.folder, ignore_errors=True)
+        Path(f"{run.folder}.log").unlink(missing_ok=True)
+    calm, torn = runs
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     print("the undisturbed run …", flush=True)
     started = time.perf_counter()
-    with (out / "undisturbed.log").open("w") as log, Job(file, options["undisturbed"], args.ranks, log) as job:
-        if job.wait():
-            raise RunError(f"{log.name}: the undisturbed run failed")
+    train_to_the_end(calm)
     print(f"… took {time.perf_counter() - started:.0f} s; now with {args.faults} faults", flush=True)
-    with (out / "disturbed.log").open("w") as log:
-
-        def start() -> Job:
-            return Job(file, options["disturbed"], args.ranks, log)
-
-        return print_report(calm, torn, train_under_faults(torn, start, args.faults, random.Random(args.seed)))
+    return print_report(calm, torn, train_under_faults(torn, args.faults, random.Random(args.seed)))
 
 
-def train_under_faults(config: Config, start: Callable[[], Job], faults: int, rng: random.Random) -> list[Fault]:
+def train_to_the_end(run: Run) -> None:
+    """Start the run and wait for its end. Raises RunError if that is not a success."""
+    with run.start() as job:
+        if code := run.wait(job):
+            raise RunError(f"{run.folder}: ended with exit code {code}, see {run.folder}.log")
+
+
+def train_under_faults(run: Run, faults: int, rng: random.Random) -> list[Fault]:
     """Train to the end, with `faults` faults on the way. Raises RunError if the job ends otherwise."""
-    path = folder.path_of(config)
-    moments = sorted(rng.uniform(0, 0.9 * config.train.max_steps) for _ in range(faults))  # before its end
+    moments = sorted(rng.uniform(0, 0.9 * run.max_steps) for _ in range(faults))  # before its end
     survived = []
     for moment in tqdm(moments, unit="fault"):
-        before = find_intact_step(path)
-        with start() as job:
-            code = wait_for_moment(job, path, moment, before, rng)
+        before = run.find_intact_step()
+        with run.start() as job:
+            code = wait_for_moment(run, job, moment, before, rng)
             if code is not None:
                 remedy = "; set a larger --train.max_steps" if code == 0 else ""
-                raise RunError(f"{path}: ended by itself with exit code {code}, see {path}.log{remedy}")
-            reached = max(read_last_step(path), before)
+                raise RunError(f"{run.folder}: ended by itself with exit code {code}, see {run.folder}.log{remedy}")
+            reached = max(run.read_last_step(), before)
             kind = rng.choices([*FAULTS], [*FAULTS.values()])[0]
-            saving = any((path / "checkpoints").glob("step_*.tmp"))
-            inject_fault(kind, job, path, rng)
+            saving = any(run.checkpoints.glob("step_*.tmp"))
+            inject_fault(kind, run, job, rng)
         place = "in a save" if saving else "in a step" if reached > before else "at the start"
-        survived.append(Fault(kind, place, max(0, reached - find_intact_step(path))))
-    with start() as job:
-        code = job.wait()
-    if code:
-        raise RunError(f"{path}: the last start ended with exit code {code}, see {path}.log")
+        survived.append(Fault(kind, place, max(0, reached - run.find_intact_step())))
+    train_to_the_end(run)
     return survived
 
 
-def wait_for_moment(job: Job, path: Path, moment: float, before: int, rng: random.Random) -> int | None:
+def wait_for_moment(run: Run, job: subprocess.Popen, moment: float, before: int, rng: random.Random) -> int | None:
     """Wait for step `moment`, or a few steps after `before`, where the job resumes; returns its exit code if it ends.
 
     One time in four, wait only for some moment of the start.
     """
     begun, target = time.time(), max(moment, before + rng.uniform(0, 3))
     patience = rng.uniform(0, START_SECONDS) if rng.random() < 0.25 else float("inf")
-    metrics = path / "metrics.jsonl"
-    while job.process.poll() is None and time.time() <= begun + patience:
-        if metrics.exists() and metrics.stat().st_mtime > begun and read_last_step(path) >= target:
+    metrics = run.folder / "metrics.jsonl"
+    while job.poll() is None and time.time() <= begun + patience:
+        if metrics.exists() and metrics.stat().st_mtime > begun and run.read_last_step() >= target:
             time.sleep(rng.uniform(0, 0.1))  # somewhere in a step
             break
         time.sleep(0.005)
-    return job.process.poll()
+    return job.poll()
 
 
-def inject_fault(kind: str, job: Job, path: Path, rng: random.Random) -> None:
+def inject_fault(kind: str, run: Run, job: subprocess.Popen, rng: random.Random) -> None:
     """End the job and damage its files as `kind` says. Raises RunError if it does not obey SIGTERM."""
     number = signal.SIGTERM if "SIGTERM" in kind else signal.SIGKILL
-    job.send(number, "to a rank" in kind, rng.choice)
-    code = job.wait()
-    if number == signal.SIGTERM and job.ranks == 1 and code not in (EXIT_CODE, -number):
+    pids = run.find_ranks(job) if "to a rank" in kind else []
+    os.kill(rng.choice(pids or [job.pid]), number)
+    code = run.wait(job)
+    if number == signal.SIGTERM and run.ranks == 1 and code not in (EXIT_CODE, -number):
         remedy = "; it had just finished: set a larger --train.max_steps" if code == 0 else ""
-        raise RunError(f"{path}: exit code {code} after SIGTERM, expected {EXIT_CODE}{remedy}")
-    steps = checkpoint.steps(path / "checkpoints")
+        raise RunError(f"{run.folder}: exit code {code} after SIGTERM, expected {EXIT_CODE}{remedy}")
+    steps = checkpoint.steps(run.checkpoints)
     if "checkpoint" in kind and len(steps) > 1:  # the run has to resume from the one before it
-        file = rng.choice(sorted(checkpoint.folder_of(path / "checkpoints", steps[-1]).iterdir()))
+        file = rng.choice(sorted(checkpoint.folder_of(run.checkpoints, steps[-1]).iterdir()))
         data = bytearray(file.read_bytes())
         if "flipped" in kind:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -193,51 +208,29 @@ def inject_fault(kind: str, job: Job, path: Path, rng: random.Random) -> None:
             del data[rng.randrange(len(data)) :]
         file.write_bytes(data)
     if "half a line" in kind:
-        with (path / "metrics.jsonl").open("a") as file:
+        with (run.folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1')
 
 
-def find_intact_step(path: Path) -> int:
-    """Step of the newest intact checkpoint, 0 if there is none."""
-    for step in reversed(checkpoint.steps(path / "checkpoints")):
-        try:
-            return checkpoint.verify(checkpoint.folder_of(path / "checkpoints", step))["step"]
-        except DamagedError:
-            continue
-    return 0
-
-
-def read_last_step(path: Path) -> int:
-    """The last step in metrics.jsonl, 0 if there is none."""
-    try:
-        return max((line["step"] for line in read_metrics(path / "metrics.jsonl")), default=0)
-    except (RunError, OSError):  # being written right now
-        return 0
-
-
-def print_report(calm: Config, torn: Config, faults: list[Fault]) -> int:
+def print_report(calm: Run, torn: Run, faults: list[Fault]) -> int:
     """Compare the two runs; returns 0 if weights, AdamW's state and metrics are equal, else 1."""
-    last = torn.train.max_steps
-    (files, losses), (torn_files, torn_losses) = (read_results(config) for config in (calm, torn))
-    for head, values in (
-        (f"\n{len(faults)} faults survived: ", Counter(fault.kind for fault in faults)),
-        ("struck ", Counter(fault.place for fault in faults)),
-    ):
-        print(head + ", ".join(f"{count} {value}" for value, count in values.items()))
+    (files, losses), (torn_files, torn_losses) = read_results(calm), read_results(torn)
+    kinds, places = (Counter(column) for column in list(zip(*faults, strict=True))[:2])
+    print(f"\n{len(faults)} faults survived: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+    print(", ".join(f"{count} {place}" for place, count in places.items()))
     lost = [fault.steps_lost for fault in faults]
-    every = torn.train.checkpoint_interval
-    print(f"steps lost: {sum(lost)} in all, {max(lost)} at most, of {last}; a checkpoint every {every}")
-    print(f"weights and AdamW's state at step {last}: {'equal, bit for bit' if files == torn_files else 'DIFFERENT'}")
-    print(f"metrics.jsonl, {len(losses)} lines without times: {'equal' if losses == torn_losses else 'DIFFERENT'}")
+    print(f"steps lost: {sum(lost)} in all, {max(lost)} at most, of {torn.max_steps}")
+    words = {True: "equal", False: "DIFFERENT"}
+    print(f"weights and AdamW's state at step {torn.max_steps}: {words[files == torn_files]}")
+    print(f"metrics.jsonl, {len(losses)} lines without times: {words[losses == torn_losses]}")
     return 0 if files == torn_files and losses == torn_losses else 1
 
 
-def read_results(config: Config) -> tuple[dict[str, str], list[dict[str, Any]]]:
+def read_results(run: Run) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """SHA-256 of the files of the last checkpoint, and the lines of metrics.jsonl without times."""
-    path = folder.path_of(config)
-    manifest = checkpoint.verify(checkpoint.folder_of(path / "checkpoints", config.train.max_steps))
+    manifest = checkpoint.verify(checkpoint.folder_of(run.checkpoints, run.max_steps))
     files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name != ".metadata"}
-    lines = read_metrics(path / "metrics.jsonl")
+    lines = read_metrics(run.folder / "metrics.jsonl")
     return files, [{key: line[key] for key in line if not key.startswith("perf/")} for line in lines]
 
 

@@ -134,6 +134,26 @@ def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)
 
 
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with "sync NAME" and "rename NEW NAME" for each os.fsync, os.rename and os.replace, without process ids."""
+    calls: list[str] = []
+
+    def record(what: str, path: str | Path) -> None:
+        calls.append(f"{what} {Path(path).name}".replace(f".{os.getpid()}.", "."))
+
+    def fsync(descriptor: int) -> None:
+        record("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        call_fsync(descriptor)
+
+    call_fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda old, new, call=call: (record("rename", new), call(old, new)))
+    return calls
+
+
 # ---- the comparison closest to its tolerance, at the end of a test run
 
 CLOSEST = {}

@@ -168,7 +168,7 @@ def test_a_kill_at_any_byte_costs_the_line_in_writing(tmp_path, data):
     assert path.read_bytes().endswith(b'{"step": 9, "tokens": 576}\n') and steps(tmp_path) == [*range(min(whole, 4)), 9]
 
 
-def test_rewriting_reaches_the_disk_before_it_takes_the_files_place(tmp_path, monkeypatch):
+def test_rewriting_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     text, events = write_lines(tmp_path, {"step": 0, "tokens": 0}, {"step": 9, "tokens": 9}), []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or fsync(file))

@@ -311,7 +311,7 @@ def test_forms_find_a_secret():
         ("online", "vanishes", "wandb: finish failed ("),
     ],
 )
-def test_dead_network_stops_nothing_and_the_key_is_in_no_file(tiny_file, tmp_path, mode, network, line):
+def test_lost_network_stops_nothing_and_the_key_is_in_no_file(tiny_file, tmp_path, mode, network, line):
     server = Server(cut=network == "none")
     program = (
         "import sys, train; from runtime import tracker; tracker.WANDB_SECONDS = 3; sys.exit(train.main(sys.argv[1:]))"

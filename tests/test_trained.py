@@ -45,7 +45,7 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     assert load_run(run)[1].eot == 256
     (tmp_path / "gone").mkdir()
     monkeypatch.setattr(ByteTokenizer, "hash", "0" * 64)
-    with pytest.raises(ValueError, match="no known tokenizer is the one tiny was trained with"):
+    with pytest.raises(ValueError, match="no known tokenizer is that of tiny"):
         load_run(run)
     tokenizer = ByteTokenizer()
     with Writer(tmp_path / "gone/tiny", tokenizer) as writer:
@@ -53,5 +53,5 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
             writer.write(split, tokenizer.encode_batch(["x" * 99])[0])
         writer.finish("tiny", {}, "python -m data.prepare text")
     assert json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
-    with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not the one tiny was trained with"):
+    with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)

@@ -1,0 +1,133 @@
+"""scripts/chaos.py: its faults, and its verdict on runs that are equal and runs that differ."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+import configure
+import train
+from runtime import RunError, checkpoint, folder
+from runtime.checkpoint import DamagedError
+from runtime.metrics import read_metrics
+from scripts import chaos
+
+FAULTS = [chaos.Fault("SIGKILL to a rank", "in a step", 1), chaos.Fault("SIGKILL to a rank", "in a save", 2)]
+
+
+def run_in(path):
+    return chaos.Run(Path(path), [], ranks=1, max_steps=4)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, corpus):
+    """A run of 4 steps, with checkpoints of steps 2 and 4."""
+    place = tmp_path_factory.mktemp("chaos")
+    (place / "tiny.toml").write_text(TINY.format(runs=place.as_posix(), data=corpus.as_posix()))
+    train.train(configure.load(place / "tiny.toml", ["train.checkpoint_interval=2", "train.keep_checkpoints=2"]))
+    return run_in(place / "tiny")
+
+
+@pytest.fixture
+def torn(calm, tmp_path):
+    """A copy of it."""
+    return run_in(shutil.copytree(calm.folder, tmp_path / "disturbed"))
+
+
+# ---- the verdict
+
+
+def change_last_line(run, **changes):
+    *lines, last = read_metrics(run.folder / "metrics.jsonl")
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, last | changes])
+    (run.folder / "metrics.jsonl").write_text(text)
+
+
+def test_equal_runs_succeed(calm, torn, capsys):
+    change_last_line(torn, **{"perf/step_ms": 1e6})  # times are not compared
+    assert chaos.print_report(calm, torn, FAULTS) == 0
+    printed = capsys.readouterr().out
+    assert "2 faults survived: 2 SIGKILL to a rank\n1 in a step, 1 in a save\n" in printed
+    assert "steps lost: 3 in all, 2 at most, of 4\n" in printed
+    assert "weights and AdamW's state at step 4: equal\nmetrics.jsonl, 7 lines without times: equal\n" in printed
+
+
+def test_another_loss_fails(calm, torn, capsys):
+    change_last_line(torn, **{"val/loss": 1.0})
+    assert chaos.print_report(calm, torn, FAULTS) == 1
+    printed = capsys.readouterr().out
+    assert "step 4: equal\n" in printed and "times: DIFFERENT\n" in printed
+
+
+def test_other_weights_fail(calm, torn, tiny, capsys):
+    other = tiny("run.name=other", "run.seed=1")
+    train.train(other)
+    shutil.rmtree(torn.checkpoints)
+    shutil.copytree(folder.path_of(other) / "checkpoints", torn.checkpoints)
+    assert chaos.print_report(calm, torn, FAULTS) == 1
+    printed = capsys.readouterr().out
+    assert "step 4: DIFFERENT\n" in printed and "times: equal\n" in printed
+
+
+def test_a_run_without_its_last_checkpoint_is_an_error(calm, torn):
+    shutil.rmtree(torn.checkpoints / "step_00000004")
+    with pytest.raises(DamagedError):
+        chaos.print_report(calm, torn, FAULTS)
+
+
+# ---- faults
+
+
+@pytest.fixture
+def job():
+    """A process that ends as train.py does when it is asked to stop: with exit code 75."""
+    process = subprocess.Popen(
+        ["sh", "-c", "trap 'exit $CODE' TERM; echo ready; while :; do sleep 0.05; done"],
+        stdout=subprocess.PIPE,
+        env={"CODE": "75", "PATH": "/usr/bin:/bin"},
+    )
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("kind", chaos.FAULTS)
+def test_faults(torn, job, kind):
+    before = (torn.folder / "metrics.jsonl").read_bytes()
+    chaos.inject_fault(kind, torn, job, random.Random(0))
+    assert job.returncode == (75 if "SIGTERM" in kind else -signal.SIGKILL)
+    assert torn.find_intact_step() == (2 if "checkpoint" in kind else 4)
+    added = (torn.folder / "metrics.jsonl").read_bytes().removeprefix(before)
+    assert added == (b'{"step": 1' if "line" in kind else b"") and torn.read_last_step() == 4
+
+
+def test_the_only_checkpoint_is_not_damaged(torn, job):
+    shutil.rmtree(torn.checkpoints / "step_00000002")
+    chaos.inject_fault("latest checkpoint cut short", torn, job, random.Random(0))
+    assert torn.find_intact_step() == 4
+    shutil.rmtree(torn.checkpoints)
+    assert torn.find_intact_step() == 0
+
+
+def test_wrong_exit_code_after_sigterm_is_an_error(torn):
+    job = subprocess.Popen(["sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"], stdout=-1)
+    job.stdout.readline()
+    with pytest.raises(RunError, match="exit code 0 after SIGTERM, expected 75; it had just finished"):
+        chaos.inject_fault("SIGTERM to a rank", torn, job, random.Random(0))
+
+
+@pytest.mark.integration
+def test_a_run_survives_faults(tiny_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's handlers stay
+    words = [str(tiny_file), "--faults", "3", "--out", str(tmp_path / "out"), "--train.max_steps=30"]
+    assert chaos.main(words) == 0, [path.read_text() for path in (tmp_path / "out").glob("*.log")]
+    assert "3 faults survived" in capsys.readouterr().out
+    steps = checkpoint.steps(tmp_path / "out/disturbed/checkpoints")
+    assert steps[-1] == 30
+    assert chaos.main([*words[:-1], "--train.max_steps=0"]) == 2  # a wrong config
