@@ -217,8 +217,8 @@ def evaluate_tasks(
     """Write one file in `folder`/tasks for each task of --tasks that has none with the same key."""
     ranks, keys = adapter.scorer.ranks, {}
     for name in args.tasks:
-        data = local_file(args.tasks_dir, name).read_bytes() if args.tasks_dir else None
-        keys[name] = shared | {"sha256": None if data is None else hashlib.sha256(data).hexdigest()}
+        data = local_file(args.tasks_dir, name).read_bytes() if args.tasks_dir else b""
+        keys[name] = shared | {"sha256": hashlib.sha256(data).hexdigest() if data else None}
     done = {name: body["key"] for name, body in load_task_results(folder, shared).items()}
     done = distributed.gather(done, ranks.control)[0]  # rank 0 decides, as another command may write meanwhile
     todo = [name for name in args.tasks if done.get(name) != keys[name]]
@@ -301,22 +301,24 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
         text += "\n\nExamples in the prompts are other documents of the same files."
     write_result(folder / "table.md", text)
     print(f"{text}\n\n{folder}/results.json")
-    if config.log.wandb == "disabled":
-        return
+    if config.log.wandb != "disabled":
+        send_to_wandb(results, trained, args)
+
+
+def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.Namespace) -> None:
+    """Add the results of a finished run's last checkpoint to its wandb run. Prints a line if that fails."""
+    config, mean = trained.config, mean_accuracy(results)
     if args.limit or trained.average > 1 or trained.step < config.train.max_steps:
         print("wandb: not sent; only full evaluations of a finished run's last checkpoint are")
-        return
-    tracker = start_wandb(config, args.run, trained.metadata.get("wandb"))
-    if not tracker:
-        return
-    name = "downstream" + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
-    values = {f"{name}/{task}/{key}": value for task in results for key, value in results[task].items()}
-    values |= {} if mean is None else {f"{name}/average": mean}
-    try:
-        tracker.summarize(values, f"{name}/table", *tabulate_results(results, config), trained.step + 1)
-        tracker.finish()
-    except Exception as error:
-        print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
+    elif tracker := start_wandb(config, args.run, trained.metadata.get("wandb")):
+        name = "downstream" + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
+        values = {f"{name}/{task}/{key}": value for task in results for key, value in results[task].items()}
+        values |= {} if mean is None else {f"{name}/average": mean}
+        try:
+            tracker.summarize(values, f"{name}/table", *tabulate_results(results, config), trained.step + 1)
+            tracker.finish()
+        except Exception as error:
+            print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
 
 
 # ---- the command
@@ -334,7 +336,6 @@ def evaluate_run(args: argparse.Namespace) -> None:
     trained, tokenizer = load_run(args.run, args.step, args.average)
     device = distributed.pick_device(args.device)
     dtype = distributed.pick_dtype(trained.config.train.dtype, device) if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, args.dtype) if args.dtype else dtype
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
@@ -358,9 +359,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="documents per task, for a trial")
     parser.add_argument("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), help="of autocast (default: float32, on CUDA the run's)"
-    )
     args = parser.parse_args(argv)
     args.tasks = list(dict.fromkeys(args.tasks))
     try:

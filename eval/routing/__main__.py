@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from data.bins import Tokens
-from data.loader import count_windows, fixed_windows
+from data.loader import fixed_windows
 from data.tokenizer import Tokenizer
 from eval.pages import format_markdown, write_page
 from eval.trained import Trained, add_run_arguments, load_run, open_set
@@ -27,22 +26,6 @@ from runtime import distributed
 from runtime.output import require_packages, write_atomic
 
 COMPARABLE = ("n_layer", "n_expert", "top_k", "block_size")  # have to be equal in two models to be compared
-
-
-def open_validation_set(name: str | None, trained: Trained) -> tuple[Path, Tokens]:
-    """Open the validation tokens of the data set `name` (a folder, or a name in data.dir), by default the run's own.
-
-    Raises:
-        ValueError: an incomplete set, another tokenizer, or fewer than two validation windows.
-    """
-    config = trained.config
-    folder = trained.data_folder if name is None else Path(name)
-    if not folder.is_dir() and Path(config.data.dir, folder).is_dir():
-        folder = Path(config.data.dir, folder)
-    tokens, T = open_set(trained, folder, "val"), config.model.block_size
-    if count_windows(tokens, T) < 2:
-        raise ValueError(f"{folder}: one validation window of {T} tokens, chance needs two; name a larger set")
-    return folder, tokens
 
 
 def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
@@ -66,23 +49,22 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
 
 
 def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
-    """The content of routing.json, and the folder it belongs in. Raises ValueError."""
+    """The content of routing.json, and the folder it belongs in. Raises ValueError and OSError."""
     from eval.routing.counts import compare_choices, count_routing, describe_layer
 
-    if args.windows < 2:
-        raise ValueError(f"--windows {args.windows}: chance is measured with another window; give 2 or more")
     device = distributed.pick_device(args.device)
     models, tokenizer = load_models(args)
     trained, *others = models
-    data, tokens = open_validation_set(args.data, trained)
     config = trained.config
-    name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
-    out = args.out or args.run / "eval" / trained.label / name
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{out}: {error.strerror}; name another folder with --out") from error
+    named = [Path(args.data), Path(config.data.dir, args.data)] if args.data else [trained.data_folder]
+    data = next(filter(Path.is_dir, named), named[0])
+    tokens = open_set(trained, data, "val")
     indices = fixed_windows(tokens, config.model.block_size, args.windows)
+    if len(indices) < 2:
+        raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
+    name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
+    out = args.run / "eval" / trained.label / name
+    out.mkdir(parents=True, exist_ok=True)
     layers, ids, seen = count_routing(*(one.model.to(device) for one in models), tokens=tokens, indices=indices)
     found = {
         "run": config.run.name,
@@ -95,9 +77,6 @@ def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         "windows": len(indices),
         "tokens": layers[0].tokens,
         "torch": torch.__version__,
-        "common_tokens": [
-            {"id": int(i), "text": tokenizer.decode([i]), "seen": int(n)} for i, n in zip(ids, seen, strict=True)
-        ],
         "layers": [describe_layer(layer, ids, seen, tokenizer) for layer in layers],
     }
     for other in others:
@@ -119,7 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     parser.add_argument("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: runs/NAME/eval/step_…/routing)")
     args = parser.parse_args(argv)
     try:
         require_packages("matplotlib", "scipy")

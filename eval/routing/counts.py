@@ -27,10 +27,8 @@ from router import Router, Routing, entropy, expert_loads, token_distribution
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
 GATE_TOKENS = 100_000  # at most this many tokens' gates are kept, for quantiles
-BINS = 60
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-SHOWN = 8  # tokens per expert, pairs per layer
-COMMON = 40  # tokens whose counts by expert are written
+QUANTILES = ("0.05", "0.5", "0.95")
+SHOWN = 8  # tokens per expert
 
 Described = dict[str, Any]
 
@@ -41,8 +39,8 @@ class LayerCounts:
     Attributes:
         tokens: N.
         together: (E, E) int64, tokens that chose both experts; the diagonal holds the loads.
-        by_token: (2, 2, U + 1, E) int32, choices by [measured, by chance], [first choice, any choice], token, expert.
-            The last row of tokens holds all rare ones.
+        by_token: (2, U + 1, E) int32, choices by [measured, by chance], token, expert. The last row of tokens holds
+            all rare ones.
         agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model, [measured, by chance].
         entropy: summed over tokens, nats.
         zero_gates: gates that are exactly 0.
@@ -52,7 +50,7 @@ class LayerCounts:
     def __init__(self, n_expert: int, n_rows: int, stride: int, device: torch.device) -> None:
         self.tokens, self.stride, self.gates = 0, stride, []
         self.together = torch.zeros(n_expert, n_expert, dtype=torch.int64, device=device)
-        self.by_token = torch.zeros(2, 2, n_rows, n_expert, dtype=torch.int32, device=device)
+        self.by_token = torch.zeros(2, n_rows, n_expert, dtype=torch.int32, device=device)
         self.agreement = torch.zeros(2, n_expert, n_expert, dtype=torch.int64, device=device)
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
         self.zero_gates = torch.zeros((), dtype=torch.int64, device=device)
@@ -70,10 +68,9 @@ class LayerCounts:
         self.together += count_pairs(routing.experts, routing.experts, E)
         self.entropy += N * entropy(token_distribution(routing))
         self.zero_gates += (routing.weights == 0).sum()
-        for tables, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
+        for table, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
             cells = places.flatten()[:, None] * E + routing.experts  # (N, K)
-            for table, chosen in zip(tables, (cells[:, 0], cells.flatten()), strict=True):
-                table += expert_loads(chosen, table.numel()).view_as(table)
+            table += expert_loads(cells.flatten(), table.numel()).view_as(table)
         gates = routing.weights[:: self.stride]
         self.gates.append(torch.stack([gates.sum(-1), torch.linalg.vector_norm(gates, dim=-1)]).cpu())
         if other is not None:
@@ -181,19 +178,18 @@ def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
     `same_number` is the share of a token's experts with equal numbers in both; `matched` the same after the best
     one-to-one renumbering of the other model's experts, `matching` (E,).
     """
-    found: Described = {}
+    found: Described = {"matching": linear_sum_assignment(agreement[0], maximize=True)[1].tolist()}
     for counts, suffix in zip(agreement, ("", "_by_chance"), strict=True):
-        matching = linear_sum_assignment(counts, maximize=True)
         found[f"same_number{suffix}"] = float(counts.trace() * top_k / counts.sum())
-        found[f"matched{suffix}"] = float(counts[matching].sum() * top_k / counts.sum())
-        found.setdefault("matching", matching[1].tolist())
+        matched = counts[linear_sum_assignment(counts, maximize=True)]
+        found[f"matched{suffix}"] = float(matched.sum() * top_k / counts.sum())
     return found
 
 
 def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, tokenizer: Tokenizer) -> Described:
     """The layer's entry of routing.json; `ids` and `seen` (U,) as `count_routing` returns them."""
     together, N = counts.together.cpu().numpy(), counts.tokens
-    by_token, by_chance = counts.by_token.cpu().numpy()  # (2, U + 1, E) each
+    by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
     loads = together.diagonal()
     unrelated = np.where(np.eye(len(loads), dtype=bool), np.nan, loads / N)
     layer: Described = {
@@ -206,46 +202,24 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
         "coactivation": together,
         "strongest_partner": mean_strongest(coactivation_shares(together)),
         "strongest_partner_by_chance": mean_strongest(unrelated),
-        "pairs": find_pairs(together, N),
-        "common": by_token[1, :-1][:COMMON],
+        "vocabulary": vocabulary_specialization(by_token[:-1], seen),
+        "vocabulary_by_chance": vocabulary_specialization(by_chance[:-1], seen),
         "experts": [
             {"nats": nats, "nats_by_chance": nats_by_chance, "tokens": find_tokens(chose, ids, seen, N, tokenizer)}
             for nats, nats_by_chance, chose in zip(
-                divergence_from_text(by_token[1]), divergence_from_text(by_chance[1]), by_token[1].T, strict=True
+                divergence_from_text(by_token), divergence_from_text(by_chance), by_token.T, strict=True
             )
         ],
     }
-    for i, name in enumerate(("first", "any")):
-        layer[f"vocabulary_{name}"] = vocabulary_specialization(by_token[i, :-1], seen)
-        layer[f"vocabulary_{name}_by_chance"] = vocabulary_specialization(by_chance[i, :-1], seen)
     for name, values in zip(("gate_sum", "gate_norm"), torch.cat(counts.gates, 1).double().numpy(), strict=True):
-        histogram, edges = np.histogram(values, BINS)
-        quantiles = dict(zip(map(str, QUANTILES), np.quantile(values, QUANTILES), strict=True))
-        layer[name] = {"quantiles": quantiles, "histogram": histogram, "edges": edges}
+        layer[name] = dict(zip(QUANTILES, np.quantile(values, [float(q) for q in QUANTILES]), strict=True))
     return json.loads(json.dumps(layer, default=lambda array: array.tolist()))  # no NumPy types
-
-
-def find_pairs(together: np.ndarray, N: int) -> list[Described]:
-    """The pairs of experts with the most tokens beyond what their loads, on the diagonal of (E, E), would give.
-
-    `lift` is tokens / expected tokens.
-    """
-    loads = together.diagonal()
-    expected = np.outer(loads, loads) / N
-    excess = np.triu(together - expected, 1)
-    best = np.argsort(-excess, axis=None, kind="stable")[:SHOWN]
-    return [
-        {"experts": [i, j], "tokens": together[i, j], "lift": together[i, j] / expected[i, j]}
-        for i, j in zip(*np.unravel_index(best, excess.shape), strict=True)
-        if excess[i, j] > 0
-    ]
 
 
 def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, tokenizer: Tokenizer) -> list[Described]:
     """The tokens that add most to an expert's divergence from the text, from how often each `chose` it (U + 1,).
 
-    `share` is of the expert's load, `lift` that over the token's share of the text, `specialization` the share of the
-    token's occurrences that chose the expert.
+    `share` is of the expert's load, `lift` that over the token's share of the text.
     """
     chose, load = chose[:-1], max(1, chose.sum())
     lift = chose / load / (seen / N)
@@ -256,7 +230,6 @@ def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, to
             "text": tokenizer.decode([ids[row]]),
             "share": chose[row] / load,
             "lift": lift[row],
-            "specialization": chose[row] / seen[row],
         }
         for row in np.argsort(-gain, kind="stable")[:SHOWN]
         if gain[row] > 0

@@ -10,7 +10,6 @@ TEMPLATE = Path(__file__).with_name("page.md")
 EXPERTS = 5  # per layer in the table of tokens
 MIN_LOAD = 0.1  # of the mean load, for an expert in that table: fewer tokens differ from the text's by chance
 TOKENS = 6  # per expert
-PAIRS = 5  # per layer
 LONGEST = 20  # characters of a token
 LITERAL = str.maketrans({"*": "∗", "`": "ˋ"})  # the page would take them for bold and code
 
@@ -20,8 +19,7 @@ def build_page(found: Described) -> list[Block]:
     values = found | {"n_layer": len(found["layers"]), "n_expert": len(found["layers"][0]["loads"])}
     values["mean"] = f", mean of {found['average']} checkpoints" if found["average"] > 1 else ""
     values |= {"MIN_COUNT": MIN_COUNT, "EXPERTS": EXPERTS, "MIN_LOAD": MIN_LOAD}
-    tables = {"{summary}": build_summary, "{tokens}": build_token_table, "{pairs}": build_pair_table}
-    tables["{agreement}"] = build_agreement
+    tables = {"{summary}": build_summary, "{tokens}": build_token_table, "{agreement}": build_agreement}
     text = TEMPLATE.read_text(encoding="utf-8").strip()
     if "agreement" not in found:
         text, _, _ = text.partition("\n\n## Agreement")
@@ -51,11 +49,11 @@ def build_summary(found: Described) -> Block:
         row = [f"{number}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
         row += [f"{exp(layer['load_entropy']):.1f}", f"{exp(layer['entropy']):.1f}", f"{layer['entropy']:.3f}"]
         row += [f"{layer['zero_gates']:.2%}"]
-        for q in (layer["gate_sum"]["quantiles"], layer["gate_norm"]["quantiles"]):
+        for q in (layer["gate_sum"], layer["gate_norm"]):
             row.append(f"{q['0.5']:.3g} [{q['0.05']:.3g}, {q['0.95']:.3g}]")
-        row += [_with_chance(layer, key) for key in ("vocabulary_first", "vocabulary_any", "strongest_partner")]
+        row += [_with_chance(layer, key) for key in ("vocabulary", "strongest_partner")]
         rows.append(row)
-    return "table", [*head, "first", "any", "partner"], rows
+    return "table", [*head, "vocabulary", "partner"], rows
 
 
 def _with_chance(layer: Described, key: str) -> str:
@@ -80,16 +78,6 @@ def format_token(token: Described) -> str:
     """A token's text in quotes as Python writes it, cut at LONGEST characters; #id if not a complete character."""
     text = token["text"]
     return f"#{token['id']}" if "\ufffd" in text else repr(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…")
-
-
-def build_pair_table(found: Described) -> Block:
-    """The table of the pairs of experts that most tokens chose beyond their loads."""
-    rows = []
-    for number, layer in enumerate(found["layers"]):
-        for pair in layer["pairs"][:PAIRS]:
-            shares = [f"{pair['tokens'] / layer['loads'][e]:.0%}" for e in pair["experts"]]
-            rows.append([f"{number}", "{}, {}".format(*pair["experts"]), *shares, f"{pair['lift']:.1f}×"])
-    return "table", ["layer", "experts i, j", "P(j|i)", "P(i|j)", "over independent choices"], rows
 
 
 def build_agreement(found: Described) -> Block:

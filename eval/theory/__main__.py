@@ -28,7 +28,10 @@ def format_rows(rows: list["Row"]) -> str:
     cells = []
     for row in rows:
         analytic = "-" if row.analytic is None else f"{row.analytic:.4g}"
-        measured = f"{row.measured:.4g}" + (f" ± {row.error:.1g}" if row.error else "")
+        spread = f" ± {row.error:.1g}" if row.error else ""
+        if not row.error and row.tolerance and row.analytic is not None:
+            spread = f" (tolerance {row.tolerance:.1g})"
+        measured = f"{row.measured:.4g}{spread}"
         cells.append((row.claim, row.paper, analytic, measured + "  (!)" * (not row.agrees()), row.verdict))
     return text_table(("claim", "paper", "analytic", "measured ± standard error", "verdict"), cells, left=5)
 
@@ -55,12 +58,15 @@ def main(argv: list[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     results, off = {}, []
     for name in [args.only] if args.only else CLAIMS:
-        rows, curves = CLAIMS[name](args.samples, args.seed)
+        rows, panels = CLAIMS[name](args.samples, args.seed)
         print(f"{CLAIMS[name].__doc__}\n\n{format_rows(rows)}\n", flush=True)
         off += [row.claim for row in rows if not row.agrees()]
-        results[name] = {"rows": [asdict(row) for row in rows], "curves": curves}
-        if args.out:
-            pictures.plot_claim(name, curves, args.out / f"theory-{name}.png")
+        results[name] = {
+            "rows": [asdict(row) | {"verdict": row.verdict} for row in rows],
+            "panels": [asdict(panel) for panel in panels],
+        }
+        if args.out and panels:
+            pictures.plot_panels(panels, args.out / f"theory-{name}.png")
     if args.out:
         report = {"samples": args.samples, "seed": args.seed, "torch": torch.__version__, "claims": results}
         write_atomic(args.out / "theory.json", json.dumps(report, indent=1) + "\n")

@@ -61,7 +61,7 @@ def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1)
     if router in ELEMENTWISE:
         return top_sum(ELEMENTWISE[router][0](tau * Z) ** power, n_expert, top_k)
     if router == "softmax":
-        return softmax_moments(n_expert, top_k, tau)[("sum", "squares")[power - 1]]
+        return softmax_moments(n_expert, top_k, tau)[power - 1]
     return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)  # fact 2
 
 
@@ -85,55 +85,36 @@ def kern_limit(share: float) -> float:
 
 
 def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> float:
-    """E ‖∂g/∂s‖²_F of the gates by all M logits, for kern, sigmoid, tanh or softmax.
+    """E ‖∂g/∂s‖²_F of the gates by all M logits, for kern, sigmoid or tanh.
 
     KERN: row i of the Jacobian is (e_i - s̄_i s̄)/‖s‖, of squared length (1 - s̄_i²)/‖s‖², so the sum is
     (number of positive gates - Σ g²)/‖s‖², and E 1/‖s‖² = 1/((M - 2) τ²).
     """
     if router in ELEMENTWISE:
         return top_sum(ELEMENTWISE[router][1](tau * Z) ** 2, n_expert, top_k)
-    if router == "softmax":
-        return softmax_moments(n_expert, top_k, tau)["jacobian"]
     assert router == "kern", router
     rows = positive_gates(n_expert, top_k) - gate_sum("kern", n_expert, top_k, tau, power=2)
     return rows / ((n_expert - 2) * tau**2)
 
 
 @cache
-def softmax_moments(n_expert: int, top_k: int, tau: float) -> dict[str, float]:
-    """Of the top k of a softmax over M: "sum" E Σ p, "squares" E Σ p², and "jacobian" E ‖∂p/∂s‖²_F.
-
-    The last is E Σ_i p_i² (1 - 2 p_i + Σ_j p_j²), i over the top k and j over all M. Fact 3, on a grid of u = ln t.
-    """
+def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float]:
+    """E Σ p and E Σ p² over the top k of a softmax over M. Fact 3, on a grid of u = ln t."""
     M, k = n_expert, top_k
     z, p, h = Z[::4], P[::4], Z[4] - Z[0]
     # e^(-tS) tⁿ is above 0 where t ~ 1/S, and S between e^(-3τ) and M e^(7τ)
     u = np.arange(-math.log(M) - 7 * tau - 25, 3 * tau + 4, 0.25)
     e = np.exp(tau * z)
     decay = p * np.exp(-np.exp(u)[:, None] * e)  # (U, Z), density times e^(-t e^s)
+    below = cumulative_simpson(decay, dx=h, axis=1, initial=0).clip(0)
+    above = cumulative_simpson(decay[:, ::-1], dx=h, axis=1, initial=0)[:, ::-1].clip(0)
+    both = below + above
+    picked = decay * both ** (M - 1) * binom.cdf(k - 1, M - 1, above / both)  # fewer than k of the others above z
 
-    def halves(values: Array) -> tuple[Array, Array]:  # ∫ up to each node, and from each node on
-        below = cumulative_simpson(values, dx=h, axis=1, initial=0).clip(0)
-        above = cumulative_simpson(values[:, ::-1], dx=h, axis=1, initial=0).clip(0)
-        return below, above[:, ::-1]
+    def moment(n: int) -> float:  # ∫ tⁿ⁻¹ … dt = ∫ tⁿ … du; Γ(1) = Γ(2) = 1
+        return float((np.exp(n * u) * M * simpson(picked * e**n, dx=h, axis=1)).sum() * 0.25)
 
-    below, above = halves(decay)
-    whole = below + above
-
-    def fewer_above(k: int, n: int) -> Array:  # E of the product of n factors e^(-t e^s), fewer than k of them above z
-        return whole**n * binom.cdf(k - 1, n, above / whole)
-
-    def moment(n: int, values: Array) -> float:  # ∫ tⁿ⁻¹ … dt = ∫ tⁿ … du
-        return float((np.exp(n * u) * M * simpson(values, dx=h, axis=1)).sum() * 0.25) / math.gamma(n)
-
-    picked = fewer_above(k, M - 1)
-    squares = moment(2, decay * e**2 * picked)
-    # Σ_{j ≠ i} p_j²: either j is above i, which leaves one place less for i, or below
-    below2, above2 = halves(decay * e**2)
-    pairs = fewer_above(k - 1, M - 2) * above2 + fewer_above(k, M - 2) * below2
-    jacobian = squares - 2 * moment(3, decay * e**3 * picked) + moment(4, decay * e**4 * picked)
-    jacobian += (M - 1) * moment(4, decay * e**2 * pairs)
-    return {"sum": moment(1, decay * e * picked), "squares": squares, "jacobian": jacobian}
+    return moment(1), moment(2)
 
 
 def fewer_positive(n_expert: int, top_k: int) -> float:
