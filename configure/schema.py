@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 ROUTER_FILE = Path(__file__).parents[1] / "router.py"
@@ -31,9 +31,16 @@ def read_router_names(file: Path = ROUTER_FILE) -> list[str]:
 
 
 class Section(BaseModel):
-    """Strict (no int for a bool, no string for a number), frozen, no unknown keys, no NaN or Inf."""
+    """Strict (no int for a bool, no string for a number), frozen, no unknown keys, no NaN or Inf, printable text."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_control_characters(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError("expected printable text")
+        return value
 
 
 class Run(Section):

@@ -216,8 +216,7 @@ def check_lengths(folder: Path, meta: Meta) -> None:
         for shard in split.files:
             path = folder / shard.name
             if not path.is_file():
-                found = "not a file" if path.exists() else "a link to nothing" if path.is_symlink() else "missing"
-                raise DataError(f"{path}: {found}, expected {shard.tokens} tokens. {_remedy(meta)}")
+                raise DataError(f"{path}: no such file, expected {shard.tokens} tokens. {_remedy(meta)}")
             size = path.stat().st_size
             if size != 2 * shard.tokens:
                 expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
@@ -305,13 +304,9 @@ def partial_folder(folder: str | Path) -> Path:
 
 def _prepare_command(folder: Path) -> str:
     """The command that makes `folder`, guessed from its name."""
-    command = ["python", "-m", "data.prepare"]
     corpus = folder.name if folder.name in SOURCES else "text"
-    command += [corpus]
-    if corpus in ("text", "books3"):  # there is nothing to download
-        command += ["--source", "FILES"]
-    if corpus != folder.name:
-        command += ["--name", folder.name]
-    if folder.parent.resolve() != DATA_DIR.resolve():
-        command += ["--out", str(folder.parent)]
+    command = ["python", "-m", "data.prepare", corpus]
+    command += ["--source", "FILES"] if corpus in ("text", "books3") else []  # there is nothing to download
+    command += ["--name", folder.name] if corpus != folder.name else []
+    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
     return shlex.join(command)

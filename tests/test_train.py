@@ -446,7 +446,7 @@ def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error
         ('[sweep]\n"run.seed" = [0, 1]\n', [], "python -m scripts.sweep"),
         ("", ["--optim.lrr=1"], "did you mean 'optim.lr'?"),
         ("", ["--data.name=nowhere"], "error: "),
-        (None, [], "no such file"),
+        (None, [], "No such file"),
     ],
     ids=["open sweep", "unknown key", "no data", "no file"],
 )
