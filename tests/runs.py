@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -82,6 +83,17 @@ def end(config: Config) -> End:
     manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
     tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}
     return End(lines, tensors, manifest["facts"])
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Within this context, writing beyond `size` bytes of a file fails with "File too large"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ---- processes that need not import torch again

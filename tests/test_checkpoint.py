@@ -8,20 +8,18 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked
+from runs import Forked, largest_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -415,17 +413,6 @@ def test_damaged_checkpoint_is_not_evaluated(tmp_path):
 # ---- a full disk
 
 
-@contextmanager
-def largest_file(size):
-    """Writing beyond `size` bytes of a file fails, with EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.fixture
 def manifests(monkeypatch):
     """A list that grows with each manifest that is about to be written."""
@@ -578,7 +565,7 @@ def with_entry(path, evil, **changed):
     """Forge a checkpoint in which an entry of `.metadata` leads to the bytes `evil`."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn == "model.wte.weight")
-    for place in (index, MetadataIndex(index.fqn)):  # of tensors, and of what is none
+    for place in (index, MetadataIndex(index.fqn)):  # of tensors, and of other values
         metadata.storage_data[place] = _StorageInfo("evil.distcp", 0, len(evil))
     metadata.state_dict_metadata |= changed
     forge(path, **{"evil.distcp": evil, ".metadata": pickle.dumps(metadata)})
@@ -593,7 +580,7 @@ def test_a_pickle_as_metadata_runs_nothing(copied, canary, protocol):
     assert_refused(copied)
 
 
-def test_a_pickle_that_goes_through_a_module_of_torch_runs_nothing(copied, canary):
+def test_a_pickle_through_a_module_of_torch_runs_nothing(copied, canary):
     back_door = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V%s\ntR." % str(canary).encode()
     forge(copied, **{".metadata": back_door})
     with pytest.raises(CheckpointException):
@@ -610,7 +597,7 @@ def test_a_pickle_as_a_tensor_runs_nothing(copied, canary):
     assert_refused(copied)
 
 
-def test_a_pickle_as_an_entry_that_is_no_tensor_runs_nothing(copied, canary):
+def test_a_pickle_as_an_entry_that_is_not_a_tensor_runs_nothing(copied, canary):
     """torch's readers give such entries to torch.load(weights_only=False)."""
     torch.save(Payload(canary), evil := io.BytesIO())
     with_entry(copied, evil.getvalue(), **{"model.wte.weight": BytesStorageMetadata()})
@@ -638,7 +625,7 @@ def test_manifest_names_no_file_outside_the_checkpoint(copied, name):
 
 
 @pytest.mark.parametrize("error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)])
-def test_saver_of_many_ranks_waits_after_an_error_only_if_all_ranks_have_it(tmp_path, error, waits):
+def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_path, error, waits):
     """A lost rank would keep it waiting for an hour."""
     saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, keep=1, on_error="stop"), []
     saver.writers, saver.wait = object(), lambda: waited.append(True)

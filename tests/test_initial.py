@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Payload
+from numerics import assert_near, seeded, tolerance
 from runs import checkpoints, column, end, meet_in, run, start_ranks
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
 
 import configure
 import scripts.export.__main__ as export
@@ -31,7 +31,7 @@ def make_gpt2(**update):
     """A GPT-2 of transformers whose LayerNorms are not 1 and whose biases are not 0."""
     from transformers import GPT2Config, GPT2LMHeadModel  # not at the top: ranks import this file too
 
-    torch.manual_seed(1)
+    torch.manual_seed(seeded(1).initial_seed())
     model = GPT2LMHeadModel(GPT2Config(**GPT2 | update)).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -78,12 +78,17 @@ def logits(model, idx):
 
 
 def ids(T):
-    return torch.randint(257, (2, T), generator=torch.Generator().manual_seed(0))
+    return torch.randint(257, (2, T), generator=seeded())
+
+
+# A logit is a sum over 32 channels of what 2 layers of about 10 roundings each leave.
+LOGITS = tolerance(torch.float32, 32, roundings=20)
 
 
 # ---- GPT-2 checkpoints of transformers
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("form, tie", [("one file", False), ("shards", True), ("OpenAI's", True)])
 def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
     theirs, place = make_gpt2(tie_word_embeddings=tie), tmp_path / "gpt2"
@@ -94,26 +99,29 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
         save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, place / "model.safetensors")
     config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
     model, words = start(config)
-    assert_close(logits(model, ids(32)), theirs(ids(32)).logits.detach(), rtol=0, atol=1e-5)
+    assert_near(logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
     assert words == f"{folder.path_of(config)}: starts from {place}, a GPT-2 checkpoint"
 
 
+@pytest.mark.numerics
 def test_more_ids_and_fewer_positions(tiny, gpt2):
     config = tiny(f"train.init_from={gpt2}", *DENSE, "model.vocab_size=320", "model.block_size=20", "run.seed=3")
     model, words = start(config)
-    assert_close(logits(model, ids(20))[..., :257], make_gpt2()(ids(20)).logits.detach(), rtol=0, atol=1e-5)
+    assert_near(logits(model, ids(20))[..., :257], make_gpt2()(ids(20)).logits, LOGITS, "logits")
     torch.manual_seed(3)
     assert torch.equal(model.wte.weight[257:], GPT(config.model).wte.weight[257:])
     assert "; only the first 20 of 32 positions are used; ids 257 to 319 are missing" in words
 
 
+@pytest.mark.numerics
 def test_differences_in_computation_are_printed(tiny, tmp_path):
     theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
     theirs.half().save_pretrained(tmp_path / "gpt2")
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
     assert "gelu_new is computed as exact GELU, up to 5e-4 apart; layer_norm_epsilon changes from 0.0001" in words
-    difference = (logits(model, ids(32)) - theirs.float()(ids(32)).logits).abs().max()
-    assert 1e-5 < difference < 0.02
+    wanted = theirs.float()(ids(32)).logits
+    error = (logits(model, ids(32)) - wanted).norm() / wanted.norm()
+    assert 20 * LOGITS < error < 0.01  # that of the formulas, far from rounding
     assert model.wte.weight.dtype == torch.float32
 
 
@@ -202,7 +210,7 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, settings):
     assert words.endswith(("an exported model", "a GPT-2 checkpoint"))
 
 
-def test_another_router_takes_what_it_has_in_common(tiny, source):
+def test_another_router_takes_the_weights_in_common(tiny, source):
     wanted = load_model(folder.path_of(source)).model.state_dict()
     model, words = start(start_from(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5"))
     for name, tensor in model.state_dict().items():
@@ -236,6 +244,8 @@ def train_on_ranks(file, place, rank_1_place):
             print(error)
 
 
+@pytest.mark.integration
+@pytest.mark.numerics
 def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
     run(other := tiny("run.name=other-source", *MOVED, "run.seed=1"))
     places = [folder.path_of(config) for config in (source, other)]
@@ -246,7 +256,8 @@ def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
     wanted = column(read_metrics(folder.path_of(source) / "metrics.jsonl"), "val/loss")[-1]
     for parallel in ("ddp", "fsdp"):
         lines = read_metrics(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
-        assert column(lines, "val/loss")[0] == pytest.approx(wanted, rel=1e-6)
+        first = torch.tensor(column(lines, "val/loss")[:1])
+        assert_near(first, torch.tensor([wanted]), tolerance(torch.float32, 6 * 32), "val/loss")  # 6 windows of 32
         assert len(column(lines, "train/loss")) == 1
 
 

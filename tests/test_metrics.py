@@ -5,19 +5,19 @@ import json
 import math
 import os
 import re
-import resource
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import largest_file
 
 from runtime import RunError
 from runtime.metrics import Metrics, imbalance_and_dead, load_metrics, read_metrics
 
 fuzz = settings(
-    max_examples=150,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
@@ -72,14 +72,14 @@ def test_resuming_leaves_each_step_once(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", "\n", '\n{"step": 2, "tok', "\n" + "\0" * 5000, '\n{"st' + "\0" * 5000, "\n\n"])
-def test_a_broken_end_is_left_out(tmp_path, end):
+def test_a_broken_last_line_is_dropped(tmp_path, end):
     lines = [{"step": 0, "tokens": 0}, {"step": 1, "tokens": 64}]
     write_lines(tmp_path, *lines, end=end)
     assert read_metrics(tmp_path / "metrics.jsonl") == lines
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "\0\0\0", "{"])
-def test_no_line_at_all(tmp_path, content):
+def test_an_empty_file_has_no_lines(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     assert read_metrics(tmp_path / "metrics.jsonl") == []
@@ -153,33 +153,33 @@ def test_any_bytes_are_lines_or_a_named_error(tmp_path, lines, newline, resume_s
 
 @fuzz
 @given(st.data())
-def test_a_kill_at_any_byte_costs_the_line_in_writing(tmp_path, data):
+def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
     lines = [{"step": step, "tokens": 64 * step, "train/loss": 1 / (step + 1)} for step in range(5)]
     text = write_lines(tmp_path, *lines).encode()
     cut, nuls = data.draw(st.integers(0, len(text))), data.draw(st.sampled_from([0, 0, 7]))
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text[:cut] + b"\0" * nuls)
-    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]  # whole without its line break, but not with NULs
-    whole = sum(end <= cut - (nuls > 0) for end in ends)
-    assert read_metrics(path) == lines[:whole]
+    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]  # complete without its line break, but not with NULs
+    complete = sum(end <= cut - (nuls > 0) for end in ends)
+    assert read_metrics(path) == lines[:complete]
     metrics = Metrics(tmp_path, 3)
     metrics.log(9, 576)
     metrics.close()
-    assert path.read_bytes().endswith(b'{"step": 9, "tokens": 576}\n') and steps(tmp_path) == [*range(min(whole, 4)), 9]
+    assert path.read_bytes().endswith(b'{"step": 9, "tokens": 576}\n') and steps(tmp_path) == [
+        *range(min(complete, 4)),
+        9,
+    ]
 
 
-def test_rewriting_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
-    text, events = write_lines(tmp_path, {"step": 0, "tokens": 0}, {"step": 9, "tokens": 9}), []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or fsync(file))
-    monkeypatch.setattr(os, "replace", lambda old, new: events.append("replace") or replace(old, new))
+def test_rewriting_is_synced_before_it_is_renamed(tmp_path, disk_calls, monkeypatch):
+    write_lines(tmp_path, {"step": 0, "tokens": 0}, {"step": 9, "tokens": 9})
+    rewriting = ["sync metrics.jsonl.tmp", "rename metrics.jsonl", f"sync {tmp_path.name}"]
     metrics = Metrics(tmp_path, 0)
-    inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    begun = [inode, "replace", tmp_path.stat().st_ino]
-    assert events == begun
+    assert disk_calls == rewriting
     metrics.log(1, 64)
+    assert disk_calls == rewriting
     metrics.sync()
-    assert events == [*begun, inode]
+    assert disk_calls == [*rewriting, "sync metrics.jsonl"]
     metrics.close()
 
     def fail(*args):
@@ -195,13 +195,8 @@ def test_rewriting_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
 def test_full_disk_is_an_error_with_its_remedy(tmp_path):
     metrics = Metrics(tmp_path, -1)
     metrics.log(0, 0)
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))  # the next line is written in part
-    try:
-        with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written \(File too large\)\. Make room"):
-            metrics.log(1, 64)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    with largest_file(40), pytest.raises(RunError, match=r"metrics\.jsonl cannot be written \(File too large\)\. Make"):
+        metrics.log(1, 64)  # written in part
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tokens": 0}\n'  # and not half a line
     again = Metrics(tmp_path, 0)
     again.log(1, 64)
@@ -209,39 +204,31 @@ def test_full_disk_is_an_error_with_its_remedy(tmp_path):
     assert steps(tmp_path) == [0, 1]
 
 
-def test_full_disk_is_a_warning_where_the_config_says_so(tmp_path, capsys):
+def test_full_disk_is_a_warning_with_on_error_warn(tmp_path, capsys):
     metrics = Metrics(tmp_path, -1, on_error="warn")
     metrics.log(0, 0)
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
-    try:
+    with largest_file(40):
         for step in (1, 2):
             metrics.log(step, 64 * step)
         metrics.sync()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert capsys.readouterr().out.count("warning: ") == 1 and steps(tmp_path) == [0]
     metrics.log(3, 192)  # there is room again
     assert steps(tmp_path) == [0, 1, 2, 3]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
-    try:
+    with largest_file(40):
         metrics.log(4, 256)
         with pytest.raises(RunError, match="metrics.jsonl cannot be written"):
             metrics.close()  # numbers are lost
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_numbers_of_a_run_that_begins_again_are_put_aside(tmp_path):
+def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path):
     metrics = Metrics(tmp_path, -1)
     for step in range(3):
         metrics.log(step, step)
     metrics.close()
-    for _ in range(2):  # the second is shorter, and takes nothing's place
+    for _ in range(2):  # the second run is shorter and does not replace the first
         Metrics(tmp_path, -1).log(0, 0)
-        assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2] and steps(
-            tmp_path
-        ) == [0]
+        assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2]
+        assert steps(tmp_path) == [0]
 
 
 def test_metrics_go_to_the_tracker_too(tmp_path):
@@ -255,6 +242,8 @@ def test_metrics_go_to_the_tracker_too(tmp_path):
     metrics.log(3, 96, **{"train/loss": torch.tensor(1.0), "router/loads": torch.tensor([[1, 2]])})
     metrics.close()
     assert sent == [[kept], {"step": 3, "tokens": 96, "train/loss": 1.0, "router/loads": [[1, 2]]}, ("finish", 0)]
+    Metrics(tmp_path, 3, tracker).close(failed=True)
+    assert sent[-1] == ("finish", 1)
 
 
 # ---- loads in numbers
