@@ -1,9 +1,19 @@
-"""runtime/distributed.py: devices, compute types and a job of one process."""
+"""runtime/: devices and compute types, ranks that agree, the memory plan, files that survive a power cut, tables."""
+
+import errno
+import os
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from runtime import RunError, distributed
+from runtime import RunError, distributed, folder, memory
+from runtime.output import text_table, write_atomic
+
+# ---- devices and ranks
 
 
 @pytest.fixture
@@ -76,3 +86,90 @@ def test_one_process_needs_no_process_group(monkeypatch):
         assert ranks == (0, 1, torch.device("cpu"), 1, None)
         assert not torch.distributed.is_initialized()
         assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_config_says(monkeypatch):
+    timeouts = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, timeout, **more: timeouts.append(timeout))
+    monkeypatch.setattr(dist, "new_group", lambda *args, timeout, **more: timeouts.append(timeout))
+    monkeypatch.setattr(distributed, "_abort_process_group", lambda: None)
+    with pytest.raises(AssertionError):  # there is no group
+        distributed.process_group(torch.device("cpu"), 0.5).__enter__()
+    assert timeouts == [timedelta(seconds=30)] * 2
+
+
+def test_ranks_with_other_plans_are_refused(monkeypatch):
+    ranks = distributed.Ranks(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "train.parallel = fsdp"])
+    distributed.check_agreement("train.parallel = fsdp", ranks)
+    with pytest.raises(RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."):
+        distributed.check_agreement("train.parallel = ddp", ranks)
+
+
+# ---- the memory plan, by hand
+
+MODEL = SimpleNamespace(
+    n_layer=3, n_embd=8, n_expert=4, top_k=2, expert_hidden=6, router="kern", vocab_size=10, block_size=16
+)
+BLOCK = {"attn.weight": (24, 8), "mlp.router": (4, 8), "mlp.w_in": (4, 8, 6), "mlp.w_out": (4, 6, 8)}  # 192 + 416
+SHAPES = {"wte": (10, 8)} | {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in BLOCK.items()}  # 1904
+TOKENS = 2 * 16
+# Bytes per token: both LayerNorms' inputs (fp32) and outputs, q k v, attention's output; the router's input (fp32);
+# logits, scores, probabilities and what their losses keep; pre-activations, gates and indices.
+LAYER = TOKENS * ((4 + 2 + 6 + 2) * 8 + (4 + 2) * 8 + 4 * 8 + 16 * 4 + 2 * 2 * 6 + 20 * 2)
+LOGITS = 2 * TOKENS * 8 + 4 * 10 * 8 + 2 * TOKENS * 10  # the head's input, its gradient, one chunk
+
+
+@pytest.mark.parametrize(
+    "parallel, shards, checkpointing, parameters, copies, activations",
+    [
+        ("ddp", 1, False, 1904, 2 * 1904, 3 * LAYER),
+        ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),  # casts of one block; inputs
+        # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
+        # what is outside of blocks twice.
+        ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
+        ("hsdp", 2, True, 952, 2 * (80 + 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3072 + LAYER),
+    ],
+)
+def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
+    plan = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing)
+    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS)
+    assert LAYER == 10240 and LOGITS == 1472
+
+
+# ---- files and tables
+
+
+def test_config_is_on_the_disk_before_it_has_its_name(tiny, monkeypatch):
+    config, events = tiny(), []
+    path = folder.path_of(config)
+    path.mkdir(parents=True)
+
+    def fsync(descriptor):
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name.split('.')[0]}")
+
+    def replace(old, new, rename=os.replace):
+        events.append(f"rename to {new.name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    folder.write_config(path, config)
+    assert events == ["sync config", "rename to config.toml", f"sync {path.name}"]
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    write_atomic(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_atomic(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_text_table_aligns_numbers_to_the_right():
+    table = text_table(["run", "loss"], [["long name", "1"], ["b", "10.25"]])
+    assert table.splitlines() == ["run         loss", "-" * 16, "long name      1", "b          10.25"]

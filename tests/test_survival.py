@@ -1,4 +1,4 @@
-"""Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process a
+"""Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process per
 folder, and --fresh.
 
 This file is the program of torchrun's ranks, too.
@@ -24,7 +24,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY
-from runs import Forked, checkpoints, column, end, meet_in, run, start_ranks, steps
+from runs import (
+    Forked,
+    assert_same_columns,
+    checkpoints,
+    column,
+    end,
+    meet_in,
+    run,
+    run_with_margin,
+    start_ranks,
+    steps,
+)
 
 import configure
 import train
@@ -40,7 +51,7 @@ from runtime.signals import EXIT_CODE, Stop
 
 REPO_ROOT = Path(__file__).parents[1]
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# As hard as can be to go on from: dropout, selection biases, stops in the middle of a log interval, loss history.
+# The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
 HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
 HARD += ["eval.windows=40", "train.micro_batch_size=2"]
@@ -150,9 +161,10 @@ def test_signal_in_a_step_saves_after_it(main, tiny, at, undisturbed, capsys, nu
     assert main(*HARD) == EXIT_CODE == 75
     assert capsys.readouterr().out.strip().endswith("asked to stop, saved at step 5. The same command resumes it")
     assert steps(tiny(*HARD)) == [3, 5]
-    assert main(*HARD) == 0
-    assert "from step 5" in capsys.readouterr().out
-    assert end(tiny(*HARD)) == undisturbed
+    if number == signal.SIGTERM:  # the others differ in their handler alone
+        assert main(*HARD) == 0
+        assert "from step 5" in capsys.readouterr().out
+        assert end(tiny(*HARD)) == undisturbed
 
 
 def test_signal_at_start_up_ends_before_the_first_step(main, tiny, at, undisturbed):
@@ -178,7 +190,7 @@ def test_signal_in_a_save_saves_the_next_step_too(main, tiny, at, undisturbed):
     at("save", kill(signal.SIGTERM))
     assert main(*HARD) == EXIT_CODE
     first, last = steps(tiny(*HARD))
-    assert first == 3 < last  # whole, both
+    assert first == 3 < last  # both intact
     assert main(*HARD) == 0
     assert end(tiny(*HARD)) == undisturbed
 
@@ -192,22 +204,22 @@ def test_second_interrupt_ends_at_once(main, tiny, at, saves_end_first):
     assert steps(tiny(*HARD)) == [3]
 
 
+@pytest.mark.integration
 def test_train_py_ends_with_the_code_that_asks_for_another_start(tiny_file, tiny, main):
-    """The real program, and a signal from outside."""
-    own = ["model.block_size=4", "eval.windows=200", "train.micro_batch_size=1", "train.max_steps=8", "eval.interval=2"]
-    command = [sys.executable, "train.py", tiny_file, *(f"--{key}" for key in own)]
+    """The real program and a signal from outside, at any moment of a run that is too long to end by itself."""
+    command = [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000", "--eval.interval=1000000"]
     process = subprocess.Popen(command, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
     metrics = folder.path_of(tiny()) / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and column(read_metrics(metrics), "train/loss")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    sent = time.monotonic()
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75 and time.monotonic() - sent < 30, output
-    (saved,) = steps(tiny(*own))
-    assert f"saved at step {saved}" in output and saved < 8
-    assert main(*own) == 0
-    assert [line["step"] for line in end(tiny(*own)).lines if "train/loss" in line] == list(range(1, 9))
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 75, output
+    (saved,) = steps(tiny())
+    assert f"saved at step {saved}" in output
+    assert main(f"train.max_steps={saved + 2}", "eval.interval=1000000") == 0
+    lines = read_metrics(metrics)
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, saved + 3))
 
 
 # ---- being asked to stop: two ranks
@@ -221,7 +233,6 @@ class Way(NamedTuple):
 
 WAYS = {
     "SIGTERM to a rank": Way(signal.SIGTERM, 1, False),
-    "SIGTERM to the launcher": Way(signal.SIGTERM, 0, True),
     "SIGUSR1 to the launcher": Way(signal.SIGUSR1, 0, True),
     "SIGKILL to the launcher": Way(signal.SIGKILL, 0, True),
 }
@@ -234,29 +245,26 @@ def config_of(file, name, *overrides):
 
 
 def be_signalled(file, name):
-    """A rank whose run is asked to stop in step 4. Writes what became of it, and ends with train.py's exit code."""
-    way, stop, sent = WAYS[name], Stop().listen(), []
-    rate, rank = train.learning_rate, os.environ["RANK"]
+    """A rank whose run is asked to stop in step 4. Writes and ends with train.py's exit code."""
+    way, stop, rate, rank = WAYS[name], Stop().listen(), train.learning_rate, os.environ["RANK"]
 
     def learning_rate(optim, max_steps, step):
         if step == 4 and int(rank) == way.sender:
-            sent.append(time.monotonic())
             os.kill(os.getppid() if way.to_launcher else os.getpid(), way.number)
-            while not stop.asked and time.monotonic() < sent[0] + 30:
-                time.sleep(0.01)  # until it has come back to here
+            while not stop.asked:  # until it has come back to here
+                time.sleep(0.01)
         return rate(optim, max_steps, step)
 
     overrides = [f"--{key}" for key in [*TWO, f"run.dir={(file.parent / name).as_posix()}"]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "learning_rate", learning_rate)
         code = train.main([str(file), *overrides], stop)
-    seconds = time.monotonic() - sent[0] if sent else 0
-    Path(file.parent, f"{name}.{rank}.json").write_text(json.dumps({"code": code, "seconds": seconds}))
+    Path(file.parent, f"{name}.{rank}.json").write_text(json.dumps(code))
     sys.exit(code)
 
 
 def be_a_rank(file):
-    """Be asked to stop; go on with all the runs that were; and what else two ranks are needed for. Writes errors."""
+    """Be asked to stop, resume all runs that were, and what else takes two ranks. Writes errors."""
     rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
 
     def case(name, config, stop=None):
@@ -275,20 +283,16 @@ def be_a_rank(file):
     case("undisturbed", config_of(file, "undisturbed"))
     for name in WAYS:
         case(name, config_of(file, name))
-    for name in ("damaged", "all damaged"):
-        if rank == 0:
-            shutil.copytree(file.parent / "SIGTERM to a rank", file.parent / name)
-            forget_the_last_evaluation(config_of(file, name))
-            copies = checkpoints(config_of(file, name))
-            flip(copies / "step_00000007/.metadata")
-            flip(copies / "step_00000006/__0_0.distcp")
-            if name == "all damaged":
-                for step in (3, 5):
-                    flip(checkpoint.folder_of(copies, step) / "manifest.json")
-            (file.parent / f"{name}.ready").touch()
-        while not (file.parent / f"{name}.ready").exists():
-            time.sleep(0.01)
-        case(name, config_of(file, name))
+    damaged = config_of(file, "damaged")
+    if rank == 0:
+        shutil.copytree(file.parent / "SIGTERM to a rank", file.parent / "damaged")
+        forget_the_last_evaluation(damaged)
+        flip(checkpoints(damaged) / "step_00000007/.metadata")
+        flip(checkpoints(damaged) / "step_00000006/__0_0.distcp")
+        (file.parent / "damaged.ready").touch()
+    while not (file.parent / "damaged.ready").exists():
+        time.sleep(0.01)
+    case("damaged", damaged)
     stop, passes = Stop(), []
 
     def asked(model, *args):
@@ -304,8 +308,8 @@ def be_a_rank(file):
 
     def poisoned(model, *args):
         out = forward(model, *args)
-        torn = rank == 1 and model.training and torch.is_grad_enabled()
-        return out._replace(loss=out.loss * math.nan) if torn else out
+        bad = rank == 1 and model.training and torch.is_grad_enabled()
+        return out._replace(loss=out.loss * math.nan) if bad else out
 
     GPT.forward = poisoned
     case("nan", config_of(file, "nan"))
@@ -333,38 +337,27 @@ def jobs(module_file):
         )
         for name in LAUNCHED
     }
-    outputs = {name: process.communicate(timeout=200)[0] for name, process in processes.items()}  # of all its ranks
+    outputs = {name: process.communicate(timeout=600)[0] for name, process in processes.items()}  # of all its ranks
     return {name: (process.returncode, outputs[name]) for name, process in processes.items()}
 
 
 @pytest.fixture(scope="module")
 def resumed(jobs, module_file):
-    """What the first of two ranks prints that go on with the runs of `jobs`, among other things."""
-    (code, output), (other_code, _) = (rank.wait(200) for rank in start_ranks(2, be_a_rank, module_file))
+    """What the first of two ranks prints that resume the runs of `jobs`, among other things."""
+    (code, output), (other_code, _) = (rank.wait(600) for rank in start_ranks(2, be_a_rank, module_file))
     assert (code, other_code) == (0, 0), output
     return output
 
 
-def assert_both_ranks_stopped_at_step_5(file, name, output):
-    reports = [json.loads((file.parent / f"{name}.{rank}.json").read_text()) for rank in range(2)]
-    assert [report["code"] for report in reports] == [EXIT_CODE, EXIT_CODE], output
-    assert 0 < max(report["seconds"] for report in reports) < 30
-    assert "saved at step 5" in output
-
-
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_all_ranks_stop_at_the_same_step(jobs, module_file, name):
-    code, output = jobs[name]
-    assert_both_ranks_stopped_at_step_5(module_file, name, output)
-    assert code == -signal.SIGKILL if WAYS[name].number == signal.SIGKILL else code not in (0, 2)
-
-
-def test_all_ranks_stop_when_one_of_them_is_asked(resumed, module_file):
-    assert_both_ranks_stopped_at_step_5(module_file, "SIGTERM to a rank", resumed)
-
-
+@pytest.mark.integration
 @pytest.mark.parametrize("name", WAYS)
-def test_stopped_ranks_go_on_as_if_nothing_had_happened(resumed, module_file, name):
+def test_all_ranks_stop_at_the_same_step_and_resume(jobs, resumed, module_file, name):
+    code, output = jobs.get(name, (75, resumed))
+    assert [json.loads((module_file.parent / f"{name}.{rank}.json").read_text()) for rank in range(2)] == [75, 75], (
+        output
+    )
+    assert "saved at step 5" in output
+    assert code == -signal.SIGKILL if WAYS[name].number == signal.SIGKILL else code not in (0, 2)
     assert not list(module_file.parent.glob(f"{name}.*.error"))
     assert f"{name}/tiny: kern" in resumed and "from step 5" in resumed
     config = config_of(module_file, name)
@@ -372,6 +365,7 @@ def test_stopped_ranks_go_on_as_if_nothing_had_happened(resumed, module_file, na
     assert steps(config) == [3, 5, 6, 7]
 
 
+@pytest.mark.integration
 def test_one_rank_asked_in_an_evaluation_ends_it_on_all(resumed, module_file):
     for rank in range(2):
         error = (module_file.parent / f"evaluation.{rank}.error").read_text()
@@ -380,7 +374,8 @@ def test_one_rank_asked_in_an_evaluation_ends_it_on_all(resumed, module_file):
     assert end(config_of(module_file, "evaluation")) == end(config_of(module_file, "undisturbed"))
 
 
-def test_ranks_take_the_newest_checkpoint_that_is_whole(resumed, module_file):
+@pytest.mark.integration
+def test_ranks_take_the_newest_intact_checkpoint(resumed, module_file):
     assert not list(module_file.parent.glob("damaged.*.error"))
     for step, name in ((7, ".metadata"), (6, "__0_0.distcp")):
         assert resumed.count(f"/damaged/tiny/checkpoints/step_{step:08d}/{name}: damaged") == 1
@@ -389,11 +384,7 @@ def test_ranks_take_the_newest_checkpoint_that_is_whole(resumed, module_file):
     assert (checkpoints(config) / "step_00000007.damaged").is_dir() and steps(config) == [3, 5, 6, 7]
 
 
-def test_ranks_agree_that_all_checkpoints_are_damaged(resumed, module_file):
-    for rank in range(2):
-        assert "all checkpoints are damaged" in (module_file.parent / f"all damaged.{rank}.error").read_text()
-
-
+@pytest.mark.integration
 def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
     for rank in range(2):
         error = (module_file.parent / f"nan.{rank}.error").read_text()
@@ -404,6 +395,7 @@ def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
     assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
 
 
+@pytest.mark.integration
 def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
     """Otherwise the others would wait for it where they next meet."""
     for rank in range(2):
@@ -417,13 +409,11 @@ def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
 def test_minutes_between_checkpoints(tiny):
     run(tiny("train.checkpoint_minutes=1e-9", "train.checkpoint_interval=0", "train.keep_checkpoints=9"))
     assert steps(tiny()) == [1, 2, 3, 4]
-    run(tiny("run.name=seldom", "train.checkpoint_minutes=60", "train.checkpoint_interval=0"))
-    assert steps(tiny("run.name=seldom")) == [4]
     run(tiny("run.name=never", "train.checkpoint_minutes=0", "train.checkpoint_interval=0"))
     assert steps(tiny("run.name=never")) == [4]
 
 
-def test_run_with_a_damaged_newest_checkpoint_ends_as_if_nothing_had_happened(main, tiny, undisturbed, capsys):
+def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main, tiny, undisturbed, capsys):
     assert main(*HARD) == 0
     flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp")
     shutil.rmtree(checkpoints(tiny()) / "step_00000006")
@@ -468,8 +458,8 @@ def full_disk(monkeypatch):
 OFTEN = ["train.checkpoint_interval=2", "train.max_steps=6"]
 
 
-def test_full_disk_stops_the_run_which_goes_on_later(main, tiny, full_disk, saves_end_first, capsys):
-    assert main(*OFTEN, "run.name=whole") == 0
+def test_full_disk_stops_the_run_until_there_is_room(main, tiny, full_disk, saves_end_first, capsys):
+    assert main(*OFTEN, "run.name=undisturbed") == 0
     saves_end_first()
     full_disk.add(4)
     capsys.readouterr()
@@ -479,40 +469,37 @@ def test_full_disk_stops_the_run_which_goes_on_later(main, tiny, full_disk, save
     assert [path.name for path in checkpoints(tiny()).iterdir()] == ["step_00000002"]
     full_disk.clear()
     assert main(*OFTEN) == 0
-    assert end(tiny(*OFTEN)) == end(tiny(*OFTEN, "run.name=whole"))
+    assert end(tiny(*OFTEN)) == end(tiny(*OFTEN, "run.name=undisturbed"))
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_full_disk_is_a_warning_where_the_config_says_so(main, tiny, full_disk, saves_end_first, capsys, at_once):
+def test_full_disk_is_a_warning_where_the_config_says_so(main, tiny, full_disk, saves_end_first, capsys):
     full_disk.add(2)
-    if at_once:
-        saves_end_first()
+    saves_end_first()
     assert main(*OFTEN, "train.on_save_error=warn") == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1 and "step_00000002" in warnings[0] and "There is none yet" in warnings[0]
     assert steps(tiny()) == [4, 6]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_run_whose_last_save_fails_is_a_failure(main, tiny, full_disk, saves_end_first, capsys, at_once):
+def test_run_whose_last_save_fails_is_a_failure(main, tiny, full_disk, capsys):
     full_disk.add(6)
-    if at_once:
-        saves_end_first()
     assert main(*OFTEN, "train.on_save_error=warn") == 2
     assert "step_00000006: the checkpoint could not be written" in capsys.readouterr().err
     assert steps(tiny()) == [2, 4]
 
 
-# ---- one process a folder
+# ---- one process per folder
 
 
 def hold(path):
-    """Lock the run in `path`, say so, and live on."""
+    """Lock the run in `path`, say so, and wait to be killed."""
     with folder.claim(path, distributed.Ranks(0, 1, torch.device("cpu"))):
         print("locked", flush=True)
-        time.sleep(100)
+        while True:
+            time.sleep(1)
 
 
+@pytest.mark.integration
 def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
     run(tiny("train.max_steps=2"))
     before = content(folder.path_of(tiny()))
@@ -529,9 +516,14 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     assert steps(tiny())[-1] == 4
 
 
-def test_lock_is_released_at_the_end(tiny):
-    run(tiny("train.max_steps=2"))
-    with (folder.path_of(tiny()) / "lock").open() as file:
+def test_run_holds_a_lock_and_removes_what_was_cut_off(tiny):
+    path = folder.path_of(tiny())
+    (path / "checkpoints/step_00000002.tmp").mkdir(parents=True)
+    with folder.claim(path, distributed.Ranks(0, 1, torch.device("cpu"))):
+        assert not list((path / "checkpoints").iterdir())
+        with pytest.raises(RunError, match=f"another process trains this run .process {os.getpid()} on"):
+            folder.claim(path, distributed.Ranks(0, 1, torch.device("cpu"))).__enter__()
+    with (path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -545,9 +537,11 @@ def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
         assert f"{path}: kern" in capsys.readouterr().out
         assert steps(tiny(f"run.name={path}")) == [2]
         assert before.items() <= content(Path(tiny().run.dir)).items()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's second try is not a fourth run
-    assert main("train.max_steps=2", fresh=["--fresh"]) == 2
-    assert "--run.name=NAME" in capsys.readouterr().err
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # a second try is not a fourth run
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            assert main("train.max_steps=2", fresh=["--fresh"]) == 2
+            assert "--run.name=NAME" in capsys.readouterr().err
     assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
 
 
@@ -655,7 +649,7 @@ def test_all_refused_keys_are_named_and_no_other(tiny):
     assert named == ["model.router: 'kern' -> 'tanh'", "optim.lr: 0.003 -> 0.1"]
 
 
-def test_changed_config_goes_on_and_is_written_down(tiny, capsys):
+def test_changed_config_resumes_and_is_saved(tiny, capsys):
     run(tiny())
     more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
     lines = run(tiny(*more))
@@ -674,15 +668,16 @@ def test_fewer_steps_than_are_done_is_finished(tiny, capsys):
     assert content(folder.path_of(tiny())) == before
 
 
+@pytest.mark.numerics
 def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
     """Sums of one micro-batch a step, then of four."""
-    own = ["log.interval=4", "train.checkpoint_interval=2"]
-    whole = run(tiny(*own, "run.name=whole"))
+    own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
+    seed, at_once = run_with_margin(tiny, *own)
+    own += [seed, "run.name=parts"]
     run(tiny(*own))
-    shutil.rmtree(checkpoints(tiny()) / "step_00000004")
+    shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
     parts = run(tiny(*own, "train.micro_batch_size=2"))
-    for key in ("train/loss", "router/entropy", "router/load_imbalance"):
-        assert column(parts, key) == pytest.approx(column(whole, key), rel=1e-4), key
+    assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
 
 
 # ---- the same bits
@@ -698,13 +693,12 @@ def determinism(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("backend", sorted({*KEYS["model.backend"]["enum"]} - {"triton"}))  # which is interpreted
-@pytest.mark.parametrize("router", ["kern", "softmax", "dense"])
+@pytest.mark.parametrize("backend, router", [("auto", "kern"), ("torch", "softmax"), ("reference", "dense")])
 def test_deterministic_asks_torch_for_it(tiny, determinism, backend, router):
-    run(tiny("run.name=first", f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1"))
+    own = [f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1", "train.max_steps=2"]
+    run(tiny("run.name=first", *own))
     assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    own = ["train.deterministic=true", f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1"]
-    runs = [tiny(f"run.name={name}", *own) for name in ("second", "third")]
+    runs = [tiny(f"run.name={name}", "train.deterministic=true", *own) for name in ("second", "third")]
     for config in runs:
         run(config)
         assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
