@@ -2,12 +2,13 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import TINY
+from numerics import assert_near, seeded, tolerance
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
@@ -22,7 +23,7 @@ REPO_ROOT = Path(__file__).parents[1]
 # ---- sample: the choice of a token
 
 
-def kept(logits, temperature, top_k, top_p):
+def sampled_probabilities(logits, temperature, top_k, top_p):
     """{token: probability} by brute force: divide, keep k, then the fewest whose mass reaches p."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     exps = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
@@ -41,33 +42,15 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
     "temperature, top_k, top_p",
     [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (0.8, 4, 0.6), (1.0, 100, 1.0)],
 )
-def test_tokens_come_as_often_as_they_should(temperature, top_k, top_p):
+def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000
     choice = generation.SamplingParams(temperature, top_k, top_p)
     drawn = generation.sample_token(torch.tensor([LOGITS] * draws), choice, generator)
     counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
-    expected = kept(LOGITS, temperature, top_k, top_p)
+    expected = sampled_probabilities(LOGITS, temperature, top_k, top_p)
     for token, count in enumerate(counts):
         p = expected.get(token, 0.0)
         assert abs(count - draws * p) <= 4 * math.sqrt(draws * p * (1 - p)), token
-
-
-@given(
-    logits=st.lists(st.integers(-30, 30), min_size=2, max_size=8, unique=True),
-    temperature=st.floats(0.5, 2),
-    top_k=st.integers(0, 9),
-    top_p=st.floats(0.05, 1),
-    seed=st.integers(0, 2**32),
-)
-@settings(deadline=None, max_examples=60)
-def test_no_token_comes_that_was_cut_off(logits, temperature, top_k, top_p, seed):
-    logits = [logit / 7 for logit in logits]
-    allowed = kept(logits, temperature, top_k, min(1.0, top_p + 1e-5))
-    generator = torch.Generator().manual_seed(seed)
-    drawn = generation.sample_token(
-        torch.tensor([logits] * 20), generation.SamplingParams(temperature, top_k, top_p), generator
-    )
-    assert set(drawn.tolist()) <= allowed.keys()
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
@@ -100,40 +83,51 @@ def small_model(**settings):
 
 
 def without_cache(model, prompt, count):
-    """The likeliest continuation, a pass over the last block for each token."""
+    """The likeliest continuation, a pass over the last block for each token. No two tokens are equally likely."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].argmax().item())
+        (first, second), (token, _) = model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].topk(2)
+        assert first - second > 1e-3  # rounding, on any CPU, is far below
+        ids.append(token.item())
     return ids[len(prompt) :]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 @pytest.mark.parametrize("router", ["dense", "kern"])
-def test_cached_logits_are_those_of_whole_passes(pos, router):
-    """Rows of unequal length, some columns at once and one by one, and rows picked from a cache."""
-    model = small_model(**{"model.pos": pos, "model.router": router})
-    rows = [torch.randint(64, (length,)).tolist() for length in (9, 11, 5)]
+def test_cached_logits_equal_those_of_full_passes(pos, router):
+    """Rows of unequal length, some columns at once and one by one, and rows selected from a cache. In fp64."""
+    model = small_model(**{"model.pos": pos, "model.router": router}).double()
+    rows = [torch.randint(64, (length,), generator=seeded(length)).tolist() for length in (9, 11, 5)]
     start = torch.tensor([11 - len(row) for row in rows])
     idx = torch.tensor([[0] * (11 - len(row)) + row for row in rows])
     with torch.no_grad():
-        cache = KVCache(model.config, start, 4)
+        cache = KVCache(model.config, start, 4, torch.float64)
         model(idx[:, :4], past=cache)
         cache = cache.select_rows(torch.tensor([2, 0, 1, 0]), 11)
         for first, last in ((4, 9), (9, 10), (10, 11)):
             logits = model(idx[[2, 0, 1, 0], first:last], past=cache).logits[:, 0]
             wanted = [model(torch.tensor([rows[i][: last - start[i]]])).logits[0, 0] for i in (2, 0, 1, 0)]
-            torch.testing.assert_close(logits, torch.stack(wanted), rtol=1e-4, atol=1e-5)
+            assert_near(logits, torch.stack(wanted), tolerance(torch.float32, 32))  # rope rounds to fp32
 
 
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
     """Past the block too, where the window slides."""
-    model = small_model(**{"model.pos": pos})
+    model = small_model(**{"model.pos": pos, "model.router": "dense"})
     prompts = [[1, 2, 3], list(range(16)), [7]]
     got = list(generation.generate(model, prompts, 20, generation.SamplingParams(0)))
     wanted = [without_cache(model, prompt, 20) for prompt in prompts]
     assert [list(row) for row in zip(*got, strict=True)] == wanted
-    assert len(set(map(tuple, wanted))) == 3 and len(set(wanted[0])) > 2
+    assert len(set(map(tuple, wanted))) == 3 and len(set(sum(wanted, []))) > 4
+
+
+def test_repetition_penalty_counts_the_prompt():
+    model = small_model()
+    ((free,),) = generation.generate(model, [[1, 2, 3]], 1, generation.SamplingParams(0))
+    params = generation.SamplingParams(0, repetition_penalty=1e9)
+    tokens = [token for (token,) in generation.generate(model, [[1, 2, free]], 12, params)]
+    assert not {1, 2, free} & {*tokens} and len({*tokens}) == 12
 
 
 def test_generation_costs_a_column_a_token(monkeypatch):
@@ -171,15 +165,17 @@ def test_padding_of_the_vocabulary_is_never_drawn(choice):
 # ---- sample: from a run
 
 
-@pytest.fixture
-def trained(tiny, tmp_path):
-    train.train(tiny("train.checkpoint_interval=2"))
-    return tmp_path / "runs" / "tiny"
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    place = tmp_path_factory.mktemp("trained")
+    (place / "tiny.toml").write_text(TINY.format(runs=place, data=corpus))
+    train.train(configure.load(place / "tiny.toml", ["train.checkpoint_interval=2"]))
+    return place / "tiny"
 
 
 def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, capsys):
     def text(*arguments):
-        assert sample.main([str(trained), "--prompt", "a bee ", "--tokens", "60", *arguments]) == 0
+        assert sample.main([str(trained), "--prompt", "a bee ", "--tokens", "20", *arguments]) == 0
         return capsys.readouterr().out
 
     first = text("--seed", "1")
@@ -190,16 +186,19 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, capsys):
     assert text("--temperature", "0", "--seed", "1") == text("--top-k", "1", "--seed", "2")
 
 
-def test_sample_prints_as_it_goes_and_the_speed(trained, capsys, monkeypatch):
-    """Pieces put together are the text; a character of several bytes waits for its last one."""
-    text = "é€x"
-    ids = iter([*text.encode(), 256, 0])
-    monkeypatch.setattr(sample, "generate", lambda *args: ([next(ids)] for _ in range(7)))
-    written = []
+def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch):
+    """The pieces are the text; a character of several bytes waits for its last one. The prompt begins a document."""
+    ids, asked, written = iter([*"é€x".encode(), 256, 0]), [], []
+    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7)))
     monkeypatch.setattr("builtins.print", lambda *words, **_: written.append("".join(map(str, words))))
     assert sample.main([str(trained), "--prompt", "à"]) == 0
     assert written[:-1] == ["à", "é", "€", "x", ""]
     assert re.fullmatch(r"7 tokens, [\d,.]+ tokens/s", written[-1])
+    (_, prompts, count, _, _, vocab_size, end) = asked[0]
+    assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
+    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or [])
+    assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
+    assert asked[1][2] == 7 and asked[1][-1] is None
 
 
 def test_sample_of_several_prompts(trained, capsys):
@@ -224,7 +223,7 @@ def raise_(error):
     raise error
 
 
-def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
+def test_sample_refuses_bad_input(trained, tmp_path, capsys):
     def error(*arguments):
         assert sample.main([*map(str, arguments)]) == 2
         said = capsys.readouterr()
@@ -234,11 +233,12 @@ def test_sample_refuses_bad_input(trained, tiny, tmp_path, capsys):
     assert "not a run" in error(tmp_path / "nothing")
     assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
+    assert sample.main([str(trained), "--prompt", "x" * 31, "--tokens", "1"]) == 0
+    capsys.readouterr()
     for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
         assert wrong[0] in error(trained, *wrong)
-    for step in ("step_00000002", "step_00000004"):
-        (trained / "checkpoints" / step).rename(trained / step)
-    assert "train it first" in error(trained)
+    shutil.copytree(trained, tmp_path / "run", ignore=lambda *_: ["checkpoints"])
+    assert "train it first" in error(tmp_path / "run")
 
 
 # ---- plan
@@ -249,6 +249,7 @@ def test_plan_of_the_largest_model(capsys):
     assert plan.main([str(REPO_ROOT / "config/1b3.toml"), "--gpus", "8", "--memory", "80", "--mfu", "0.4"]) == 0
     out = capsys.readouterr().out
     assert "6,952.4 M in all, 1,315.3 M active" in out and "6.55 B: 50,000 steps of 131,072" in out
+    assert "checkpoint       77.7 GiB" in out and "host memory      207.2 GiB" in out  # 12 bytes, 4 on each of 8 ranks
     columns = re.search(r"( +ddp.*)", out)[1].split("  ")
     assert [name.strip() for name in columns if name] == ["ddp", "ddp, checkpointing", "fsdp", "fsdp, checkpointing"]
     parts = {line.split()[0]: line.split()[1::2] for line in out.splitlines() if "iB   " in line}
@@ -272,6 +273,8 @@ def test_plan_for_nodes_and_for_too_little_memory(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=hsdp"
     assert plan.main([file, "--gpus=4", "--memory=24"]) == 0
     assert "none fits" in capsys.readouterr().out
+    assert plan.main([file, "--gpus=8", "--memory=45"]) == 0  # 43.2 GiB without checkpointing are more than 92%
+    assert capsys.readouterr().out.splitlines()[-1].endswith("--train.activation_checkpointing=true")
     assert plan.main([file, "--gpus=8", "--memory=40", "--train.micro_batch_size=16"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=fsdp"
 
@@ -299,7 +302,7 @@ def test_plan_takes_the_mfu_of_a_run(tmp_path, capsys):
 def test_activations_are_what_autograd_keeps(router, dtype):
     """Of one block more: bytes of the tensors saved for the backward pass that are neither weights nor their casts."""
 
-    def kept(n_layer):
+    def measure(n_layer):
         model = configure.load(
             REPO_ROOT / "config/125m.toml",
             [f"--model.router={router}", f"--model.n_layer={n_layer}", "--model.vocab_size=64", "--model.n_embd=192"]
@@ -321,7 +324,7 @@ def test_activations_are_what_autograd_keeps(router, dtype):
             gpt(x, x)
         return sum(sizes.values()), model
 
-    (two, model), (one, _) = kept(2), kept(1)
+    (two, model), (one, _) = measure(2), measure(1)
     assert memory.activation_bytes(model, 8 * 256, dtype) == pytest.approx(two - one, rel=0.05)
 
 

@@ -75,17 +75,32 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
         if info[kind]:
             errors.append(f"{kind.replace('_', ' ')}: {', '.join(map(str, sorted(info[kind])))}")
     model, own = model.double(), round_weights(trained.model, DTYPES[config["dtype"]]).double()
-    distance = (model(idx).logits - own.logits(own.hidden(idx)[0])).abs().max().item()
-    errors += judge_distance(f"logits of {len(idx)} windows of {idx.shape[1]} random tokens", distance)
-    distance, ids = compare_generation(model, own, tokenizer.eot, idx)
-    errors += judge_distance(f"logits of {ids.numel()} tokens generated with a cache", distance)
+    start = torch.arange(WINDOWS) * idx.shape[1] // WINDOWS
+    mask = hide_padding(idx, start, tokenizer.eot)
+    distances = model(idx, attention_mask=mask).logits - compute_logits(own, idx, start)
+    errors += judge_distance(f"logits of {mask.sum()} random tokens in {WINDOWS} rows", distances[mask == 1])
+    distances, ids = compare_generation(model, own, tokenizer.eot, idx)
+    errors += judge_distance(f"logits of {ids.numel()} tokens generated with a cache", distances)
     if ids.max() >= tokenizer.vocab_size:
         errors.append(f"generates id {ids.max()}, which pads the vocabulary of {tokenizer.vocab_size}")
     return errors
 
 
-def judge_distance(name: str, distance: float) -> list[str]:
-    """Print a distance within LIMIT, or return it as an error."""
+def hide_padding(idx: Tensor, start: Tensor, eot: int) -> Tensor:
+    """Set the ids (B, T) before column start[b] of each row to `eot`, in place; returns the attention mask (B, T)."""
+    mask = (torch.arange(idx.shape[1]) >= start[:, None]).long()
+    idx[mask == 0] = eot
+    return mask
+
+
+def compute_logits(own: GPT, idx: Tensor, start: Tensor) -> Tensor:
+    """Logits (B, T, V) of rows that begin at column start[b]."""
+    return own.logits(own.hidden(idx, KVCache(own.config, start, idx.shape[1], own.head.dtype))[0])
+
+
+def judge_distance(name: str, distances: Tensor) -> list[str]:
+    """Print the largest of some distances if it is within LIMIT, or return it as an error."""
+    distance = distances.abs().max().item()
     line = f"{name}: at most {distance:.2g} apart"
     if distance <= LIMIT:  # false for NaN
         print(line)
@@ -101,24 +116,21 @@ def round_weights(model: GPT, dtype: torch.dtype) -> GPT:
     return model
 
 
-def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> tuple[float, Tensor]:
+def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> tuple[Tensor, Tensor]:
     """Generate greedily with a cache, from two prompts of unequal length, padded on the left.
 
     Returns:
-        The largest difference to the logits of `own` for the same tokens; the tokens, (2, n) int64.
+        The differences to the logits of `own` for the same tokens, (2, n, V); the tokens, (2, n) int64.
     """
     length = max(1, idx.shape[1] // 2)
     count = min(idx.shape[1] - length, 16)
-    start = torch.tensor([0, length // 2])
-    prompts, mask = idx[:2, :length].clone(), (torch.arange(length) >= start[:, None]).long()
-    prompts[mask == 0] = eot
+    prompts, start = idx[:2, :length].clone(), torch.tensor([0, length // 2])
+    mask = hide_padding(prompts, start, eot)
     settings = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(prompts, attention_mask=mask, **settings)
     logits = torch.stack(output.logits, dim=1)  # (2, n, V), before suppress_tokens
-    ids, cache = output.sequences, KVCache(own.config, start, length + count, torch.float64)
-    wanted = own.logits(own.hidden(ids, cache)[0])[:, length - 1 : -1]
-    return (logits - wanted).abs().max().item(), ids[:, length:]
+    return logits - compute_logits(own, output.sequences, start)[:, length - 1 : -1], output.sequences[:, length:]
 
 
 def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:

@@ -1,0 +1,234 @@
+"""scripts/export/: its command and the tokenizers it writes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from conftest import TINY
+from runs import modules_in
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+import configure
+import scripts.export.__main__ as export
+import train
+from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer, token_bytes
+from eval.trained import load_model
+from model import count_parameters
+from runtime import folder
+from runtime.names import to_hf
+from scripts.export import check
+from scripts.export.tokenizer_files import find_merges, write_tokenizer
+
+TOKENIZER = ByteTokenizer()
+REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory):
+    with modules_in(tmp_path_factory.mktemp("modules")):
+        transformers.utils.logging.disable_progress_bar()
+        yield
+
+
+# ---- tokenizers
+
+
+TEXTS = [
+    *check.ODD_TEXTS,
+    "a" * 900 + " " * 300 + "b",
+    "\x00\xad ¡ÿĀ",
+    *(chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)),
+]
+
+
+def compare_on(tokenizer, folder, texts):
+    write_tokenizer(tokenizer, folder, 32)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert theirs.encode(text) == ids and theirs.decode(ids) == tokenizer.decode(ids) == text
+    assert theirs.encode("a<|endoftext|>") == [*tokenizer.encode("a"), tokenizer.eot]
+    assert (theirs.eos_token_id, len(theirs), theirs.model_max_length) == (tokenizer.eot, tokenizer.vocab_size, 32)
+
+
+def test_bytes_tokenizer(tmp_path):
+    compare_on(TOKENIZER, tmp_path, TEXTS)
+
+
+def test_merges_are_recovered(tmp_path, fake_ranks):
+    compare_on(GPT2Tokenizer(fake_ranks), tmp_path, TEXTS)
+    tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
+    assert list(find_merges(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
+
+
+@pytest.mark.slow  # needs that file
+@pytest.mark.skipif(not REAL_RANKS.is_file(), reason="no GPT-2 ranks: set NANOKERN_RANKS")
+def test_gpt2_tokenizer(tmp_path):
+    ranks = REAL_RANKS.read_bytes()
+    tokenizer = GPT2Tokenizer(ranks)
+    assert tokenizer.hash == RANKS_SHA256
+    root = Path(__file__).parents[1]
+    compare_on(tokenizer, tmp_path, [*TEXTS, *((root / name).read_text() for name in ("README.md", "model.py"))])
+    merges = list(find_merges(token_bytes(tokenizer)))
+    assert len(merges) == 50_000 and merges[:3] == [[b" ", b"t"], [b" ", b"a"], [b"h", b"e"]]
+
+
+# ---- the command
+
+
+ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the mean."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "tiny.toml").write_text(TINY.format(runs=place, data=corpus))
+    config = configure.load(place / "tiny.toml", ["train.checkpoint_interval=2"])
+    train.train(config)
+    for label, text in (("step_00000004", ROW), ("step_00000004_mean2", "results of the mean")):
+        (folder.path_of(config) / "eval" / label).mkdir(parents=True)
+        (folder.path_of(config) / "eval" / label / "table.md").write_text(text)
+    return folder.path_of(config)
+
+
+def command(*words):
+    return export.main([str(word) for word in words])
+
+
+def test_export_and_check(run, tmp_path, capsys):
+    out = tmp_path / "there/out"
+    assert command(run, out, "--check") == 0
+    printed = capsys.readouterr().out
+    assert (
+        "logits of 80 random tokens in 4 rows: at most" in printed
+        and "32 tokens generated with a cache: at most" in printed
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names == {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"} | {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *export.CODE,
+    }
+    assert list(out.parent.iterdir()) == [out]
+    card = (out / "README.md").read_text()
+    losses = [line["val/loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val/loss" in line]
+    for words in (
+        f"| {losses[-1]:.4f} (step 4) |",
+        "`RouterSpec(phi='relu'",
+        "| n_expert | 8 |",
+        "license: other",
+        "tiny",
+    ):
+        assert words in card
+    total, active = count_parameters(load_model(run).config.model)
+    assert f"of {total:,} parameters, {active:,} of them active" in card
+    assert ROW in card and "{" not in card
+    config = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    assert config.eos_token_id == config.bos_token_id == config.pad_token_id == 256
+    assert command(run, out) == 2
+    assert "exists already; name a new folder" in capsys.readouterr().err
+    assert command(run, out, "--check") == 0
+    for option in (("--checkpoint", 2), ("--average", 2), ("--format", "gpt2"), ("--dtype", "float32")):
+        assert command(run, out, "--check", *option) == 2
+        assert "exists already, so --check takes no other option" in capsys.readouterr().err
+    own = json.loads((out / "config.json").read_text())["nanokern"]
+    assert (own["step"], own["tokenizer"]["hash"]) == (4, ByteTokenizer.hash)
+
+
+def test_mean_of_checkpoints_in_half_precision(run, tmp_path, capsys):
+    assert command(run, tmp_path / "out", "--average", 2, "--dtype", "bfloat16", "--check") == 0
+    assert command(run, tmp_path / "out", "--check") == 0  # of the mean, too
+    card = (tmp_path / "out/README.md").read_text()
+    assert "mean of those of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
+
+
+def test_early_checkpoint(run, tmp_path, capsys):
+    assert command(run, tmp_path / "out", "--checkpoint", 2) == 0
+    wanted = to_hf(load_model(run, 2).model.state_dict())
+    assert all(tensor.equal(wanted[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
+    loss = next(
+        line["val/loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").open())
+        if line["step"] == 2 and "val/loss" in line
+    )
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
+
+
+def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/kept").touch()  # somebody's
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "format_card", full)
+        assert command(run, tmp_path / "out") == 2
+    assert "error: [Errno 28] No space left" in capsys.readouterr().err
+    assert list(tmp_path.glob("*out*")) == [tmp_path / "out.partial"]
+    assert command(run, tmp_path / "out") == 0
+    assert sorted(tmp_path.glob("*out*")) == [tmp_path / "out", tmp_path / "out.partial"]
+    assert (tmp_path / "out.partial/kept").exists()
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # safetensors writes 0600
+
+
+def test_out_may_be_a_link_or_a_relative_path(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "behind")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, place in (("link", "behind"), ("zz/../detour", "detour")):
+        export.export_run(run, tmp_path / name)
+        assert (tmp_path / place / "README.md").is_file()
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "zz").exists()
+    monkeypatch.chdir(tmp_path / "behind")
+    for name in (".", tmp_path / "loop", tmp_path / "link"):
+        assert command(run, name) == 2
+        assert "exists already; name a new folder" in capsys.readouterr().err
+
+
+def test_check_needs_an_export(run, tmp_path, capsys):
+    """A folder that is not a complete export, or one of another run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for body in (None, "{", "[]", '{"nanokern": {}}'):
+        if body:
+            (out / "config.json").write_text(body)
+        assert command(run, out, "--check") == 2
+        assert "config.json: missing, or not written by scripts.export; export the run" in capsys.readouterr().err
+    out = tmp_path / "incomplete"
+    export.export_run(run, out)
+    (out / "model.safetensors").unlink()
+    assert command(run, out, "--check") == 1
+    said = capsys.readouterr().err
+    assert "incomplete: cannot be loaded or run (OSError: " in said and "model.safetensors" in said
+
+
+def test_bad_input(run, tmp_path, monkeypatch, capsys):
+    assert command(run, tmp_path / "out", "--format", "gpt2") == 2
+    assert (
+        "the run has model.router = kern and model.pos = learned, GPT-2 supports only dense and learned"
+        in capsys.readouterr().err
+    )
+    assert command(tmp_path, tmp_path / "out") == 2
+    assert "no config.toml, so not a run" in capsys.readouterr().err
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert command(run, tmp_path / "out", "--check") == 2
+    assert "transformers not installed: pip install -r requirements-dev.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, form",
+    [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")],
+)
+def test_form_is_gpt2_where_possible(tiny, overrides, form):
+    model = tiny(*overrides).model
+    assert export.choose_form("auto", model) == form
+    assert export.choose_form("nanokern", model) == "nanokern"
