@@ -113,7 +113,7 @@ class Adapter(TemplateLM):
             print(f"note: {wanted} new tokens are asked for, {count} are generated: half of the model's block_size")
             self.warned = True
         params = SamplingParams(
-            options["temperature"] if options["do_sample"] else 0,
+            options.get("temperature", 1.0) if options["do_sample"] else 0,
             options.get("top_k") or 0,
             options.get("top_p") or 1.0,
             options.get("repetition_penalty") or 1.0,

@@ -212,7 +212,7 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
 def format_totals(points: list[Point], left: list[Point], args: argparse.Namespace, shares: list[list[str]]) -> str:
     """What is left to do, in two lines: tokens, hours, disk. Raises ConfigError for a wrong --mfu."""
     peak, mfu = PEAK_FLOPS[args.gpu], plan.parse_mfu(args.mfu)
-    line = f"{len(points)} points, {len(points) - len(left)} finished"
+    line = f"{len(points)} point{'s' * (len(points) != 1)}, {len(points) - len(left)} finished"
     if not left:
         return line
     sizes = [12 * count_parameters(point.config.model)[0] for point in left]  # of one checkpoint, bytes

@@ -1,4 +1,4 @@
-"""scripts/sweep.py: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures, stop signals."""
+"""scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures, stop signals."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import run as train_run
 
 import configure
 from runtime.metrics import read_metrics
@@ -20,6 +21,7 @@ from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
 
 REPO_ROOT = Path(__file__).parents[1]
+HANG = 300  # seconds after which a test that waits for something has failed
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def commands(out):
 
 def test_dry_run_prints_the_commands_and_runs_none(sweep_file, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    assert sweep.main([str(sweep_file), "--optim.lr=1e-3", "--dry-run"]) == 0
+    assert sweep.main([str(sweep_file), "--optim.lr=1e-3", "--data.name=none", "--dry-run"]) == 0
     printed = commands(capsys.readouterr().out)
     assert [number for number, _ in printed] == ["1/4", "2/4", "3/4", "4/4"]
     for (_, words), (router, seed) in zip(printed, itertools.product(["dense", "kern"], [0, 1]), strict=True):
@@ -47,29 +49,30 @@ def test_dry_run_prints_the_commands_and_runs_none(sweep_file, capsys, monkeypat
         assert (config.model.router, config.run.seed, config.optim.lr) == (router, seed, 1e-3)
 
 
-FAKE = """\
+FAKE = f"""\
 import json, os, signal, sys, time
 from pathlib import Path
 asked = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: asked.append(1))
 point = " ".join(word.partition("=")[2] for word in sys.argv if word.startswith(("--model.router", "--run.seed")))
-note = {"point": point, "start": time.time(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "threads": os.environ.get("OMP_NUM_THREADS"), "group": os.getpgid(0)}
+note = {{"point": point, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": os.environ.get("OMP_NUM_THREADS"), "group": os.getpgid(0)}}
+print("says", point, flush=True)
 with Path(sys.argv[0]).with_suffix(".jsonl").open("a") as file:
     file.write(json.dumps(note) + "\\n")
-print("says", point, flush=True)
-end = time.time() + float(os.environ.get("SECONDS", 0))
-while time.time() < end and not asked:
+end = time.time() + {HANG}
+while not asked and "WAIT_FOR" in os.environ and not Path(os.environ["WAIT_FOR"]).exists() and time.time() < end:
     time.sleep(0.02)
-sys.exit(75 if asked else "dense" in point)
+sys.exit(75 if asked else int(os.environ.get("EXIT_CODE", "dense" in point)))
 """
 
 
 @pytest.fixture
 def fake_trainer(tmp_path, monkeypatch):
-    """Replace train.py by a program that notes how it was started, runs for `SECONDS`, and fails if the router is dense
-    or exits with 75 when asked to stop. Returns a function that reads those notes."""
+    """Replace train.py by a program that notes how it was started and waits until the file `WAIT_FOR`, if it is set,
+    exists. It ends with `EXIT_CODE`, by default 1 for dense, or with 75 when asked to stop. Returns a function that
+    reads those notes."""
     trainer = tmp_path / "fake" / "trainer.py"
     trainer.parent.mkdir()
     trainer.write_text(FAKE)
@@ -82,21 +85,35 @@ def fake_trainer(tmp_path, monkeypatch):
 # ---- in sequence
 
 
-def test_sweep_trains_every_point_and_skips_finished_ones(sweep_file, tmp_path, monkeypatch, capfd):
-    arguments = [str(sweep_file), "--run.seed=0", "--train.max_steps=2"]
+def test_a_point_is_trained_and_then_skipped(sweep_file, tmp_path, monkeypatch, capfd):
+    """By train.py itself."""
+    arguments = [str(sweep_file), "--run.seed=0", "--model.router=kern", "--train.max_steps=2"]
     assert sweep.main(arguments) == 0
-    assert "2 points, 0 finished; to do: 0.00 M tokens" in capfd.readouterr().out
-    runs = [tmp_path / "runs" / f"tiny-{router}" for router in ("dense", "kern")]
-    assert sorted((tmp_path / "runs").iterdir()) == runs
-    assert [read_metrics(run / "metrics.jsonl")[-1]["step"] for run in runs] == [2, 2]
+    assert "1 point, 0 finished; to do: 0.00 M tokens" in capfd.readouterr().out
+    run = tmp_path / "runs" / "tiny-kern"
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 2
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
     assert sweep.main(arguments) == 0
     out = capfd.readouterr().out
-    assert all(f"finished already: {run}\n" in out for run in runs) and "2 points, 2 finished\n" in out
-    assert sweep.main([str(sweep_file), "--train.max_steps=2", "--run.seed=[0,1]", "--dry-run"]) == 0
-    assert [number for number, _ in commands(capfd.readouterr().out)] == ["2/4", "4/4"]  # the new seeds alone
-    assert sweep.main([*arguments, "--optim.lr=1e-4"]) == 1  # other settings: for train.py to refuse
-    assert "finished already" not in capfd.readouterr().out
+    assert f"[1/1] finished already: {run}\n" in out and "1 point, 1 finished\n" in out
+
+
+def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_trainer, capfd):
+    points = sweep.list_points(str(sweep_file), [])
+    for point in points[:2]:
+        train_run(point.config)
+    assert sweep.main([str(sweep_file), "--dry-run"]) == 0
+    out = capfd.readouterr().out
+    assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == ["3/4", "4/4"]
+    assert points[0].steps_done() == 4 and points[2].steps_done() == 0
+    (longer, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=6"])
+    assert longer.steps_done() == 4
+    (shorter, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=3"])
+    assert shorter.steps_done() == 3
+    (points[0].folder / "metrics.jsonl").write_text('{"step": 2, "tokens": 9, "val/loss": 2.0}\n')
+    assert points[0].steps_done() == 3  # its last evaluation is left to do
+    assert sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]) == 1
+    assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # another config's run: train.py refuses it
 
 
 def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
@@ -106,6 +123,15 @@ def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trai
     assert "says 0 kern\n" in said.out  # in sequence, output goes to the terminal
     (line,) = said.err.splitlines()
     assert line == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense"
+
+
+@pytest.mark.parametrize("parallel", ["1", "2"])
+def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monkeypatch, capfd, parallel):
+    """Exit code 75 is no failure; points that wait are not started."""
+    monkeypatch.setenv("EXIT_CODE", str(EXIT_CODE))
+    assert sweep.main([str(sweep_file), "--parallel", parallel]) == EXIT_CODE
+    assert [note["point"] for note in sorted(fake_trainer(), key=str)] == ["dense 0", "dense 1"][: int(parallel)]
+    assert "failed" not in "".join(capfd.readouterr())
 
 
 def test_sweep_refuses_bad_input(sweep_file, capsys):
@@ -131,34 +157,41 @@ def test_sweep_refuses_bad_input(sweep_file, capsys):
     assert "python -m scripts.sweep" in capsys.readouterr().out
 
 
+def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, capsys):
+    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
+    assert sweep.main([str(sweep_file)]) == 2
+    said = capsys.readouterr()
+    assert "absent" in said.err and "python -m data.prepare" in said.err and said.out == ""
+    assert sweep.main([str(sweep_file), "--data.name=tiny", "--model.vocab_size=100"]) == 2
+    assert "the model's vocab_size is 100" in capsys.readouterr().err
+    assert fake_trainer() == []
+
+
 # ---- totals
 
 
-def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys, tmp_path):
-    assert (
-        sweep.main([str(REPO_ROOT / "config/paper/sparsity.toml"), "--dry-run", "--gpu", "A100", "--mfu", "0.5"]) == 0
-    )
+def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys):
+    file = str(REPO_ROOT / "config/paper/sparsity.toml")
+    monkeypatch.setattr(sweep, "find_gpus", lambda points: ["0", "1", "2", "3"])
+    assert sweep.main([file, "--dry-run", "--gpu", "A100", "--mfu", "0.5", "--parallel=2"]) == 0
     out = capsys.readouterr().out
-    configs = [
-        configure.load(REPO_ROOT / "config/paper/sparsity.toml", point)
-        for point in configure.sweep_points(REPO_ROOT / "config/paper/sparsity.toml")
-    ]
+    configs = [configure.load(file, point) for point in configure.sweep_points(file)]
     assert "16 points, 0 finished; to do: 104.86 B tokens" in out  # 16 times 50,000 steps of 256 x 512
     hours = sum(plan.estimate_hours(config, 1, 312e12, 0.5) for config in configs)
-    assert f"{hours:,.1f} GPU hours (A100, MFU 0.50)" in out
-    # 12 bytes a parameter, 2 checkpoints a run, 4 runs of each size: kern's counts of docs/paper.md, softmax's beside
+    assert f"{hours:,.1f} GPU hours (A100, MFU 0.50, {hours / 4:,.1f} h on the 4 here)" in out
+    # 12 bytes per parameter, 2 checkpoints per run, 4 runs of each size; kern's counts are those of docs/paper.md
     total = sum(24 * sweep.count_parameters(config.model)[0] for config in configs) / 2**30
-    assert f"checkpoints: {total:.1f} GiB at the end, {12 * 1_881_659_136 / 2**30:.1f} GiB more while" in out
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**9))
-    assert sweep.main([str(REPO_ROOT / "config/paper/sparsity.toml"), "--dry-run"]) == 0
-    assert "warning: too little disk" in capsys.readouterr().out
+    assert f"checkpoints: {total:.1f} GiB at the end, {2 * 12 * 1_881_659_136 / 2**30:.1f} GiB more while" in out
+    free = total * 2**30 + 2 * 12 * 1_881_659_136
+    for room, warned in ((1e6, False), (-1e6, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: shutil._ntuple_diskusage(0, 0, free + room))
+        assert sweep.main([file, "--dry-run", "--parallel=2"]) == 0
+        assert ("warning: too little disk" in capsys.readouterr().out) == warned
     point = sweep.list_points(str(sweep_file), [])[0]
     monkeypatch.setattr(sweep.checkpoint, "steps", lambda folder: [3])
-    args = type("Args", (), {"gpu": "H100", "mfu": "0.4"})
-    assert point.steps_done() == 3 and "to do: 0.00 M tokens" in sweep.format_totals([point], [point], args, [[]])
-    assert f"{8 * 32 / 1e6:.4f}" == "0.0003"  # one step of four is left: too few tokens to show, so counted here
     monkeypatch.setattr(plan, "count_tokens", lambda config: 4e9)
-    assert "to do: 1.00 B tokens" in sweep.format_totals([point], [point], args, [[]])
+    args, _ = sweep.parse_arguments([])
+    assert point.steps_done() == 3 and "to do: 1.00 B tokens" in sweep.format_totals([point], [point], args, [[]])
 
 
 # ---- rehearsals
@@ -185,13 +218,29 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
 # ---- in parallel
 
 
+class Hook(Stop):
+    """A Stop that calls `hook` each time the sweep looks at it, and is asked once that returns True."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    asked = property(lambda self: self.hook(), lambda self, value: None)
+
+
 def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
-    runs = tmp_path / "runs"
-    monkeypatch.setenv("SECONDS", "3")
-    assert sweep.main([str(sweep_file), "--parallel", "2"]) == 1
+    runs, done, seen = tmp_path / "runs", tmp_path / "done", []
+    monkeypatch.setenv("WAIT_FOR", str(done))
+
+    def let_go():
+        """Let all points end, long after two have started: a third would have started too."""
+        if len(fake_trainer()) == 2:
+            seen.append(len([*runs.glob("*/train.log")]))
+        if len(seen) == 10:
+            done.touch()
+
+    assert sweep.main([str(sweep_file), "--parallel", "2"], Hook(let_go)) == 1
     notes = fake_trainer()
-    starts = sorted(note["start"] for note in notes)
-    assert starts[1] - starts[0] < 3 <= starts[2] - starts[0]  # two at once, not three
+    assert len(notes) == 4 and set(seen[:10]) == {2}
     assert len({note["group"] for note in notes} | {os.getpgid(0)}) == 5  # Ctrl-C reaches only the sweep
     cores = len(os.sched_getaffinity(0))
     assert {note["threads"] for note in notes} == {str(max(1, cores // 2))}
@@ -203,10 +252,16 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     assert len(commands(said.out)) == 4
     assert re.search(rf"\[1/4\] failed with exit code 1: {runs}/tiny-dense: step 0 of 4$", said.out, re.MULTILINE)
     assert re.search(rf"\[4/4\] finished: {runs}/tiny-kern-seed1: step 0 of 4$", said.out, re.MULTILINE)
-    failed = said.err.splitlines()
-    assert len(failed) == 2 and all(line.endswith(f"/{name}/train.log)") for line, name in zip(
-        sorted(failed), ("tiny-dense", "tiny-dense-seed1"), strict=True
-    ))  # fmt: skip
+    failed = sorted(line.rpartition(" (")[2] for line in said.err.splitlines())
+    assert failed == [f"{runs}/tiny-dense-seed1/train.log)", f"{runs}/tiny-dense/train.log)"]
+
+
+def test_progress_is_the_last_of_each_value(sweep_file):
+    (*_, point) = sweep.list_points(str(sweep_file), ["--run.seed=0"])
+    point.folder.mkdir(parents=True)
+    lines = '{"step": 0, "tokens": 0, "val/loss": 5.5}\n{"step": 3, "tokens": 9, "train/loss": 5.25}\n'
+    (point.folder / "metrics.jsonl").write_text(lines)
+    assert point.progress() == f"{point.folder}: step 3 of 4, train/loss 5.2500, val/loss 5.5000"
 
 
 @pytest.mark.parametrize(
@@ -235,58 +290,69 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch):
     assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
 
 
-def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, fake_trainer, monkeypatch, capfd):
+def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, capsys):
+    started = []
+
+    class Ended:
+        """A process that has ended."""
+
+        returncode = 0
+
+        def __init__(self, command, env, **options):
+            started.append((command, env["CUDA_VISIBLE_DEVICES"], options["process_group"]))
+
+        def poll(self):
+            return 0
+
     monkeypatch.setattr(sweep, "find_gpus", lambda points: ["4", "5", "6", "7"])
+    monkeypatch.setattr(sweep.subprocess, "Popen", Ended)
     arguments = [str(sweep_file), "--model.router=kern", "--parallel", "2", "--train.micro_batch_size=4"]
     assert sweep.main(arguments) == 0
-    ranks = sorted((note["point"], note["gpus"]) for note in fake_trainer())
-    assert ranks == [("kern 0", "4,5"), ("kern 0", "4,5"), ("kern 1", "6,7"), ("kern 1", "6,7")]
-    words = commands(capfd.readouterr().out)[0][1]
+    assert [(gpus, group) for _, gpus, group in started] == [("4,5", 0), ("6,7", 0)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", sweep.TRAIN]
+    assert started[0][0][:7] == [*launch, str(sweep_file)] and "--model.router=kern" in started[0][0]
+    words = commands(capsys.readouterr().out)[0][1]
     assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
     assert sweep.main([*arguments[:-1], "--train.micro_batch_size=8"]) == 2  # 8 sequences are too few for 2 ranks of 8
-    assert "times 2 rank(s) = 16" in capfd.readouterr().err
+    assert "times 2 rank(s) = 16" in capsys.readouterr().err
 
 
 # ---- stop signals
 
 
-@pytest.mark.parametrize("gpus", [[], ["0", "1", "2", "3"]], ids=["processes", "torchrun"])
+@pytest.mark.parametrize(
+    "gpus", [[], pytest.param(["0", "1", "2", "3"], marks=pytest.mark.integration)], ids=["processes", "torchrun"]
+)
 def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, capfd):
     monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
-    monkeypatch.setenv("SECONDS", "100")
-
-    ranks, started = 4 if gpus else 2, time.time()
-
-    class Asked(Stop):
-        """Asked once all ranks of the first two points have started."""
-
-        asked = property(lambda self: len(fake_trainer()) == ranks, lambda self, value: None)
-
-    assert sweep.main([str(sweep_file), "--parallel=2", "--train.micro_batch_size=4"], Asked()) == EXIT_CODE
-    assert time.time() - started < 90
+    monkeypatch.setenv("WAIT_FOR", str(tmp_path / "never"))
+    ranks = 4 if gpus else 2
+    stop = Hook(lambda: len(fake_trainer()) == ranks)  # all ranks of the first two points have started
+    assert sweep.main([str(sweep_file), "--parallel=2", "--train.micro_batch_size=4"], stop) == EXIT_CODE
     said = capfd.readouterr()
-    assert len(fake_trainer()) == ranks and "kern" not in str(fake_trainer())  # the other two were not started
+    notes = fake_trainer()
+    assert len(notes) == ranks and {note["point"] for note in notes} == {"dense 0", "dense 1"}  # kern was not started
+    assert {note["gpus"] for note in notes} == ({"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")})
     assert "failed: " not in said.err
     assert gpus or said.out.count("stopped: ") == 2
 
 
+@pytest.mark.integration
 def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
     """With the real train.py: 75 and checkpoints; the same command finishes."""
     runs = tmp_path / "runs"
     command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
-    long = ["--train.max_steps=100_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
+    long = ["--train.max_steps=1000_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
     process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     metrics = [runs / f"tiny-{router}" / "metrics.jsonl" for router in ("dense", "kern")]
-    deadline = time.time() + 120
-    while (
-        not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics)
-        and time.time() < deadline
-    ):
+    deadline = time.time() + HANG
+    while not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics):
+        assert time.time() < deadline and process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.wait(timeout=120) == EXIT_CODE
+    assert process.wait(timeout=HANG) == EXIT_CODE
     saved = [sweep.checkpoint.steps(file.parent / "checkpoints") for file in metrics]
-    assert all(len(steps) == 1 and 2 < steps[0] < 100_000 for steps in saved)
+    assert all(len(steps) == 1 and steps[0] > 2 for steps in saved)
     stop = max(saved)[0] + 5
     assert sweep.main([*command[3:], "--eval.interval=1000_000", f"--train.max_steps={stop}"]) == 0
     for file, (step,) in zip(metrics, saved, strict=True):
@@ -296,7 +362,29 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
 # ---- Slurm
 
 
-def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, capsys):
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "4", "SLURM_NNODES": "1"}
+PROGRAMS = {  # stand-ins: srun runs its command here, scancel signals torchrun and then lets it end
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "scontrol": '[ "$1" = show ] && echo host1 || echo "$@" > requeued',
+    "scancel": 'echo "$@" > canceled; kill -USR1 "$(cat pid)"; touch done',
+    "torchrun": f'printf "%s\\n" "$@" > arguments; echo "$OMP_NUM_THREADS $$" > started; echo $$ > pid\n'
+    f'[ -z "$WAIT" ] || for i in {{1..{10 * HANG}}}; do [ -e done ] && break; sleep 0.1; done; exit "${{CODE:-0}}"',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Environment variables of a Slurm job whose programs are stand-ins."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, does in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if key not in ("WAIT", "CODE", "OMP_NUM_THREADS")}
+    return kept | SLURM | {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, capsys):
     script = tmp_path / "new" / "array.sbatch"
     assert sweep.main([str(sweep_file), "--train.max_steps=3", "--slurm", str(script), "--parallel=3"]) == 0
     assert f"sbatch {script}" in capsys.readouterr().out
@@ -304,28 +392,15 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, capsys
     assert re.findall(r"^#SBATCH --(?:array|output|signal)=.*$", text, re.MULTILINE) == [
         "#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3", "#SBATCH --output=nanokern-%A_%a.out",
     ]  # fmt: skip
-    subprocess.run(["bash", "-n", script], check=True)
-    head = text.index("\nset -uo")
-    assert all(
-        line.startswith("#") for line in text[:head].splitlines()
-    )  # sbatch reads options up to the first command
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, does in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo host1"}.items():
-        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
-        (programs / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "4", "SLURM_NNODES": "1"}
+    head = text[: text.index("\nset -uo")]
+    assert all(line.startswith("#") for line in head.splitlines())  # sbatch reads options up to the first command
     for i, point in enumerate(configure.sweep_points(sweep_file, ["--train.max_steps=3"])):
-        ran = subprocess.run(
-            ["bash", script],
-            env=os.environ | slurm | {"SLURM_ARRAY_TASK_ID": str(i), "PATH": f"{programs}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
-        assert ran.returncode == 0, ran.stderr
-        words = ran.stdout.splitlines()
+        task = slurm | {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "4"}
+        subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)
+        words = (tmp_path / "arguments").read_text().splitlines()
         assert words[words.index("train.py") :] == ["train.py", str(sweep_file), *point]
+        assert words[:3] == ["--nnodes=1", "--nproc_per_node=4", "--rdzv_id=7-2"]
+        assert words[4] == "--rdzv_endpoint=host1:20007" and (tmp_path / "started").read_text().startswith("4 ")
 
 
 def test_slurm_array_without_limit_and_without_points(sweep_file, tmp_path, monkeypatch, capsys):
@@ -336,3 +411,25 @@ def test_slurm_array_without_limit_and_without_points(sweep_file, tmp_path, monk
     monkeypatch.setattr(sweep.Point, "steps_done", lambda self: 4)
     assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
     assert "nothing to do" in capsys.readouterr().out and not script.exists()
+    assert sweep.main([str(sweep_file), "--slurm", str(tmp_path)]) == 0  # nothing is written
+    monkeypatch.undo()
+    assert sweep.main([str(sweep_file), "--slurm", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code, signaled", [(75, True), (0, True), (1, False)])
+def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(tmp_path, slurm, code, signaled):
+    """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which save and end."""
+    job = slurm | {"CODE": str(code), "WAIT": "1" if signaled else ""}
+    process = subprocess.Popen(["bash", sweep.SBATCH, "x.toml"], env=job, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.time() + HANG
+    while signaled and not (tmp_path / "pid").exists() and time.time() < deadline:
+        time.sleep(0.02)
+    if signaled:
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=HANG) == code
+    assert (tmp_path / "canceled").exists() == signaled
+    assert (tmp_path / "requeued").exists() == (code == 75)
+    if code == 75:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+        assert (tmp_path / "canceled").read_text() == "--signal=USR1 7\n"
