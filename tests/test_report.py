@@ -88,11 +88,10 @@ def test_interval_weighs_seeds_and_windows():
 
 
 def test_interval_at_its_limits():
-    assert estimate_interval([np.zeros((3, 8))]) == (0, 0, 0, 3)  # a run against itself
-    assert str(estimate_interval([np.zeros((3, 8))])) == "+0.0000 [+0.0000, +0.0000]"
+    zero = estimate_interval([np.zeros((3, 8))])  # a run against itself
+    assert zero == (0, 0, 0, 3) and str(zero) == "+0.0000 [+0.0000, +0.0000]"
     one = estimate_interval([np.array([[0.5], [0.25]])])
-    assert one.mean == 0.375 and math.isnan(one.low) and math.isnan(one.high)
-    assert str(one) == "+0.3750"
+    assert one.mean == 0.375 and math.isnan(one.low) and math.isnan(one.high) and str(one) == "+0.3750"
     unknown = estimate_interval([np.array([[0.5, math.nan], [0.25, 1.0]])])
     assert {CLAIMS[0].judge(found) for found in (one, unknown)} == {"undecided (one window)"}
 
@@ -126,15 +125,13 @@ def test_95_percent_of_intervals_contain_the_difference(seeds, windows, remainde
 
 def test_intervals_over_settings_of_one_text_contain_the_difference():
     """Four settings share windows and seeds: if each had its own windows, a third of the intervals would miss."""
-    rng, draws, contain, wrong = np.random.default_rng(3), 400, 0, 0
+    rng, draws, contain = np.random.default_rng(3), 400, np.zeros(2)
     for _ in range(draws):
         common = 0.2 * rng.standard_normal((3, 1)) + 3 * rng.standard_normal(32)
         settings = [common + 0.3 * rng.standard_normal((3, 32)) for _ in range(4)]
-        for found, texts in ((estimate_interval(settings, ["books"] * 4), True), (estimate_interval(settings), False)):
-            contain += texts and found.low <= 0 <= found.high
-            wrong += not texts and found.low <= 0 <= found.high
-    assert 0.92 <= contain / draws < 1
-    assert wrong / draws < 0.85
+        found = estimate_interval(settings, ["books"] * 4), estimate_interval(settings)
+        contain += [one.low <= 0 <= one.high for one in found]
+    assert 0.92 <= contain[0] / draws < 1 and contain[1] / draws < 0.85
 
 
 # ---- pairing
@@ -151,16 +148,8 @@ def test_differences_are_of_seeds_in_common(tmp_path):
     assert d.shape == (2, 8)
     np.testing.assert_allclose(d, -0.5)  # what seeds and windows add is the same in both
     assert pair_differences(left, right, setting.end, [3]).shape == (1, 8)
-
-
-def test_runs_without_seeds_in_common_are_not_compared(tmp_path):
-    runs = [
-        make_run(tmp_path / router, f"run.seed={i}", f"model.router={router}")
-        for i, router in enumerate(("kern", "dense"))
-    ]
-    (setting,) = load_settings(*runs)
-    assert all(setting.counterpart(arm, other.router) is None for arm in setting.arms for other in setting.arms)
-    assert judge_claims([setting]) == []
+    (setting,) = load_settings(kern[0], dense[0])
+    assert setting.counterpart(setting.arms[0], "kern") is None and judge_claims([setting]) == []
 
 
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
@@ -231,13 +220,11 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
 
 def test_arms_equally_alike_are_all_judged(tmp_path):
     """At two gate scales each; a label picks the one to subtract."""
-    runs = [
-        make_run(tmp_path / f"{router}{scale}", f"model.router={router}", f"model.gate_scale={scale}", end=end)
-        for router, scale, end in (("kern", 1.0, 2.0), ("kern", 3.0, 1.5), ("softmax", 1.0, 2.5), ("softmax", 18.0, 2))
-    ]
+    given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 18)]
+    runs = [make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}") for a, b in given]
     (setting,) = load_settings(*runs)
-    words = [finding.words for finding in judge_claims([setting])]
-    assert [line for line in words if "softmax" in line and "ends" in line] == [
+    words = [finding.words for finding in judge_claims([setting]) if "ends below softmax" in finding.words]
+    assert words == [
         "kern ends below softmax (gate_scale 1)",
         "kern ends below softmax (kern, gate_scale 3; softmax, gate_scale 1)",
         "kern ends below softmax (kern, gate_scale 3; softmax, gate_scale 18)",
@@ -250,26 +237,17 @@ def test_arms_equally_alike_are_all_judged(tmp_path):
 
 
 def test_constants_of_routers_make_arms(tmp_path):
-    given = [
-        ("softmax", "train.balance_loss_coef=0.0"),
-        ("softmax", "train.balance_loss_coef=0.01"),
-        ("kern", "train.balance_loss_coef=0.01"),
-        ("kern", "train.balance_loss_coef=0.0"),
-        ("sigmoid-renorm", "train.bias_update_rate=0.001"),
-        ("tanh", "model.gate_scale=0.2992"),
-    ]
+    balance, update, scale = "train.balance_loss_coef=0.01", "train.bias_update_rate=0.001", "model.gate_scale=0.2992"
+    given = [("softmax", "run.seed=0"), ("softmax", balance), ("kern", balance), ("kern", "run.seed=0")]
+    given += [("sigmoid-renorm", update), ("tanh", scale)]
     runs = [make_run(tmp_path / str(i), f"model.router={router}", rest) for i, (router, rest) in enumerate(given)]
     (setting,) = load_settings(*runs)
-    plain = ", gate_scale 1, balance_loss_coef {}, bias_update_rate {}"
     arms = {arm.label: arm for arm in setting.arms}
+    constants = "gate_scale {}, balance_loss_coef {}, bias_update_rate {}".format
     assert list(arms) == [
-        "softmax" + plain.format("0", "0"),
-        "softmax" + plain.format("0.01", "0"),
-        "tanh, gate_scale 0.2992, balance_loss_coef 0, bias_update_rate 0",
-        "kern" + plain.format("0", "0"),
-        "kern" + plain.format("0.01", "0"),
-        "sigmoid-renorm" + plain.format("0", "0.001"),
-    ]
+        f"softmax, {constants(1, 0, 0)}", f"softmax, {constants(1, 0.01, 0)}", f"tanh, {constants(0.2992, 0, 0)}",
+        f"kern, {constants(1, 0, 0)}", f"kern, {constants(1, 0.01, 0)}", f"sigmoid-renorm, {constants(1, 0, 0.001)}",
+    ]  # fmt: skip
     softmax, balanced, tanh, kern, balanced_kern, deepseek = arms.values()
     assert setting.counterpart(softmax, "kern") is kern
     assert setting.counterpart(balanced, "kern") is balanced_kern
@@ -307,13 +285,8 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
 
 @pytest.mark.parametrize(
     "gap, noise, seeds, verdict",
-    [
-        (-0.1, 0.005, 3, "supported"),
-        (0.1, 0.005, 3, "contradicted"),
-        (-0.1, 0.2, 3, "undecided"),
-        (0.0, 0.0, 3, "undecided"),
-        (-0.1, 0.005, 1, "undecided (one seed)"),
-    ],
+    [(-0.1, 0.005, 3, "supported"), (0.1, 0.005, 3, "contradicted"), (-0.1, 0.2, 3, "undecided")]
+    + [(0.0, 0.0, 3, "undecided"), (-0.1, 0.005, 1, "undecided (one seed)")],
 )
 def test_verdicts(tmp_path, gap, noise, seeds, verdict):
     found = judge(*make_pair(tmp_path, "kern", "softmax", seeds, gap, noise))["kern ends below softmax"]
@@ -353,10 +326,8 @@ def test_claims_of_few_or_all_active_experts(tmp_path, top_k, said):
 def test_claims_at_a_tenth(tmp_path):
     """kern begins worse than dense and ends better."""
     found = judge(*make_pair(tmp_path, "kern", "dense", gap=-0.2, early=1.0, noise=0.01))
-    assert {words: finding.cells[""][1] for words, finding in found.items()} == {
-        "kern ends below dense": "supported",
-        "kern is below dense at a tenth already": "contradicted",
-    }
+    assert found["kern ends below dense"].cells[""][1] == "supported" and len(found) == 2
+    assert found["kern is below dense at a tenth already"].cells[""][1] == "contradicted"
 
 
 @pytest.mark.parametrize("points, steps", [(4, 1000), (2, 4)])
@@ -405,8 +376,7 @@ def test_settings_of_one_text_share_their_windows(tmp_path):
 
 def test_each_claim_names_known_routers():
     for claim in CLAIMS:
-        assert {claim.left, claim.right} <= STYLES.keys(), claim
-        assert claim.left in claim.words and claim.right in claim.words, claim
+        assert {claim.left, claim.right} <= STYLES.keys() & {*claim.words.replace(",", "").split()}, claim
 
 
 # ---- the paper's numbers
@@ -715,16 +685,13 @@ WILD = "<img src=x onerror=alert(1)>&amp;|`**b`**| <b>"
 
 
 def test_names_cannot_break_the_page(tmp_path, drawn):
-    """Folders alone may be named anything: names of runs and corpora are checked, and routers are known."""
+    """Folders may be named anything; the names of runs and corpora are checked by configure."""
     runs = [make_run(tmp_path / WILD / f"{name}|{WILD}", until=1 - i / 10) for i, name in enumerate("ab")]
     runs += [make_run(tmp_path / WILD / "dense", "model.router=dense", until=0.5)]
     _, text = run_report(tmp_path / "out", *runs)
     shown = "".join(Page((tmp_path / "out/report.html").read_text()).text)
     assert "alert(1)" in text and "<img" not in text and "<b>" not in text
     assert "<img src=x onerror=alert(1)>&amp;|" in shown
-    for key in ("run.name", "data.name"):
-        with pytest.raises(configure.ConfigError):
-            configure.load(CONFIG / "small.toml", ["--run.seed=0", "--model.router=kern", f"--{key}=a<b"])
 
 
 def test_words_in_a_page(tmp_path):
@@ -757,10 +724,8 @@ def test_without_the_baseline_there_is_no_difference(tmp_path, drawn):
     drawn.clear()
     _, text = run_report(tmp_path / "out", *one)  # kern alone, with two constants
     assert drawn == ["loss.png", "routing.png", "loads.png"] and "**kern, balance_loss_coef 0.1**" in text
-
-
-def test_dense_alone(tmp_path, drawn):
-    _, text = run_report(tmp_path / "out", make_run(tmp_path / "dense", "model.router=dense"))
+    drawn.clear()
+    _, text = run_report(tmp_path / "out", runs[0])
     assert drawn == ["loss.png"] and text.startswith("# One run\n")
     assert "None apply: no setting has both routers of a claim." in text
 
@@ -774,8 +739,7 @@ def test_one_evaluation(tmp_path, drawn, at):
             file = run / "metrics.jsonl"
             file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"step": 0,' not in line))
     said, text = run_report(tmp_path / "out", *runs)
-    assert ("difference.png" in drawn) == bool(at)
-    assert ("kern ends below dense" in text) == bool(at)
+    assert ("difference.png" in drawn) == ("kern ends below dense" in text) == bool(at)
     assert f"validation loss at step | {1000 if at else 0:,}" in text
     assert any("0 of 1,000" in line for line in said) != bool(at)
 
@@ -860,13 +824,9 @@ def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatc
 
 # ---- the terminal
 
-DENSE = [
-    {"step": 0, "val/loss": 5.5},
-    {"step": 1, "train/loss": 5.4, "perf/tokens_per_sec": 1000.0},
-    {"step": 2, "train/loss": 5.3, "perf/tokens_per_sec": 12345.6},
-    {"step": 1200, "train/loss": 2.0, "perf/tokens_per_sec": 99999.0},
-    {"step": 1200, "val/loss": 2.34567},
-]
+SPEEDS = {1: 1e3, 2: 12345.6, 3: 1e5}
+DENSE = [{"step": i, "train/loss": 5.0, "perf/tokens_per_sec": speed} for i, speed in SPEEDS.items()]
+DENSE += [{"step": 0, "val/loss": 5.5}, {"step": 1200, "val/loss": 2.34567}]
 KERN = [{"step": 0, "val/loss": 5.5, "val/load_imbalance": 1.5}]
 KERN += [{"step": 1000, "val/loss": 2.25, "val/load_imbalance": 3.456}]
 
