@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import tarfile
-from base64 import b64encode
-from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +17,6 @@ from data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 REPO_ROOT = Path(__file__).parents[1]
-FAKE_RANKS = b"".join(  # a file of GPT-2's form and size, with other merges: all bytes, then 50,000 pairs of them
-    b"%s %d\n" % (b64encode(bytes(token)), rank)
-    for rank, token in enumerate(
-        itertools.chain(product(range(256)), islice(product(range(256), repeat=2), 50_000)),
-    )
-)
 BLANK = ("", " \n", "\t")
 
 
@@ -45,7 +37,7 @@ def zstd(data: bytes) -> bytes:
 
 
 def in_parts(compress, data: bytes, parts: int = 3) -> bytes:
-    """Frames, or members, one after another; they part in the middle of lines."""
+    """Frames, or members, one after another, each begun in the middle of a line."""
     size = len(data) // parts + 1
     return b"".join(compress(data[i : i + size]) for i in range(0, len(data), size))
 

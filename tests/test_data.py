@@ -34,7 +34,7 @@ def any_tokenizer(request):
 
 
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_tokenizers_round_trip(any_tokenizer, texts):
     batch = any_tokenizer.encode_batch(texts)
     assert [any_tokenizer.decode(ids) for ids in batch] == texts
@@ -172,7 +172,7 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_meta_tells_what_is_there(tmp_path):
+def test_meta_describes_the_set(tmp_path):
     folder = tmp_path / "set"
     write_set(folder)
     meta = check_dataset(folder, vocab_size=257)
@@ -199,73 +199,37 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks, offline):
     assert open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
 
 
-def damage_odd(path):
-    with path.open("ab") as file:
-        file.write(b"!")
-
-
-def damage_truncate(path):
-    os.truncate(path, 12)
-
-
-def damage_grow(path):
-    with path.open("ab") as file:
-        file.write(b"\0\0")
-
-
-def damage_empty(path):
-    path.write_bytes(b"")
-
-
-def damage_flip(path):
-    data = bytearray(path.read_bytes())
-    data[2] ^= 1
-    path.write_bytes(data)
-
-
-def damage_high_bit(path):
-    data = bytearray(path.read_bytes())
-    data[3] ^= 1
-    path.write_bytes(data)
-
-
-def damage_byte_order(path):
-    path.write_bytes(np.fromfile(path, "<u2").astype(">u2").tobytes())
-
-
-def damage_remove(path):
-    path.unlink()
-
-
-def damage_folder(path):
-    path.unlink()
-    path.mkdir()
+def flip(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_odd, r"expected 14 bytes \(7 tokens\), found 15"),
-        (damage_truncate, r"expected 14 bytes \(7 tokens\), found 12"),
-        (damage_grow, r"expected 14 bytes \(7 tokens\), found 16"),
-        (damage_empty, r"expected 14 bytes \(7 tokens\), found 0"),
-        (damage_flip, "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
-        (damage_high_bit, r"id 279 at token 1, expected below 257"),
-        (damage_byte_order, r"id 5632 at token 0, expected below 257"),  # 256 becomes 1
-        (damage_remove, "no such file, expected 7 tokens"),
-        (damage_folder, "no such file, expected 7 tokens"),
+        (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
+        (lambda data: data[:12], r"expected 14 bytes \(7 tokens\), found 12"),
+        (lambda data: data + b"\0\0", r"expected 14 bytes \(7 tokens\), found 16"),
+        (lambda data: b"", r"expected 14 bytes \(7 tokens\), found 0"),
+        (lambda data: flip(data, 2), "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
+        (lambda data: flip(data, 3), r"id 279 at token 1, expected below 257"),
+        (lambda data: np.frombuffer(data, "<u2").astype(">u2").tobytes(), "id 5632 at token 0, expected below 257"),
+        (None, "no such file, expected 7 tokens"),
     ],
 )
 def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
-    damage(tmp_path / "set/train-00001.bin")
+    path = tmp_path / "set/train-00001.bin"
+    data = path.read_bytes()
+    path.unlink()
+    if damage:
+        path.write_bytes(damage(data))
     with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
         check_dataset(tmp_path / "set", 257)
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u4"])
 @pytest.mark.parametrize("hashed", [0, 2**30])
-def test_wider_ids_are_known_by_their_zeros(tmp_path, monkeypatch, dtype, hashed):
+def test_wider_ids_are_recognised_by_their_zeros(tmp_path, monkeypatch, dtype, hashed):
     """Such as nanoGPT's own scripts would write for a larger vocabulary. Lengths and sha256 would fit."""
     ids = np.random.default_rng(0).integers(0, 250, 100)
     with Writer(tmp_path / "set", BYTES) as writer:
@@ -278,7 +242,7 @@ def test_wider_ids_are_known_by_their_zeros(tmp_path, monkeypatch, dtype, hashed
         check_dataset(tmp_path / "set", 257)
 
 
-def test_a_shard_never_written_is_not_taken_for_text(tmp_path, monkeypatch):
+def test_a_shard_never_written_is_refused(tmp_path, monkeypatch):
     with Writer(tmp_path / "set", BYTES) as writer:
         writer.write("train", np.arange(200, dtype=np.uint16))
         writer.finish("set", {}, "")
@@ -294,9 +258,9 @@ def test_a_shard_never_written_is_not_taken_for_text(tmp_path, monkeypatch):
 
 @pytest.fixture
 def beyond(tmp_path):
-    """A set of three shards of training text; id 999 stands at tokens 150 and 180 of the second."""
+    """A set of three shards of training text; the second has an id of 257 at token 150 and of 999 at token 180."""
     ids = np.random.default_rng(0).integers(0, 257, 550).astype(np.uint16)
-    ids[[200 + 150, 200 + 180]] = 999
+    ids[[200 + 150, 200 + 180]] = 257, 999
     with Writer(tmp_path / "set", BYTES, 200) as writer:
         writer.write("train", ids)
         writer.write("val", ids[:100])
@@ -305,23 +269,23 @@ def beyond(tmp_path):
 
 
 VERIFY = "below 257. Find the damaged file with python -m data.verify"
-BEYOND = r"train-00001.bin: id 999 at token 150, expected below 257. Prepare it again: .*text --force"
+BEYOND = r"train-00001.bin: id 257 at token 150, expected below 257. Prepare it again: .*text --force"
 
 
-def test_an_id_beyond_the_vocabulary_is_named_at_start(beyond, monkeypatch):
+def test_an_id_beyond_the_vocabulary_is_found_at_start(beyond, monkeypatch):
     monkeypatch.setattr(bins, "CHUNK_BYTES", 64)  # the ids lie in two chunks
     monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)  # and not in the sample
     with pytest.raises(DataError, match=BEYOND):
         check_dataset(beyond, 50304)  # the tokenizer's ids count, not the model's
 
 
-def test_an_id_beyond_the_vocabulary_is_named_in_the_first_ids_of_a_large_set(beyond, monkeypatch):
+def test_an_id_beyond_the_vocabulary_in_the_first_ids_of_a_large_set(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     with pytest.raises(DataError, match=BEYOND):
         check_dataset(beyond, 50304)
 
 
-def test_an_id_beyond_the_vocabulary_is_named_when_a_window_of_a_large_set_is_read(beyond, monkeypatch):
+def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)
     check_dataset(beyond, 50304)
@@ -330,17 +294,19 @@ def test_an_id_beyond_the_vocabulary_is_named_when_a_window_of_a_large_set_is_re
     assert len(bad) == 2
     for w in range(549 // 9):
         if w in bad:
-            with pytest.raises(DataError, match=f"the train split of .*set: id 999 at token 3[58]0, expected {VERIFY}"):
+            with pytest.raises(
+                DataError, match=f"train split of .*set: id (257|999) at token 3[58]0, expected {VERIFY}"
+            ):
                 windows(tokens, np.array([0, w, 1]), 9)
         else:
             windows(tokens, np.array([0, w, 1]), 9)
     windows(tokens, np.array([0]), 349)
     for length in (350, 549):  # the last target; from the first shard into the third
-        with pytest.raises(DataError, match="id 999 at token 350"):
+        with pytest.raises(DataError, match="id 257 at token 350"):
             windows(tokens, np.array([0]), length)
 
 
-# what a checkpoint keeps to know a data set again
+# fingerprints, which checkpoints store
 
 
 def prepared(folder: Path, documents=(b"to be", b"or not"), val=b"that is", name="set") -> dict[str, str]:
@@ -352,7 +318,7 @@ def prepared(folder: Path, documents=(b"to be", b"or not"), val=b"that is", name
     return fingerprint(check_dataset(folder, 257))
 
 
-def test_fingerprint_hangs_on_tokens_and_tokenizer_alone(tmp_path):
+def test_fingerprint_depends_on_tokens_and_tokenizer_only(tmp_path):
     once = prepared(tmp_path / "a")
     assert once == prepared(tmp_path / "b/c", name="other")
     assert set(once) == {"data", "tokenizer"} and all(len(value) == 64 for value in once.values())
@@ -369,18 +335,18 @@ def test_fingerprint_hangs_on_tokens_and_tokenizer_alone(tmp_path):
         {"documents": (b"to be", b"or no"), "val": b"tthat is"},
     ],
 )
-def test_fingerprint_tells_other_tokens(tmp_path, change):
+def test_fingerprint_of_other_tokens(tmp_path, change):
     once, other = prepared(tmp_path / "a"), prepared(tmp_path / "b", **change)
     assert once["data"] != other["data"] and once["tokenizer"] == other["tokenizer"]
 
 
-def test_fingerprint_tells_where_training_text_ends(tmp_path):
+def test_fingerprint_depends_on_where_training_text_ends(tmp_path):
     once = prepared(tmp_path / "a", [b"to be, or not "], b"to be")  # shards of 7, 7 and 5 tokens either way
     assert once["data"] != prepared(tmp_path / "b", [b"to be, "], b"or not to be")["data"]
 
 
 @pytest.mark.parametrize("change", [{"name": "utf8"}, {"hash": "0" * 64}, {"eot": 0}, {"vocab_size": 256}])
-def test_fingerprint_tells_another_tokenizer(tmp_path, change):
+def test_fingerprint_of_another_tokenizer(tmp_path, change):
     once = prepared(tmp_path / "a")
     path = tmp_path / "a/meta.json"
     meta = json.loads(path.read_text())
@@ -391,12 +357,13 @@ def test_fingerprint_tells_another_tokenizer(tmp_path, change):
 
 def test_big_sets_are_not_hashed(tmp_path, monkeypatch):
     write_set(tmp_path / "set")
-    damage_flip(tmp_path / "set/train-00001.bin")
+    path = tmp_path / "set/train-00001.bin"
+    path.write_bytes(flip(path.read_bytes(), 2))
     monkeypatch.setattr(bins, "HASHED_BYTES", 10)
     assert check_dataset(tmp_path / "set", 257).splits["train"].tokens == 25
 
 
-def test_check_wants_a_set_that_fits(tmp_path):
+def test_check_refuses_a_set_that_does_not_fit(tmp_path):
     write_set(tmp_path / "set")
     with pytest.raises(DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"):
         check_dataset(tmp_path / "set", 256)
@@ -458,7 +425,7 @@ def test_meta_of_another_form(tmp_path, change, says):
     assert re.search("Prepare the set again: .*--name set.*--force$", str(caught.value))
 
 
-def test_unfinished_set_leaves_nothing(tmp_path):
+def test_an_unfinished_set_leaves_no_files(tmp_path):
     with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "set", BYTES, 2) as writer:
         writer.write("train", np.arange(5, dtype=np.uint16))
         assert len(list((tmp_path / "set.partial").glob("train*"))) == 3
@@ -480,13 +447,13 @@ def test_ids_must_fit_uint16(tmp_path):
 
 
 def counting(n: int) -> Tokens:
-    """Tokens 0, 1, 2, … in two shards, so that a window's first token tells where it lies."""
+    """Tokens 0, 1, 2, … in two shards, so that a window's first token is its position."""
     ids = np.arange(n, dtype=np.uint16)
     return Tokens([ids[: n // 3], ids[n // 3 :]])
 
 
 @given(n_windows=st.integers(1, 70), batch_size=st.integers(1, 9), block_size=st.integers(1, 5), seed=st.integers())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_every_window_once_an_epoch(n_windows, batch_size, block_size, seed):
     loader = Loader(counting(n_windows * block_size + 1), block_size, batch_size, seed)
     steps = -(-3 * n_windows // batch_size)
@@ -499,27 +466,27 @@ def test_every_window_once_an_epoch(n_windows, batch_size, block_size, seed):
 
 
 @given(batch_size=st.integers(1, 24), step=st.integers(0, 10**12), cuts=st.lists(st.integers(0, 24), max_size=4))
-@settings(deadline=None, max_examples=60)
-def test_global_batch_is_the_same_however_it_is_cut(batch_size, step, cuts):
+@settings(deadline=None, max_examples=25)
+def test_global_batch_does_not_depend_on_its_slices(batch_size, step, cuts):
     loader = Loader(counting(101), 4, batch_size, seed=1)
-    whole = loader.batch(step)
+    batch = loader.batch(step)
     edges = sorted({0, batch_size, *(min(cut, batch_size) for cut in cuts)})
     parts = [loader.batch(step, a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
     for i in (0, 1):
-        assert np.array_equal(np.concatenate([part[i] for part in parts]), whole[i])
+        assert np.array_equal(np.concatenate([part[i] for part in parts]), batch[i])
 
 
 def test_indices_are_the_windows_of_the_batch():
     loader = Loader(counting(101), 4, 10, seed=1)
     for step in (0, 1, 2, 77):
-        whole = loader.indices(step)
-        assert whole.shape == (10,) and whole.dtype == np.int64
-        assert np.array_equal(loader.batch(step)[0][:, 0], 4 * whole)
-        assert np.array_equal(loader.indices(step, 3), whole[3:])
-        assert np.array_equal(loader.indices(step, 3, 4), whole[3:7])
+        all_rows = loader.indices(step)
+        assert all_rows.shape == (10,) and all_rows.dtype == np.int64
+        assert np.array_equal(loader.batch(step)[0][:, 0], 4 * all_rows)
+        assert np.array_equal(loader.indices(step, 3), all_rows[3:])
+        assert np.array_equal(loader.indices(step, 3, 4), all_rows[3:7])
 
 
-def test_batch_depends_on_seed_and_step_alone():
+def test_batch_depends_on_seed_and_step_only():
     tokens = counting(4001)
     loader, again = Loader(tokens, 4, 16, seed=7), Loader(tokens, 4, 16, seed=7)
     for step in (90, 3, 3, 1000):
@@ -540,7 +507,7 @@ def test_seeds_and_epochs_give_unrelated_orders():
             assert (order == other).sum() < 10  # about one
 
 
-def test_every_order_of_three_windows_comes_up_alike():
+def test_every_order_of_three_windows_is_equally_frequent():
     orders = permute(np.tile(np.arange(3), 6000), 3, 0, np.repeat(np.arange(6000), 3)).reshape(6000, 3)
     counts = np.unique(orders, axis=0, return_counts=True)[1]
     assert len(counts) == 6 and (abs(counts - 1000) < 150).all()  # five standard deviations
@@ -565,14 +532,14 @@ def test_stream_seeds_are_frozen():
 
 def test_stream_seeds_differ():
     """For every seed, step and rank of a grid, and when two numbers change places."""
-    grid = [stream_seed(seed, step, rank) for seed in (0, 1, -1) for step in range(300) for rank in range(20)]
+    grid = [stream_seed(seed, step, rank) for seed in (0, 1, -1) for step in range(100) for rank in range(20)]
     assert len(set(grid)) == len(grid) and 0 <= min(grid) and max(grid) < 2**63
     bits = np.array(grid, np.uint64)[:, None] >> np.arange(63, dtype=np.uint64) & np.uint64(1)
-    assert abs(bits.mean(axis=0) - 0.5).max() < 0.02  # 18,000 seeds: a bit is set in half of them, 5 sigma
+    assert abs(bits.mean(axis=0) - 0.5).max() < 0.033  # 6,000 seeds: a bit is set in half of them, 5 sigma
     assert stream_seed(1, 2, 3) not in (stream_seed(1, 3, 2), stream_seed(2, 1, 3), stream_seed(1, 2, 3, 0))
 
 
-def test_windows_are_read_where_they_lie():
+def test_windows_are_read_at_their_index():
     x, y = windows(counting(101), np.array([5, 0, 24]), 4)
     assert x.tolist() == [[20, 21, 22, 23], [0, 1, 2, 3], [96, 97, 98, 99]]
     assert np.array_equal(y, x + 1)
@@ -612,7 +579,7 @@ def test_windows_cross_many_mapped_shards(tmp_path):
     assert np.array_equal(x[:, 1:], y[:, :-1])
 
 
-def test_ahead_makes_one_item_while_another_is_in_use():
+def test_prefetch_makes_one_item_while_another_is_in_use():
     made = threading.Semaphore(0)
     begun = []
 
@@ -631,7 +598,7 @@ def test_ahead_makes_one_item_while_another_is_in_use():
     assert next(source, "end") == "end"
 
 
-def test_ahead_passes_errors_on_where_they_belong():
+def test_prefetch_raises_errors_at_their_item():
     def items():
         yield 1
         raise DataError("broken")

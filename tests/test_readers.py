@@ -9,21 +9,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import corpora
 import pytest
-from corpora import (
-    BLANK,
-    BYTES,
-    corpus_texts,
-    documents_of,
-    in_parts,
-    jsonl,
-    parquet,
-    snapshot,
-    split_of,
-    tar,
-    write_tree,
-    zstd,
-)
 
 from data.bins import check_dataset, read_meta
 from data.encode import Encoder
@@ -47,27 +34,27 @@ def texts_by_datasets(kind: str, paths: list[Path]) -> list[str]:
 def make(folder: Path, name: str, texts: list[str]) -> tuple[str, list[Path]]:
     """A file, or folder, `name` of `texts`; returns the builder of `datasets` and the files that it should read."""
     path, plain = folder / name, folder / "plain"
-    rows = jsonl(texts)
+    rows = corpora.jsonl(texts)
     members = {f"{i:03d}.{'txt' if i % 2 else 'md'}": text.encode() for i, text in enumerate(texts)}
     if ".parquet" in name:
         nulls = [text or None for text in texts]
-        parquet(path, nulls, "large_string" if "large" in name else "string")
+        corpora.parquet(path, nulls, "large_string" if "large" in name else "string")
         return "parquet", [path]
     if ".json" in name:
-        compress = {".gz": gzip.compress, ".zst": zstd}.get(path.suffix)
-        path.write_bytes(in_parts(compress, rows) if compress else rows)
-        write_tree(plain, {"rows.jsonl": rows})
+        compress = {".gz": gzip.compress, ".zst": corpora.zstd}.get(path.suffix)
+        path.write_bytes(corpora.in_parts(compress, rows) if compress else rows)
+        corpora.write_tree(plain, {"rows.jsonl": rows})
         return "json", [plain / "rows.jsonl" if name.endswith(".zst") else path]
-    write_tree(plain, members)
+    corpora.write_tree(plain, members)
     if name == "folder":
         nested = {f"{'deep/er/' if i // 10 == 2 else ''}{member}": members[member] for i, member in enumerate(members)}
-        write_tree(path, nested | {"notes.pdf": b"\xff", "zip.zip": b"\xff"})
+        corpora.write_tree(path, nested | {"notes.pdf": b"\xff", "zip.zip": b"\xff"})
         return "text", [path / member for member in [*members] if (path / member).exists()] + [
             path / "deep/er" / member for member in members if (path / "deep/er" / member).exists()
         ]
-    archive = tar({"notes.pdf": b"\xff"} | members | {"last/": b""})
+    archive = corpora.tar({"notes.pdf": b"\xff"} | members | {"last/": b""})
     if name.endswith(("gz", "zst")):
-        archive = in_parts(zstd if name.endswith("zst") else gzip.compress, archive)
+        archive = corpora.in_parts(corpora.zstd if name.endswith("zst") else gzip.compress, archive)
     path.write_bytes(archive)
     return "text", [plain / member for member in members]
 
@@ -78,11 +65,11 @@ def make(folder: Path, name: str, texts: list[str]) -> tuple[str, list[Path]]:
     + ["folder", "texts.tar", "texts.tar.gz", "texts.tgz", "texts.tar.zst"],
 )
 def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
-    texts = corpus_texts()
+    texts = corpora.corpus_texts()
     builder, paths = make(tmp_path, name, texts)
     inputs = local_inputs([tmp_path / name])
     raws = [raw for file in inputs for raw in read_documents(file, "text")]
-    encoder = Encoder(BYTES, 0.5)
+    encoder = Encoder(corpora.BYTES, 0.5)
     found = [encoder.text(raw) for raw in raws]
     assert found == texts_by_datasets(builder, paths)
     assert sorted(found) == sorted(texts) and len(texts) == 40
@@ -93,10 +80,11 @@ def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
 
 
 @pytest.mark.parametrize("end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst"])
-def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, end):
+def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp_path, end):
     data = "\r\n# naïve\r\n\n a <|endoftext|> b \x00\u2028 🙂\n".encode()
-    compress = {".gz": gzip.compress, ".zst": zstd}.get(Path("a" + end).suffix, bytes)
-    (tmp_path / f"a{end}").write_bytes(in_parts(compress, data) if compress is not bytes else data)
+    compress = {".gz": gzip.compress, ".zst": corpora.zstd}.get(Path("a" + end).suffix, bytes)
+    stored = b"\xef\xbb\xbf" + data
+    (tmp_path / f"a{end}").write_bytes(corpora.in_parts(compress, stored) if compress is not bytes else stored)
     assert [raw.data for raw in read_documents(local_inputs([tmp_path])[0], "text")] == [data]
 
 
@@ -106,34 +94,38 @@ def test_documented_kinds_are_the_ones_read():
 
 def test_files_named_are_read_in_the_order_named_and_folders_sorted(run, tmp_path):
     names = ["b.txt", "a.txt", "f/10.txt", "f/2.txt", "f/a/x.txt", "f/a.txt"]
-    write_tree(tmp_path, {name: f"of {name}".encode() for name in names})
+    corpora.write_tree(tmp_path, {name: f"of {name}".encode() for name in names})
     args = (tmp_path / "b.txt", tmp_path / "f", tmp_path / "a.txt")
     assert [file.name for file in local_inputs(args)] == ["b.txt", "10.txt", "2.txt", "a/x.txt", "a.txt", "a.txt"]
 
 
 def test_bom_blank_lines_and_crlf_in_json_lines(run, tmp_path):
-    lines = b"\xef\xbb\xbf" + jsonl(["one", "two"]).replace(b"\n", b"\r\n\r\n \n") + b'{"text": "no end of line\\r\\n"}'
+    lines = (
+        b"\xef\xbb\xbf"
+        + corpora.jsonl(["one", "two"]).replace(b"\n", b"\r\n\r\n \n")
+        + b'{"text": "no end of line\\r\\n"}'
+    )
     (tmp_path / "a.jsonl").write_bytes(lines)
     code, out = run("text", "--source", tmp_path / "a.jsonl", "--val-fraction", 0.5)
     assert code == 0 and "left out" not in out
-    assert documents_of(tmp_path / "out/text") == split_of(["one", "two", "no end of line\r\n"], 0.5)
+    assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(["one", "two", "no end of line\r\n"], 0.5)
 
 
 def test_text_field(run, tmp_path):
     """Of JSON lines and parquet alike."""
     texts = ["one", "two", "three", "four"]
     rows = b"".join(json.dumps({"text": "no", "body": text}).encode() + b"\n" for text in texts)
-    write_tree(tmp_path / "in", {"a.jsonl": rows})
-    parquet(tmp_path / "in/b.parquet", ["no"] * 4, body=[text.upper() for text in texts])
+    corpora.write_tree(tmp_path / "in", {"a.jsonl": rows})
+    corpora.parquet(tmp_path / "in/b.parquet", ["no"] * 4, body=[text.upper() for text in texts])
     assert run("text", "--source", tmp_path / "in", "--val-fraction", 0.5, "--text-field", "body")[0] == 0
-    found = documents_of(tmp_path / "out/text")
-    assert found == split_of([*texts, *map(str.upper, texts)], 0.5)
+    found = corpora.documents_of(tmp_path / "out/text")
+    assert found == corpora.split_of([*texts, *map(str.upper, texts)], 0.5)
 
 
 # bad input
 
 
-ROWS = jsonl(f"row {i}" for i in range(30))
+ROWS = corpora.jsonl(f"row {i}" for i in range(30))
 
 
 def bad_line(line: bytes) -> dict[str, bytes]:
@@ -158,14 +150,17 @@ BAD_DOCUMENTS = {
     "UTF-16": (bad_line('{"text": "a"}'.encode("utf-16")), rf"in.jsonl: line {LINE} is not UTF-8 at byte 0"),
     "latin1": ({"in/a.jsonl": ROWS, "in/b.txt": b"abc\xe9"}, "in/b.txt is not UTF-8 at byte 3: convert it with iconv"),
     "latin1 in gz": ({"in/a.jsonl": ROWS, "in/b.txt.gz": gzip.compress(b"\xe9")}, "b.txt.gz is not UTF-8 at byte 0"),
-    "latin1 in tar": ({"in/a.jsonl": ROWS, "in/b.tar": tar({"m.txt": b"\xe9"})}, "b.tar: m.txt is not UTF-8 at byte 0"),
+    "latin1 in tar": (
+        {"in/a.jsonl": ROWS, "in/b.tar": corpora.tar({"m.txt": b"\xe9"})},
+        "b.tar: m.txt is not UTF-8 at byte 0",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_DOCUMENTS)
 def test_bad_documents(run, tmp_path, case):
     files, message = BAD_DOCUMENTS[case]
-    source = write_tree(tmp_path, files) / next(iter(files)).partition("/")[0]
+    source = corpora.write_tree(tmp_path, files) / next(iter(files)).partition("/")[0]
     code, out = run("text", "--source", source, "--val-fraction", 0.3)
     assert code == 2 and re.search(message, out) and "leave such documents out with --skip-bad" in out
     assert not (tmp_path / "out/text").exists()
@@ -176,24 +171,24 @@ def test_bad_documents(run, tmp_path, case):
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
     wanted = [json.loads(row)["text"] for row in ROWS.splitlines()]
     wanted = wanted[: LINE - 1] + wanted if "in.jsonl" in files else wanted
-    assert documents_of(tmp_path / "out/text") == split_of(wanted, 0.3)
+    assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(wanted, 0.3)
 
 
-def test_links_in_a_tar_are_no_documents(run, tmp_path):
+def test_links_in_a_tar_are_not_documents(run, tmp_path):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
             member = tarfile.TarInfo(f"{kind.decode()}.txt")
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
-    write_tree(tmp_path / "in", {"a.jsonl": ROWS, "b.tar": stream.getvalue()})
+    corpora.write_tree(tmp_path / "in", {"a.jsonl": ROWS, "b.tar": stream.getvalue()})
     assert run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)[0] == 0
-    assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 30
+    assert sum(map(len, corpora.documents_of(tmp_path / "out/text").values())) == 30
 
 
 def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_units):
     rows = ROWS.replace(b'"text": "row 1', b'"text": {"row 1')
-    (tmp_path / "in.jsonl").write_bytes(rows + jsonl(BLANK))
+    (tmp_path / "in.jsonl").write_bytes(rows + corpora.jsonl(corpora.BLANK))
     code, out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
     assert code == 0 and "left out: 3 empty documents, 11 that cannot be read" in out
     assert re.findall(r"line (\d+) is not JSON", out) == ["2", "11", "12"]
@@ -201,8 +196,8 @@ def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_uni
 
 
 def test_after_a_bad_line_skip_bad_resumes(run, tmp_path, small_units):
-    texts = corpus_texts()
-    rows = jsonl(texts[:35]) + b"not JSON\n" + jsonl(texts[35:])
+    texts = corpora.corpus_texts()
+    rows = corpora.jsonl(texts[:35]) + b"not JSON\n" + corpora.jsonl(texts[35:])
     (tmp_path / "in.jsonl").write_bytes(rows)
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--shard-tokens", 999)
     code, out = run(*args)
@@ -210,15 +205,15 @@ def test_after_a_bad_line_skip_bad_resumes(run, tmp_path, small_units):
     code, out = run(*args, "--skip-bad")
     assert code == 0 and int(re.search(r", resuming after (\d+) units", out)[1]) > 10
     assert (read_meta(tmp_path / "out/text").source["bad"], read_meta(tmp_path / "out/text").source["empty"]) == (1, 2)
-    resumed = snapshot(tmp_path / "out")
+    resumed = corpora.snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     assert run(*args, "--skip-bad")[0] == 0
-    assert snapshot(tmp_path / "out") == resumed
-    assert documents_of(tmp_path / "out/text") == split_of(texts, 0.3)
+    assert corpora.snapshot(tmp_path / "out") == resumed
+    assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(texts, 0.3)
 
 
 def test_parquet_without_the_text(run, tmp_path):
-    parquet(tmp_path / "in.parquet", ["a"] * 20)
+    corpora.parquet(tmp_path / "in.parquet", ["a"] * 20)
     args = ("text", "--source", tmp_path / "in.parquet", "--text-field")
     code, out = run(*args, "body")
     assert code == 2 and "in.parquet has no field 'body'; it has 'id', 'text': choose one with --text-field" in out
@@ -228,7 +223,7 @@ def test_parquet_without_the_text(run, tmp_path):
 
 def parquet_bytes(texts) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        parquet(Path(folder, "a.parquet"), texts)
+        corpora.parquet(Path(folder, "a.parquet"), texts)
         return Path(folder, "a.parquet").read_bytes()
 
 
@@ -238,24 +233,24 @@ def garbled(data: bytes, at: int) -> bytes:
 
 def damaged_files() -> dict[str, tuple[str, bytes]]:
     rows = [f"row {i}: {i * 7919 % 1000}" for i in range(300)]
-    archive = tar({f"{i}.txt": row.encode() * 60 for i, row in enumerate(rows[:20])})
+    archive = corpora.tar({f"{i}.txt": row.encode() * 60 for i, row in enumerate(rows[:20])})
     whole = {
-        "in.jsonl.gz": gzip.compress(jsonl(rows)),
-        "in.jsonl.zst": zstd(jsonl(rows)),
-        "in.txt.gz": gzip.compress(jsonl(rows)),
+        "in.jsonl.gz": gzip.compress(corpora.jsonl(rows)),
+        "in.jsonl.zst": corpora.zstd(corpora.jsonl(rows)),
+        "in.txt.gz": gzip.compress(corpora.jsonl(rows)),
         "in.tar": archive,
         "in.tar.gz": gzip.compress(archive),
-        "in.tar.zst": zstd(archive),
+        "in.tar.zst": corpora.zstd(archive),
         "in.parquet": parquet_bytes(rows),
     }
     cases = {}
     for name, data in whole.items():
         cases[f"{name} is garbage"] = name, b"garbage" * 200
-        cases[f"{name} is of no bytes"] = name, b""
+        cases[f"{name} is empty"] = name, b""
         cases[f"{name} is cut in the middle"] = name, data[: len(data) // 2 + 100]
-        cases[f"{name} has its begin alone"] = name, data[:15]
+        cases[f"{name} has only its beginning"] = name, data[:15]
         if name != "in.parquet":  # there the other column begins
-            cases[f"{name} has garbage at its begin"] = name, garbled(data, 0)
+            cases[f"{name} has garbage at its beginning"] = name, garbled(data, 0)
         if name.endswith("gz"):  # Zstandard's frames need not have a check sum
             cases[f"{name} has garbage in the middle"] = name, garbled(data, len(data) // 2)
         if name.endswith(("gz", "zst")):
@@ -263,7 +258,7 @@ def damaged_files() -> dict[str, tuple[str, bytes]]:
             cases[f"{name} has garbage after its end"] = name, data + b"garbage"
             cases[f"{name} has its second part cut"] = name, data + data[: len(data) // 2]
     # what stands at 1024 bytes is the header of the second member of three
-    three = tar({f"{i}.txt": b"x" * 512 for i in range(3)})
+    three = corpora.tar({f"{i}.txt": b"x" * 512 for i in range(3)})
     cases["in.tar has garbage for a header"] = "in.tar", garbled(three, 1024)
     cases["in.tar is cut in a header"] = "in.tar", three[:1100]
     cases["in.tar is cut between two members"] = "in.tar", three[:1024]
@@ -277,9 +272,9 @@ DAMAGED = damaged_files()
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_files(run, tmp_path, case):
-    """A damaged file is never taken for a whole one, not with --skip-bad either."""
+    """A damaged file is never taken for an intact one, nor with --skip-bad."""
     name, data = DAMAGED[case]
-    write_tree(tmp_path / "in", {"a.jsonl": ROWS, name: data})
+    corpora.write_tree(tmp_path / "in", {"a.jsonl": ROWS, name: data})
     for more in ((), ("--skip-bad",)):
         code, out = run("text", "--source", tmp_path / "in", "--val-fraction", 0.3, *more)
         assert code == 2 and re.search(rf"in/{name}: damaged or cut short \(.+\): fetch it again", out)
@@ -288,18 +283,18 @@ def test_damaged_files(run, tmp_path, case):
 
 def test_a_parquet_file_without_rows(run, tmp_path):
     """As a writer that filters leaves them behind."""
-    parquet(tmp_path / "in/a.parquet", [])
-    parquet(tmp_path / "in/b.parquet", ["one", "two", "three", "four"])
+    corpora.parquet(tmp_path / "in/a.parquet", [])
+    corpora.parquet(tmp_path / "in/b.parquet", ["one", "two", "three", "four"])
     code, out = run("text", "--source", tmp_path / "in", "--val-fraction", 0.5)
     assert code == 0, out
-    assert documents_of(tmp_path / "out/text") == split_of(["one", "two", "three", "four"], 0.5)
+    assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(["one", "two", "three", "four"], 0.5)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.tar"])
-def test_files_without_documents_are_no_error_beside_others(run, tmp_path, name):
-    write_tree(tmp_path / "in", {name: tar({}) if name == "a.tar" else b"", "b.jsonl": ROWS})
+def test_files_without_documents_beside_others_are_accepted(run, tmp_path, name):
+    corpora.write_tree(tmp_path / "in", {name: corpora.tar({}) if name == "a.tar" else b"", "b.jsonl": ROWS})
     assert run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)[0] == 0
-    assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 30
+    assert sum(map(len, corpora.documents_of(tmp_path / "out/text").values())) == 30
 
 
 @pytest.mark.parametrize(
@@ -310,8 +305,8 @@ def test_files_without_documents_are_no_error_beside_others(run, tmp_path, name)
         ("absent", r"absent: no such file or folder: correct --source"),
     ],
 )
-def test_sources_that_are_none(run, tmp_path, name, message):
+def test_wrong_sources(run, tmp_path, name, message):
     if name != "absent":
-        write_tree(tmp_path, {name: b"a"})
+        corpora.write_tree(tmp_path, {name: b"a"})
     code, out = run("text", "--source", tmp_path / name.partition("/")[0])
     assert code == 2 and re.search(message, out) and not (tmp_path / "out").exists()
