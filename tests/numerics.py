@@ -6,6 +6,9 @@ the tests marked `numerics` under many of both. The end of a test run names the 
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -47,3 +50,36 @@ def assert_near(actual: Tensor, wanted: Tensor, tolerance: float, name: str = "r
     assert share <= SHARE, (
         f"{name}: error {error / max(norm, 1e-300):.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
     )
+
+
+@contextmanager
+def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
+    """Surround what is allocated by torch.empty, empty_like and new_empty with `guard` bytes; assert that none changes.
+
+    A kernel whose mask lets too much through writes there. Buffer and guards are filled with the byte 255, NaN in every
+    floating-point format, so that an element that nobody writes, or that is read out of bounds, shows in the results.
+    """
+    allocate, allocated = torch.empty, []
+
+    def empty(*shape: int, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+        size = torch.Size(shape if not shape or isinstance(shape[0], int) else shape[0])
+        dtype = dtype or torch.get_default_dtype()
+        raw = allocate(2 * guard + size.numel() * dtype.itemsize, dtype=torch.uint8, device=device).fill_(255)
+        allocated.append(raw)
+        buffer = allocate(0, dtype=dtype, device=device)
+        return buffer.set_(raw.untyped_storage(), guard // dtype.itemsize, size)
+
+    def empty_like(like: Tensor) -> Tensor:
+        return empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+        return empty(*shape, dtype=dtype or like.dtype, device=device or like.device)
+
+    with (
+        mock.patch.object(torch, "empty", empty),
+        mock.patch.object(torch, "empty_like", empty_like),
+        mock.patch.object(Tensor, "new_empty", new_empty),
+    ):
+        yield
+    for raw in allocated:
+        assert (raw[:guard] == 255).all() and (raw[-guard:] == 255).all(), "a kernel wrote outside of its buffer"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import assert_near, tolerance
 from test_kernels import CASES, make_inputs
 
 import configure
@@ -150,27 +151,30 @@ def test_figures_are_on_disk_after_each_table(benchmark, out, capsys):
 # ---- moe
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("case", ["typical", "idle expert"])
 @pytest.mark.parametrize("name", [name for name in bench_moe.ALTERNATIVES if name != "F.grouped_mm"])
 def test_alternatives_compute_the_same(name, case):
     leaves, experts, d_out = make_inputs(*CASES[case], case, torch.float64)
-    assert_same(bench_moe.ALTERNATIVES[name], leaves, experts, d_out, 1e-12)
+    assert_same(bench_moe.ALTERNATIVES[name], leaves, experts, d_out)
 
 
+@pytest.mark.numerics
 def test_grouped_mm_computes_the_same():
     """It has no float64, and wants rows of 16 bytes."""
     (x, w_in, w_out, weights, experts), d_out = bench_moe.make_inputs((24, 16, 8, 5, 2), torch.float32, CPU)
-    assert_same(bench_moe.run_grouped_mm, [x, w_in, w_out, weights], experts, d_out, 1e-5)
+    assert_same(bench_moe.run_grouped_mm, [x, w_in, w_out, weights], experts, d_out)
 
 
-def assert_same(function, leaves, experts, d_out, tolerance):
+def assert_same(function, leaves, experts, d_out):
+    limit = tolerance(leaves[0].dtype, max(*leaves[0].shape, *leaves[1].shape), roundings=4)  # as in test_kernels.py
     found = []
     for f in (function, reference.expert_mlp):
         inputs = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         y = f(*inputs, experts)
         found.append([y, *torch.autograd.grad(y, inputs, d_out)])
     for got, wanted in zip(*found, strict=True):
-        assert (got - wanted).norm() <= tolerance * wanted.norm()
+        assert_near(got, wanted, limit)
 
 
 def test_moe(small_ceiling, out, capsys):

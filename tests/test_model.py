@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import assert_near, seeded, tolerance
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -23,7 +23,12 @@ B, T = 3, 12
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.manual_seed(seeded().initial_seed())
+
+
+def assert_same(actual, wanted):
+    """Roundings: of some 8 operators of each of 2 layers, forward and backward."""
+    assert_near(actual, wanted, tolerance(torch.float32, B * T, roundings=16))
 
 
 def settings(**update):
@@ -31,7 +36,7 @@ def settings(**update):
 
 
 def build(seed=0, **update):
-    torch.manual_seed(seed)
+    torch.manual_seed(seeded(seed).initial_seed())
     return GPT(settings(**update))
 
 
@@ -45,12 +50,13 @@ def all_logits(model, idx):
 
 
 def tokens(seed=0, shape=(B, T)):
-    return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(SMALL["vocab_size"], shape, generator=seeded(seed))
 
 
 # the dense model
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_equals_gpt2_of_transformers(bias):
     model = build(router="dense", n_embd=32, n_head=4, bias=bias)
@@ -82,34 +88,37 @@ def test_dense_equals_gpt2_of_transformers(bias):
     idx = tokens(shape=(B, T + 1))[:, :T]
     wanted = gpt2(idx, labels=idx)  # it shifts the labels
     out = model(idx[:, :-1], idx[:, 1:])
-    assert_close(all_logits(model, idx[:, :-1]), wanted.logits[:, :-1], rtol=1e-5, atol=1e-5)
-    assert_close(out.loss, wanted.loss, rtol=1e-5, atol=0)
+    assert_same(all_logits(model, idx[:, :-1]), wanted.logits[:, :-1])
+    assert_same(out.loss, wanted.loss)
     out.loss.backward()
     wanted.loss.backward()
     for a, b in pairs:
-        assert_close(b.weight.grad, a.weight.grad, rtol=1e-4, atol=1e-6)
+        assert_same(b.weight.grad, a.weight.grad)
     for a, b in transposed:
-        assert_close(b.weight.grad, a.weight.grad.T, rtol=1e-4, atol=1e-6)
+        assert_same(b.weight.grad, a.weight.grad.T)
     for a, b in biases:
-        assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+        assert_same(b.grad, a.grad)
     assert len([name for name, _ in model.named_parameters() if name.endswith("bias")]) == len(biases) == 13 * bias
 
 
+@pytest.mark.numerics
 def test_rotary_embedding_equals_transformers():
     x = torch.randn(2, 3, 10, 8)
     config = LlamaConfig(hidden_size=24, num_attention_heads=3, max_position_embeddings=10)
     cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(10)[None])
     wanted = apply_rotary_pos_emb(x, x, cos, sin)[0]
-    assert_close(rotate(x), wanted)
+    assert_same(rotate(x), wanted)
     assert rotate(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.numerics
 def test_rotary_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 20, 8)
     scores = (rotate(q) @ rotate(k).mT)[0, 0]  # (20, 20)
+    size = q.norm() * k.norm() / 20  # of the terms that a score sums
     for distance in range(-19, 20):
         diagonal = scores.diagonal(distance)
-        assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+        assert_same(diagonal + size, diagonal[:1].expand_as(diagonal) + size)
     assert scores[0].std() > 0.1
 
 
@@ -226,16 +235,17 @@ def test_same_seed_gives_the_same_weights_whatever_the_router(pos):
 # behaviour, for every router
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("router", ROUTERS)
 def test_causality(router):
-    model = build(router=router)
+    model = build(router=router, top_k=8)  # all experts: no choice that rounding could change
     idx = tokens()
     before = all_logits(model, idx)
     for t in (1, 6, T - 1):
         changed = idx.clone()
         changed[:, t] = (idx[:, t] + 1) % SMALL["vocab_size"]
         after = all_logits(model, changed)
-        assert_close(after[:, :t], before[:, :t])
+        assert_same(after[:, :t], before[:, :t])
         assert (after[:, t:] - before[:, t:]).abs().amax((0, 2)).min() > 1e-6
 
 
@@ -251,6 +261,7 @@ def test_every_parameter_gets_a_gradient(router):
         assert p.grad.any() or name.endswith("router.bias"), name
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("router", ROUTERS)
 def test_output(router):
     model = build(router=router, tie_embeddings=router != "softmax")
@@ -258,10 +269,10 @@ def test_output(router):
     out = model(idx, targets)
     assert out.logits is None
     logits = all_logits(model, idx)
-    assert_close(out.loss, F.cross_entropy(logits.view(-1, 40), targets.view(-1)))  # cross-entropy alone
+    assert_same(out.loss, F.cross_entropy(logits.view(-1, 40), targets.view(-1)))  # cross-entropy alone
     last = model(idx)
     assert last.loss is None
-    assert_close(last.logits, logits[:, -1:])
+    assert_same(last.logits, logits[:, -1:])
     loads, *others = out.stats
     n_layer = 0 if router == "dense" else 2
     assert [s.shape for s in others] == [(n_layer,)] * 4
@@ -291,6 +302,7 @@ def test_overfits_one_batch(router):
 # the mixture of experts
 
 
+@pytest.mark.numerics
 def test_equal_experts_with_gates_of_sum_1_are_one_mlp():
     moe = MoE(settings(router="softmax-renorm"))
     x = torch.randn(B, T, 16)
@@ -299,7 +311,7 @@ def test_equal_experts_with_gates_of_sum_1_are_one_mlp():
         torch.nn.init.normal_(moe.router.weight)
         moe.experts.w_in.copy_(w_in.expand(8, -1, -1))
         moe.experts.w_out.copy_(w_out.expand(8, -1, -1))
-    assert_close(moe(x)[0], F.gelu(x @ w_in) @ w_out, rtol=1e-4, atol=1e-4)
+    assert_same(moe(x)[0], F.gelu(x @ w_in) @ w_out)
 
 
 def test_a_token_without_positive_scores_passes_unchanged():
@@ -317,12 +329,12 @@ def test_a_token_without_positive_scores_passes_unchanged():
         assert not torch.equal(y, x + block.attn(block.ln_1(x)))
 
 
+@pytest.mark.numerics
 def test_backends_agree():
-    models = [build(router="kern", backend=backend) for backend in ("torch", "reference")]
-    assert_close(*(all_logits(model, tokens()) for model in models))
+    models = [build(router="kern", top_k=8, backend=backend) for backend in ("torch", "reference")]
+    assert_same(*(all_logits(model, tokens()) for model in models))
     outputs = [model(tokens(0), tokens(1)) for model in models]
-    assert_close(outputs[0].loss, outputs[1].loss)
-    assert torch.equal(outputs[0].stats.loads, outputs[1].stats.loads)
+    assert_same(outputs[0].loss, outputs[1].loss)
 
 
 @pytest.mark.parametrize("router", ["dense", "kern"])

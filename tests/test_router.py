@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from torch.testing import assert_close
+from numerics import assert_near, seeded, tolerance
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
@@ -41,16 +41,16 @@ BIASED = ["sigmoid-renorm", "sqrtsoftplus"]  # published with a selection bias
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.manual_seed(seeded().initial_seed())
 
 
-def make_router(name, n_embd=C, n_expert=E, top_k=K, seed=0):
-    """A router whose parameters are all random, γ included."""
-    torch.manual_seed(seed)
+def make_router(name, n_embd=C, n_expert=E, top_k=K):
+    """A router whose parameters are all random, γ fixed; logits of normal inputs are of size 1."""
+    torch.manual_seed(seeded().initial_seed())
     router = Router(n_embd, n_expert, top_k, ROUTERS[name])
     with torch.no_grad():
         for p in router.parameters():
-            p.normal_()
+            p.normal_(std=n_embd**-0.5)
         if router.gamma is not None:
             router.gamma.fill_(0.7)
     return router
@@ -64,6 +64,15 @@ def identity_router(name, n_expert=E, top_k=K):
     return router
 
 
+def clear_tokens(router):
+    """(N, C) random tokens with a clear choice of experts and a clear sign of each logit, however sums are rounded."""
+    x = torch.randn(20 * N, C)
+    routing = router(x)
+    scores = (routing.scores + router.selection_bias).sort(descending=True).values
+    clear = (scores[:, K - 1] - scores[:, K] > 1e-4) | (scores[:, K - 1] == 0)
+    return x[clear & (routing.logits.abs() > 1e-3).all(1)][:N].requires_grad_()
+
+
 def balance(routing):
     return balance_loss(token_distribution(routing), expert_loads(routing.experts, E))
 
@@ -73,11 +82,16 @@ def dense_gates(weights, experts, n_expert=E):
     return torch.zeros(len(weights), n_expert, dtype=weights.dtype).scatter(1, experts, weights)
 
 
+def assert_same(actual, wanted, roundings=4.0):
+    """Roundings: of logits, φ, norm and gate."""
+    assert_near(actual, wanted, tolerance(actual.dtype, N, roundings))
+
+
 def assert_same_gradients(mine, theirs, leaves):
     gradients = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (mine, theirs))
     for a, b in zip(*gradients, strict=True):
         assert b.any()
-        assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+        assert_same(a, b, roundings=8)  # forward and backward
 
 
 # every router against an oracle that shares no code with it
@@ -156,30 +170,31 @@ def test_every_router_has_an_oracle():
     assert set(ORACLES) == set(SPARSE)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name, biased", [(n, False) for n in SPARSE] + [(n, True) for n in BIASED])
 def test_equals_oracle_in_values_and_gradients(name, biased):
     router = make_router(name)
     if biased:
         router.selection_bias.normal_(std=0.3)
-    x = torch.randn(N, C, requires_grad=True)
-    downstream = torch.randn(N, E)
+    x, downstream = clear_tokens(router), torch.rand(N, E)  # positive: the sum that is γ's gradient does not cancel
     routing = router(x)
     mine = dense_gates(routing.weights, routing.experts)
     theirs = ORACLES[name](x, router)
     if biased:  # the bias made a difference
         assert (dense_gates(routing.weights, routing.scores.topk(K).indices) != mine).any()
-    assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_same(mine, theirs)
     assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [x, *router.parameters()])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("method", ["one", "monte_carlo"])
 def test_norm_router_equals_the_papers_listing(method):
     router = NormRouter(method, total_expert=E, top_k=K)
     torch.nn.init.constant_(router.scale, 1.3)
     logits = torch.randn(2, 5, E, requires_grad=True)
-    downstream = torch.randn(2, 5, E)
+    downstream = torch.rand(2, 5, E)
     mine, theirs = router(logits), listing(logits, router.scale, 1.0 if method == "one" else monte_carlo_scale(E, K))
-    assert_close(mine, theirs)
+    assert_same(mine, theirs)
     assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [logits, router.scale])
     with pytest.raises(ValueError, match="'two' is not 'one' or 'monte_carlo'"):
         NormRouter("two")
@@ -190,32 +205,33 @@ def test_norm_router_equals_the_papers_listing(method):
 logit_rows = arrays("float32", (3, E), elements=st.floats(-100, 100, width=32))
 
 
-@settings(deadline=None, max_examples=50)
-@given(logit_rows, st.floats(1e-2, 1e6))
+@pytest.mark.numerics
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(logit_rows, st.floats(1, 1e6))
 def test_kern_scale_invariance_and_bound(array, scale):
     logits = torch.from_numpy(array)
-    logits = logits[logits.norm(dim=1) > 0.1]  # where ε = 1e-8 is not seen
+    logits = logits[logits.norm(dim=1) > 1]  # where ε = 1e-8 is not seen
     gates = identity_router("kern")(logits).weights
     assert (gates >= 0).all()
-    assert (gates.square().sum(1) <= 1 + 1e-5).all()  # Σ g² <= γ², γ = 1
-    assert_close(identity_router("kern")(scale * logits).weights, gates, rtol=1e-4, atol=1e-5)
+    assert (gates.square().sum(1) <= 1 + tolerance(torch.float32, E, roundings=4)).all()  # Σ g² <= γ², γ = 1
+    assert_same(identity_router("kern")(scale * logits).weights, gates)
 
 
 def test_kern_scale_invariance_keeps_the_experts_and_gamma_bounds_the_gates():
     logits = torch.randn(N, E)
-    assert torch.equal(identity_router("kern")(37.0 * logits).experts, identity_router("kern")(logits).experts)
+    assert torch.equal(identity_router("kern")(32.0 * logits).experts, identity_router("kern")(logits).experts)
     router = make_router("kern")
     squares = router(torch.randn(N, C)).weights.square().sum(1)
     assert squares.max() <= 0.7**2 * (1 + 1e-5)
     assert squares.max() > 0.5 * 0.7**2  # the bound is tight
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(-60, 60), min_size=E, max_size=E, unique=True), st.permutations(range(E)))
 def test_kern_is_equivariant_to_a_permutation_of_experts(row, order):
     logits = torch.tensor([row], dtype=torch.float32)
     gates, permuted = (dense_gates(*identity_router("kern")(s)[:2]) for s in (logits, logits[:, order]))
-    assert_close(permuted, gates[:, order])
+    assert torch.equal(permuted, gates[:, order])  # squares are whole numbers, so their sum is exact
 
 
 def test_kern_equals_norelu_at_8_of_64_but_not_at_64_of_64():
@@ -327,6 +343,7 @@ EXTREMES = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("name", SPARSE)
 def test_extreme_logits(name, extreme):
@@ -341,10 +358,10 @@ def test_extreme_logits(name, extreme):
     if name.startswith("kern") and name != "kern-norelu" and extreme in ("zero", "negative", "huge negative"):
         assert (routing.weights == 0).all()
     if name.startswith("kern") and extreme in ("1e4", "1e20", "1e30"):
-        assert_close(routing.weights, router(usual).weights)
+        assert_same(routing.weights, router(usual).weights)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(allow_nan=False, width=32)),
     st.data(),
@@ -410,6 +427,7 @@ TIED = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("tied", ["x = 0", "W = 0", "equal rows of W"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_tied_logits(name, tied):
@@ -420,7 +438,7 @@ def test_tied_logits(name, tied):
     x.requires_grad_()
     routing = router(x)
     assert (routing.experts == torch.arange(K)).all()
-    assert_close(routing.weights, torch.full((N, K), float(TIED[name][tied == "equal rows of W"])))
+    assert_same(routing.weights, torch.full((N, K), float(TIED[name][tied == "equal rows of W"])))
     ((routing.weights * torch.randn(N, K)).sum() + balance(routing)).backward()
     for gradient in (x.grad, *(p.grad for p in router.parameters())):
         assert gradient.isfinite().all()
@@ -428,6 +446,7 @@ def test_tied_logits(name, tied):
         assert router.weight.grad.abs().max() < N  # 1 / ε, the norm's slope at 0, does not enter
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", RELU)
 def test_a_token_without_positive_score_lifts_its_logits(name):
     router = make_router(name, n_embd=E).double()
@@ -446,7 +465,8 @@ def test_a_token_without_positive_score_lifts_its_logits(name):
     scale = router.c.double() * (1.0 if router.gamma is None else router.gamma)
     dead = (s <= 0).all(1)
     chosen = s[~dead].gather(1, routing.experts[~dead])
-    gates = chosen.relu() / (chosen if name == "kern-after" else s[~dead]).square().sum(1, keepdim=True).sqrt()
+    normed = chosen if name == "kern-after" else s[~dead]
+    gates = chosen.relu() / (normed.square().sum(1, keepdim=True).sqrt() + EPS)
     assert N // 2 - 2 <= dead.sum() < N
     assert (routing.weights[dead] == 0).all() and (routing.weights[~dead] > 0).any(1).all()
     pull = (scale * downstream).mean(1).detach().clamp_max(0)[dead]  # the gradient of each gate before c and γ
@@ -528,6 +548,7 @@ def disable_dead_token_gradient(monkeypatch):
     monkeypatch.setattr(router_module.DeadTokenGradient, "apply", lambda weights, logits: weights)
 
 
+@pytest.mark.integration
 def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch):
     _, at_first, _ = learn_pairs("kern", lambda model: None, steps=1)
     assert at_first.max() < 0.2
@@ -540,6 +561,7 @@ def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch
     assert recovered < 0.7 * dead  # 0.43, and 0.49 with another seed
 
 
+@pytest.mark.integration
 def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch):
     recovered, at_first, at_last = learn_pairs("kern-nobias", drown_in_weights)
     assert (at_first == 1).all()
@@ -553,6 +575,7 @@ def test_training_recovers_from_weights_that_leave_no_positive_score(monkeypatch
 # balance
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", SPARSE)
 def test_selection_bias_shifts_the_choice_alone(name):
     router = make_router(name)
@@ -565,15 +588,16 @@ def test_selection_bias_shifts_the_choice_alone(name):
     assert torch.equal(after.scores, before.scores)
     if "topk" not in router.spec.pre + router.spec.post:
         gates = after.scores.gather(1, after.experts) * router.c * (1.0 if router.gamma is None else router.gamma)
-        assert_close(after.weights, gates)
+        assert_same(after.weights, gates)
     assert not router.selection_bias.requires_grad
     assert "selection_bias" in router.state_dict()
 
 
+@pytest.mark.numerics
 def test_update_selection_bias():
     bias = torch.tensor([0.5, 0.0, 0.0, -1.0])
     update_selection_bias(bias, torch.tensor([9, 3, 4, 0]), rate=0.01)
-    assert_close(bias, torch.tensor([0.49, 0.01, 0.0, -0.99]))
+    assert_same(bias, torch.tensor([0.49, 0.01, 0.0, -0.99]))
 
 
 def test_selection_bias_balances():
@@ -587,6 +611,7 @@ def test_selection_bias_balances():
     assert loads[-1].max() < 1.3 * 512 * K / E
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_balance_loss_equals_transformers(top_k):
     router = make_router("softmax", top_k=top_k)
@@ -594,44 +619,45 @@ def test_balance_loss_equals_transformers(top_k):
     routing = router(x)
     mine = balance(routing)
     theirs = load_balancing_loss_func((x @ router.weight.T,), E, top_k) / top_k
-    assert_close(mine, theirs)
+    assert_same(mine, theirs)
     assert_same_gradients(mine, theirs, [x, router.weight])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "kern", "kern-norelu", "sqrtsoftplus"])
 def test_balance_loss_at_balance_and_collapse(name):
     balanced = identity_router(name, top_k=1)(10 * torch.eye(E))
     loads = expert_loads(balanced.experts, E)
     assert torch.equal(loads, torch.ones(E, dtype=torch.int64))
     assert balance_loss(token_distribution(balanced), loads).item() == pytest.approx(1, rel=1e-5)
-    assert_close(token_distribution(balanced).sum(1), torch.ones(E))
+    assert_same(token_distribution(balanced).sum(1), torch.ones(E))
     collapsed = identity_router(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
     loads = expert_loads(collapsed.experts, E)
     assert loads[3] == loads.sum() == N
     assert balance_loss(token_distribution(collapsed), loads).item() == pytest.approx(E, rel=1e-5)
 
 
+@pytest.mark.numerics
 def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
-    scale = torch.ones((), requires_grad=True)
-    x = torch.randn(N, C)
-    gradients = {}
     for name in ("kern-nobias", "softmax"):
-        router = make_router(name)
-        routing = router(scale * x)
-        loss = balance(routing)
-        wanted = [scale, router.weight] + ([router.gamma] if router.spec.gamma else [])
-        gradients[name] = torch.autograd.grad(loss, wanted, allow_unused=True)
-    assert gradients["kern-nobias"][2] is None
-    assert gradients["kern-nobias"][0].abs() < 1e-6
-    assert gradients["kern-nobias"][1].abs().max() > 1e-3
-    assert gradients["softmax"][0].abs() > 1e-3  # unlike softmax
+        router, x = make_router(name), torch.randn(N, C, requires_grad=True)
+        leaves = [x, router.weight] + ([router.gamma] if router.spec.gamma else [])
+        d_x, d_weight, *d_gamma = torch.autograd.grad(balance(router(x)), leaves, allow_unused=True)
+        assert d_weight.abs().max() > 1e-3
+        parts = (x * d_x).detach()  # their sum is the gradient of a factor on x
+        if name == "softmax":
+            assert parts.sum().abs() > 1e-3
+        else:
+            assert d_gamma == [None]
+            assert_same(parts.sum() + parts.abs().sum(), parts.abs().sum())
 
 
+@pytest.mark.numerics
 def test_z_loss():
     router = make_router("kern")
     x = torch.randn(N, C)
     logits = F.linear(x, router.weight, router.bias)
-    assert_close(z_loss(router(x)), (logits.exp().sum(1).log() ** 2).mean())
+    assert_same(z_loss(router(x)), (logits.exp().sum(1).log() ** 2).mean())
     assert z_loss(identity_router("softmax")(torch.full((N, E), 1e4))).isfinite()
 
 
@@ -660,6 +686,7 @@ def test_top_k_error(top_k):
         Router(C, E, top_k, ROUTERS["kern"])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1.0, 1e4])
 def test_l2_norm_equals_autograd(size):
     s = size * torch.randn(6, 9, dtype=torch.float64)
@@ -669,9 +696,8 @@ def test_l2_norm_equals_autograd(size):
         leaf = s.clone().requires_grad_()
         outs.append(norm(leaf))
         gradients.append(torch.autograd.grad(outs[-1], leaf, d_out)[0])
-    torch.testing.assert_close(outs[0], outs[1], rtol=1e-12, atol=0)
-    wanted = d_out / EPS if size == 0 else gradients[1]  # there autograd's own is NaN, 0 / 0
-    torch.testing.assert_close(gradients[0], wanted, rtol=1e-10, atol=1e-12 / EPS)
+    assert_same(outs[0], outs[1])
+    assert_same(gradients[0], d_out / EPS if size == 0 else gradients[1])  # there autograd's own is NaN, 0 / 0
 
 
 def test_entropy_by_hand():
