@@ -66,8 +66,8 @@ def learn(config, dtype, wrap, steps=6):
 
 
 def assert_alike(losses, wanted, dtype):
-    """Sums are rounded in another order, and each of some 6 steps passes it on, doubled, to the next ones."""
-    assert_near(torch.tensor(losses), torch.tensor(wanted), tolerance(dtype, 4 * 32, roundings=64))
+    """Sums are rounded in another order; some 6 steps pass the difference on."""
+    assert_near(torch.tensor(losses), torch.tensor(wanted), tolerance(dtype, 4 * 32, roundings=8))
 
 
 @pytest.mark.numerics
