@@ -279,6 +279,7 @@ def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
             context, continuation = tokenizer.encode(f"Question: Q{i}?\nAnswer:"), tokenizer.encode(f" {answer}")
             assert ((f"Question: Q{i}?\nAnswer:", f" {answer}"), context, continuation) in requests
             values.append(by_hand(trained.model, context, continuation)[0])
+        assert sorted(values)[-1] - sorted(values)[-2] > MARGIN
         right += values[1] == max(values)
     assert found["results"]["arc_easy"]["acc"] == right / 4
 

@@ -138,6 +138,15 @@ def test_generation_costs_a_column_a_token(monkeypatch):
     assert columns == [3] + [1] * 13 + [16, 16]
 
 
+def test_repetition_penalty_covers_prompt_and_new_tokens():
+    def continuation(penalty):
+        params = generation.SamplingParams(0, repetition_penalty=penalty)
+        return [token for (token,) in generation.generate(small_model(), [[1, 2]], 12, params)]
+
+    assert len(set(continuation(1.0))) < 12  # so it matters
+    assert len({1, 2, *continuation(1e6)}) == 14
+
+
 def test_rows_end_one_by_one():
     model = small_model()
     plain = [

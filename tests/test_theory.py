@@ -1,4 +1,7 @@
-"""eval.theory: expectations against closed forms, brute force and the paper's figures; verdicts and pictures."""
+"""eval.theory: expectations against closed forms, brute force and the paper's figures; verdicts and pictures.
+
+Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below either.
+"""
 
 import json
 import math
@@ -203,6 +206,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "DRAWS", 12)
+        patch.setattr("eval.pictures.DPI", 30)
         status = theory.main(["--samples", "500", "--out", str(folder)])
     return status, json.loads((folder / "theory.json").read_text()), folder
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY
+from numerics import SEED, assert_near, tolerance
 from runs import run as train_run
 from test_scripts import small_model
 
@@ -27,10 +28,14 @@ TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, t
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, corpus):
-    """A run folder with checkpoints of steps 2 and 4; its data.dir holds only `tiny`."""
+    """A run folder with checkpoints of steps 2 and 4; its data.dir holds only `tiny`.
+
+    Dense: a router's choice could depend on the batch, where two experts are equal but for rounding.
+    """
     home = tmp_path_factory.mktemp("trained")
     (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
-    config = configure.load(home / "tiny.toml", ["train.checkpoint_interval=2"])
+    more = ["train.checkpoint_interval=2", "model.router=dense", f"run.seed={SEED}"]
+    config = configure.load(home / "tiny.toml", more)
     train_run(config)
     return folder.path_of(config)
 
@@ -65,19 +70,28 @@ def by_hand(model, documents, block, stride):
     return found
 
 
+def assert_close(found, wanted, name):
+    """Equal but for the rounding of fp32 in the model; sums over windows are in fp64."""
+    found, wanted = (torch.tensor([float(value)], dtype=torch.float64) for value in (found, wanted))
+    assert_near(found, wanted, tolerance(torch.float32, 32), name)
+
+
+@pytest.mark.numerics
 def test_loss_equals_the_logged_one(trained, score):
     steps = {line["step"]: line for line in read_metrics(trained / "metrics.jsonl") if "val/loss" in line}
     (line,), out = score()
     losses = np.array(steps[4]["val/window_losses"])
-    assert line["loss"] == pytest.approx(losses.mean(), abs=1e-5) and line["logged"] == steps[4]["val/loss"]
+    assert_close(line["loss"], losses.mean(), "loss")
+    assert line["logged"] == steps[4]["val/loss"]
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
-    assert line["stderr"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6), rel=1e-4)
-    assert line["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    assert line["stderr"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6), rel=1e-3)
+    assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert f"logged in training at step 4: {losses.mean():.4f} (6 windows" in out
     assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so step and checkpoint matter
     assert main([str(trained), "--checkpoint", "2"]) == 0
     line = json.loads((trained / "eval/step_00000002/val_loss.json").read_text())
-    assert line["loss"] == pytest.approx(steps[2]["val/loss"], abs=1e-5) and line["logged"] == steps[2]["val/loss"]
+    assert_close(line["loss"], steps[2]["val/loss"], "loss of step 2")
+    assert line["logged"] == steps[2]["val/loss"]
 
 
 def test_average_has_a_separate_file(trained):
@@ -86,6 +100,7 @@ def test_average_has_a_separate_file(trained):
     assert line["average"] == 2 and 1e-6 < abs(line["loss"] - line["logged"])
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
 def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride, at_once):
     """Documents of several windows, one token and none, in batches with and without padding."""
@@ -100,20 +115,23 @@ def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride
         nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
         size = len("".join(documents).encode())
         assert line["tokens"] == line["bytes"] == len(nats) == size
-        assert line["loss"] == pytest.approx(np.mean(nats), abs=1e-5)
-        assert line["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / size, abs=1e-5)
+        assert_close(line["loss"], np.mean(nats), "loss")
+        assert_close(line["bits_per_byte"], sum(nats) / math.log(2) / size, "bits per byte")
         assert line["split"] is None and line["logged"] is None
     few, _ = score("--data", tmp_path / "many.jsonl", "--stride", 8, "--windows", 3)
     assert few[0]["tokens"] == 32 + 8 + 8  # the first three
+    few, _ = score("--data", tmp_path / "many.jsonl", "--windows", 3)
+    assert few[0]["tokens"] == 32 + 6 + 14  # windows 0, 2 and 4 of 7, the third of the first text
     assert [line["windows"] for line in found] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
 
 
+@pytest.mark.numerics
 def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2").tolist()
     (line,), out = score("--stride", 20, "--windows", 3)
     ids = tokens[: 32 + 2 * 20 + 1]
     assert (line["windows"], line["tokens"], line["stride"]) == (3, len(ids) - 1, 20)
-    assert line["loss"] == pytest.approx(np.mean(by_hand(load_model(trained).model, [ids], 32, 20)), abs=1e-5)
+    assert_close(line["loss"], np.mean(by_hand(load_model(trained).model, [ids], 32, 20)), "loss")
     assert "stride 20" in out
     (line,), _ = score("--stride", 32)
     assert line["tokens"] == len(tokens) - 1  # the whole split, its last tokens too
