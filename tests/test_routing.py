@@ -225,8 +225,8 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
         assert layer["same_number"] == layer["matched"] == 1 and layer["matching"] == list(range(8))
         assert layer["matched_by_chance"] < 0.7 and layer["same_number_by_chance"] < 0.6
     idx = torch.from_numpy(windows(tokens, fixed_windows(tokens, 32, 12), 32)[0])
-    for routing in record_routing(model, idx):  # rounding cannot change a choice
-        second, third = routing.scores.topk(3).values[:, 1:].T
+    for decided in record_routing(model, idx):  # rounding cannot change a choice
+        second, third = decided.scores.topk(3).values[:, 1:].T
         assert (second - third).min() > 1e-6
     renumbered, _ = tiny_model(tiny, 0, softmax)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
