@@ -134,7 +134,7 @@ class Watch:
 
     def __init__(self, case, rank):
         self.case, self.rank = case, rank
-        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "block_passes": 0}
+        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
 
     def build_optimizer(self, model, optim):
         """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
@@ -156,8 +156,8 @@ class Watch:
         return RATE(optim, max_steps, step)
 
     def _after_forward(self, model, args, out):
-        if model.training and self.seen["weights"]:  # not the pass that warms up DDP's buckets
-            self.seen["loads"].append(out.stats.loads)
+        if model.training:  # before the first step: the pass that warms up DDP's buckets
+            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(out.stats.loads)
 
     def _after_norm(self, *_):
         self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
@@ -329,7 +329,7 @@ def test_pair_trains_like_one_rank(outcome, alone):
     assert_same_run(ran, alone("pair")[1])
     for rank, report in enumerate(ran.reports):
         assert report["buffers"]["blocks.1.mlp.router.selection_bias"].tolist() == [0, 0, 0, -10 - rank, 0, 0, 0, 0]
-        assert len(report["loads"]) == 3 * 2  # 3 steps of 2 micro-batches
+        assert len(report["loads"]) == 3 * 2 and len(report["warm_ups"]) == 1  # 3 steps of 2 micro-batches
         assert not any(loads[:, 3].any() for loads in report["loads"])
         _, second, third = report["gradients"]
         assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice

@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from numerics import SEED, assert_near, tolerance
 
+from model import GPT
 from runtime import RunError, distributed, folder, memory
+from runtime.distributed import Ranks
 from runtime.output import text_table, write_atomic
+from runtime.preflight import preflight
+from runtime.signals import Stop
+from runtime.validation import evaluate
 
 # ---- devices and ranks
 
@@ -105,6 +111,28 @@ def test_ranks_with_other_plans_are_refused(monkeypatch):
     distributed.check_agreement("train.parallel = fsdp", ranks)
     with pytest.raises(RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."):
         distributed.check_agreement("train.parallel = ddp", ranks)
+
+
+def test_what_one_rank_asks_for_or_fails_at_reaches_all(monkeypatch):
+    ranks = distributed.Ranks(0, 2, torch.device("cpu"), control=object())
+    monkeypatch.setattr(dist, "all_reduce", lambda counts, group: counts.add_(torch.tensor([0, 1, 0])))
+    assert distributed.any_rank([True, False, False], ranks) == [True, True, False]
+    monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "no space"])
+    with pytest.raises(RunError, match="no space"), distributed.share_errors(ranks):
+        pass
+
+
+@pytest.mark.numerics
+def test_evaluation_is_split_across_ranks(tiny):
+    """5 windows: the second of two ranks has none in the last round, takes another's, and counts it nowhere."""
+    plan = preflight(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
+    torch.manual_seed(SEED)
+    model, cpu = GPT(plan.config.model), torch.device("cpu")
+    alone, *parts = (evaluate(model, plan, Ranks(rank, n, cpu), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
+    assert torch.equal(parts[0]["val/loads"] + parts[1]["val/loads"], alone["val/loads"])
+    total = parts[0]["val/window_losses"] + parts[1]["val/window_losses"]
+    assert_near(total, alone["val/window_losses"], tolerance(torch.float32, 257), "windows")
+    assert (parts[1]["val/window_losses"] != 0).tolist() == [False, True, False, True, False] and model.training
 
 
 # ---- the memory plan, by hand
