@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import BYTES, REPO_ROOT, fail_after, in_parts, jsonl, parquet, snapshot, tar, write_tree
+from corpora import BYTES, REPO_ROOT, fail_after, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
 
 from data import DataError, prepare, units, verify
@@ -32,7 +32,7 @@ pytest_plugins = ["corpora"]  # its fixtures
 
 def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
     assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
         fail_after(patch, 13)
@@ -61,12 +61,12 @@ def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
 
     code, out = run(*books)
     assert code == 0 and re.search(r", resuming after 1\d units", out)
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small_units, monkeypatch):
     assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     opened, read = [], units.read_documents
     monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
@@ -82,7 +82,7 @@ def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small
         assert run(*books)[0] == 130
     opened.clear()
     assert run(*books)[0] == 0 and opened == ["b.jsonl"]
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
@@ -105,7 +105,7 @@ def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_units, 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", None])
 def test_a_damaged_unit_is_rebuilt(run, books, tmp_path, small_units, monkeypatch, garbage):
     assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
         fail_after(patch, 22)  # in b.jsonl: the group of a.jsonl is complete
@@ -115,14 +115,14 @@ def test_a_damaged_unit_is_rebuilt(run, books, tmp_path, small_units, monkeypatc
     code, out = run(*books)
     assert code == 2 and f"damaged and now removed: {unit}. Start again to rebuild" in out
     assert run(*books)[0] == 0
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError])
 def test_damaged_units_cost_one_restart(run, books, tmp_path, small_units, monkeypatch, error):
     """Whatever numpy raises at them; but a unit that may not be read is not damaged."""
     assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     with monkeypatch.context() as patch:
         fail_after(patch, 22)
@@ -143,7 +143,7 @@ def test_damaged_units_cost_one_restart(run, books, tmp_path, small_units, monke
     if error is not PermissionError:
         assert f"damaged and now removed: {paths[3]} and 1 more. Start again to rebuild" in out
     assert run(*books)[0] == 0
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 def test_skip_bad_belongs_to_an_unfinished_set(run, books, tmp_path, small_units, monkeypatch):
@@ -268,17 +268,19 @@ def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple
         return code, printed.read()
 
 
-def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
-    """Stops `scenario` before each of its steps in turn, starts it again, and demands the result of an undisturbed
-    run. Returns the number of steps."""
+def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
+    """Stop `scenario` before each of its steps in turn, start it again, and demand the result of an undisturbed run.
+
+    Prints the number of steps.
+    """
     units.UNIT_BYTES = 150
     source, out, template = folder / "in", folder / "out", folder / "template"
-    texts = [f"{i} green bottles hanging on the wall" for i in range(9)]
-    write_tree(source, {"a.jsonl": jsonl(texts[:5]), "b.jsonl": jsonl(texts[5:])})
+    texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
+    write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
     begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}".split()
     argv = [*begin, "--val-fraction", "0.4"]
     out.mkdir()
-    if scenario == "replace":  # a whole set
+    if scenario == "replace":  # a complete set
         assert start([*begin, "--val-fraction", "0.6"], out)[0] == 0
         argv.append("--force")
     if scenario == "start over":  # an unfinished set
@@ -294,16 +296,16 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
     assert set(map(os.path.dirname, wanted)) == {"set"} and len(wanted) > 4
     assert wanted != snapshot(template)
 
-    def begin_anew():
+    def begin_again():
         shutil.rmtree(out)
         shutil.copytree(template, out)
 
-    def go_on(context):
+    def resume(context):
         places = [out / f"set{end}" for end in ("", ".old", ".partial")]
-        whole = [place for place in places if (place / "meta.json").exists()]
-        for place in whole[:1]:  # what is in use; .old may be half removed where there is another
+        complete = [place for place in places if (place / "meta.json").exists()]
+        for place in complete[:1]:  # what is in use; .old may be half removed where there is another
             check_dataset(place, 257)
-        assert whole or scenario != "replace", f"{context}: the set that was there is lost"
+        assert complete or scenario != "replace", f"{context}: the set that was there is lost"
         code, printed = start(argv, out)
         assert code == 0, f"{context}: {printed}"
         found = snapshot(out)
@@ -311,7 +313,7 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
         assert not differing, f"{context}: {differing}"
 
     for k in itertools.count(1):
-        begin_anew()
+        begin_again()
         code, printed = start(argv, out, k, how)
         if "STOPPED" not in printed:
             break
@@ -319,34 +321,37 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> int:
         assert code == expected, f"step {k}: {code} {printed}"
         if how == "full":
             assert "No space left on device" in printed and "start again to resume" in printed, printed
-        go_on(f"step {k}: {printed}")
+        resume(f"step {k}: {printed}")
     steps = k - 1
 
     rng = random.Random(0)
-    for round_ in range(6 if how == "kill" else 0):  # killed again and again
-        begin_anew()
+    for round_ in range(2 if how == "kill" else 0):  # killed again and again
+        begin_again()
         for _ in range(100):
             code, printed = start(argv, out, rng.randint(1, steps), how)
             if code == 0:
                 break
-        go_on(f"round {round_}")
+        resume(f"round {round_}")
     print(steps)
+
+
+ELSEWHERE = pytest.mark.integration  # of the scenarios one is in the default tier
 
 
 @pytest.mark.parametrize(
     ("scenario", "how", "least"),
     [
-        ("begin", "kill", 40),
-        ("replace", "kill", 50),
-        ("start over", "kill", 45),
-        ("join", "kill", 15),
-        ("begin", "interrupt", 40),
-        ("begin", "full", 30),
+        ("begin", "kill", 30),
+        pytest.param("replace", "kill", 40, marks=ELSEWHERE),
+        pytest.param("start over", "kill", 35, marks=ELSEWHERE),
+        pytest.param("merge", "kill", 15, marks=ELSEWHERE),
+        pytest.param("begin", "interrupt", 30, marks=ELSEWHERE),
+        pytest.param("begin", "full", 20, marks=ELSEWHERE),
     ],
 )
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
     """In a process of its own, as it forks."""
-    code, printed = Forked(stop_everywhere, tmp_path, scenario, how).wait(300)
+    code, printed = Forked(stop_everywhere, tmp_path, scenario, how).wait(1200)
     assert code == 0, printed[-3000:]
     assert int(printed.split()[-1]) >= least
 
@@ -367,51 +372,49 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
+PAUSING = """
+import sys, time
+from pathlib import Path
+from data import prepare, units
+
+def cut_and_pause(*args):
+    for number, unit in enumerate(cut(*args)):
+        if number == 12:
+            Path(sys.argv[1]).touch()
+            time.sleep(3600)
+        yield unit
+
+units.UNIT_BYTES, prepare.WORKER_BYTES = 50, 500
+cut, units._cut_group = units._cut_group, cut_and_pause
+sys.exit(prepare.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
-def test_killed_at_random_moments(tmp_path):
-    """The real command, or one of its workers: nothing is lost, and no worker outlives it."""
-    rng = random.Random(0)
-    rows = jsonl(f"{i}: " + "green bottles " * rng.randint(1, 2000) for i in range(2600))  # 36 MB: worth two workers
-    (tmp_path / "a.jsonl.gz").write_bytes(in_parts(lambda data: gzip.compress(data, 1), rows, 2))
-    (tmp_path / "b.jsonl").write_bytes(rows)
-    out, partial = tmp_path / "out", tmp_path / "out/text.partial"
-    source = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
-    code = "import sys; from data import prepare, units; units.UNIT_BYTES = 2**18; sys.exit(prepare.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "text", "--source", *source, "--tokenizer", "bytes"]
-    command += ["--shard-tokens", "500000", "--out", out, "--workers", "2"]
-
-    def begin():  # not into a pipe: whoever outlives the command would keep it open
-        with open(tmp_path / "printed", "wb") as printed:
-            return subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=printed)
-
-    assert begin().wait(120) == 0
-    assert ", 2 workers" in (tmp_path / "printed").read_text()
-    whole = snapshot(out)
-    shutil.rmtree(out)
-    assert len(whole) > 100
-
-    for what in ("the command", "a worker", "the command", "the command", "a worker", "joining", "joining"):
-        process = begin()
-        pattern = "*.bin" if what == "joining" else "units-*/*.npz"
-        until = len(list(partial.glob(pattern))) + rng.randint(1, 60)
-        while len(list(partial.glob(pattern))) < until and process.poll() is None:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
-        children = children_of(process.pid)
-        os.kill(process.pid if what != "a worker" else children[-1], signal.SIGKILL)
-        printed = (tmp_path / "printed").read_text()
-        assert process.wait(60) == (2 if what == "a worker" else -signal.SIGKILL), printed
-        assert not (out / "text").exists() and list(partial.glob("units-*/*.npz")), printed
-        deadline = time.monotonic() + 10
-        while outliving := [child for child in children if alive(child)]:
-            if time.monotonic() > deadline:
-                for child in outliving:
-                    os.kill(child, signal.SIGKILL)
-                raise AssertionError("workers outlive the command")
+def test_killed_while_its_workers_write(run, books, tmp_path, small_units, many_workers):
+    """No worker outlives the command, and a later start resumes."""
+    assert run(*books)[0] == 0
+    undisturbed = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
+    with open(tmp_path / "printed", "wb") as printed:  # not a pipe: whoever outlives the command would keep it open
+        command = [sys.executable, "-c", PAUSING, tmp_path / "paused", *arguments]
+        process = subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=printed)
+    units_written = (tmp_path / "out/text.partial").glob
+    while not ((tmp_path / "paused").exists() and list(units_written("units-*/*.npz"))):
+        assert process.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.01)
+    children = children_of(process.pid)
+    process.kill()
+    assert process.wait(600) == -signal.SIGKILL and len(children) >= 2
+    with at_most(600):
+        while any(map(alive, children)):
             time.sleep(0.01)
-    assert begin().wait(120) == 0
-    assert "resuming after" in (tmp_path / "printed").read_text()
-    assert snapshot(out) == whole
+    assert not (tmp_path / "out/text").exists()
+    code, out = run(*books)
+    assert code == 0 and "resuming after" in out
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @contextmanager
@@ -428,10 +431,11 @@ def at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_worker_is_killed(run, books, tmp_path, small_units, many_workers, monkeypatch):
+@pytest.mark.integration
+def test_killed_worker_is_an_error(run, books, tmp_path, small_units, many_workers, monkeypatch):
     """By the kernel, for instance, when memory is short."""
     assert run(*books, "--workers", 2)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     cuts, cut = itertools.count(1), units._cut_group
 
@@ -441,23 +445,23 @@ def test_a_worker_is_killed(run, books, tmp_path, small_units, many_workers, mon
                 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
             yield unit
 
-    with monkeypatch.context() as patch, at_most(60):
+    with monkeypatch.context() as patch, at_most(600):
         patch.setattr(units, "_cut_group", kill_one)
         code, out = run(*books, "--workers", 2)
     assert code == 2 and "a worker process died" in out and "start again to resume, with fewer --workers" in out
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
     code, out = run(*books, "--workers", 2)
     assert code == 0 and "resuming after" in out
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("where", ["a unit", "the first shard", "the last shard", "meta.json"])
 def test_the_disk_is_full(run, books, tmp_path, small_units, monkeypatch, where):
     """A file takes no more: its flush fails, and so does its close."""
     assert run(*books)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    undisturbed = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    last = max(name for name in whole if "train" in name).rpartition("/")[2]
+    last = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     name = {"a unit": "00000000-00000007.npz", "the first shard": "train-00000.bin", "the last shard": last}.get(
         where, where
     )
@@ -481,7 +485,7 @@ def test_the_disk_is_full(run, books, tmp_path, small_units, monkeypatch, where)
 
     code, out = run(*books)
     assert code == 0 and "resuming after" in out
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 def test_other_errors_of_the_system_name_the_file(run, tmp_path):
@@ -495,6 +499,7 @@ def test_other_errors_of_the_system_name_the_file(run, tmp_path):
 # memory
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
