@@ -163,8 +163,8 @@ def draw_loads(line: Line) -> dict[str, np.ndarray]:
 
 
 def _draw_heatmap(ax: Any, relative: np.ndarray) -> None:
-    alive = np.ma.masked_equal(relative, 0)  # the black background shows where an expert is dead
-    image = ax.imshow(alive, "coolwarm", norm="log", vmin=1 / 8, vmax=8, aspect="auto", interpolation="none")
+    # The black background shows where an expert is dead: a logarithmic scale leaves 0 out.
+    image = ax.imshow(relative, "coolwarm", norm="log", vmin=1 / 8, vmax=8, aspect="auto", interpolation="none")
     bar = ax.figure.colorbar(image, extend="both", label="load over mean load; black: dead")
     bar.set_ticks(2.0 ** np.arange(-3, 4), labels=LOADS)
     bar.minorticks_off()

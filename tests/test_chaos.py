@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,18 +26,25 @@ def run_in(path):
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory, corpus):
-    """A run of 4 steps, with checkpoints of steps 2 and 4."""
+def runs(tmp_path_factory, corpus):
+    """A folder with two equal runs of 4 steps, undisturbed and disturbed, with checkpoints of steps 2 and 4."""
     place = tmp_path_factory.mktemp("chaos")
     (place / "tiny.toml").write_text(TINY.format(runs=place.as_posix(), data=corpus.as_posix()))
-    train.train(configure.load(place / "tiny.toml", ["train.checkpoint_interval=2", "train.keep_checkpoints=2"]))
-    return run_in(place / "tiny")
+    for name in ("undisturbed", "disturbed"):
+        settings = [f"run.name={name}", "train.checkpoint_interval=2", "train.keep_checkpoints=2"]
+        train.train(configure.load(place / "tiny.toml", settings))
+    return place
 
 
 @pytest.fixture
-def torn(calm, tmp_path):
-    """A copy of it."""
-    return run_in(shutil.copytree(calm.folder, tmp_path / "disturbed"))
+def calm(runs):
+    return run_in(runs / "undisturbed")
+
+
+@pytest.fixture
+def torn(runs, tmp_path):
+    """A copy that a test may change."""
+    return run_in(shutil.copytree(runs / "disturbed", tmp_path / "disturbed"))
 
 
 # ---- the verdict
@@ -120,6 +128,38 @@ def test_wrong_exit_code_after_sigterm_is_an_error(torn):
     job.stdout.readline()
     with pytest.raises(RunError, match="exit code 0 after SIGTERM, expected 75; it had just finished"):
         chaos.inject_fault("SIGTERM to a rank", torn, job, random.Random(0))
+
+
+@pytest.fixture
+def fault_by_fault(monkeypatch):
+    """`fault_by_fault((before, after), …)`: call one while the job runs, the other in place of the fault."""
+
+    def fault_by_fault(*actions):
+        moments, faults = iter([before for before, _ in actions]), iter([after for _, after in actions])
+        monkeypatch.setattr(chaos.Run, "start", lambda run: nullcontext())
+        monkeypatch.setattr(chaos, "wait_for_moment", lambda *_: next(moments)())
+        monkeypatch.setattr(chaos, "inject_fault", lambda *_: next(faults)())
+        monkeypatch.setattr(chaos, "train_to_the_end", lambda run: None)
+
+    return fault_by_fault
+
+
+def test_place_and_steps_lost_of_a_fault(torn, fault_by_fault):
+    saving, newest = torn.checkpoints / "step_00000006.tmp", torn.checkpoints / "step_00000004"
+    fault_by_fault(
+        (saving.mkdir, saving.rmdir),
+        (lambda: change_last_line(torn, step=6), lambda: shutil.rmtree(newest)),
+        ((torn.folder / "metrics.jsonl").unlink, lambda: None),
+    )
+    survived = chaos.train_under_faults(torn, 3, random.Random(0))
+    assert [fault[1:] for fault in survived] == [("in a save", 0), ("in a step", 4), ("at the start", 0)]
+    assert {fault.kind for fault in survived} <= chaos.FAULTS.keys()
+
+
+def test_a_job_that_ends_before_its_fault_is_an_error(torn, fault_by_fault):
+    fault_by_fault((lambda: 0, None))
+    with pytest.raises(RunError, match="ended by itself with exit code 0, .*set a larger --train.max_steps"):
+        chaos.train_under_faults(torn, 1, random.Random(0))
 
 
 @pytest.mark.integration

@@ -116,6 +116,9 @@ def test_load_restores_everything(tmp_path):
     new.step()
     new.load(tmp_path, 2)
     assert new.scaler.get_scale() == 2.0**8
+    write(tmp_path / "again", 2, training=new)
+    first, again = (path / "step_00000002/__0_0.distcp" for path in (tmp_path, tmp_path / "again"))
+    assert first.read_bytes() == again.read_bytes()  # tensors in the same order
     assert all(torch.equal(a, b) for a, b in zip(new.tensors(), saved, strict=True))
     assert [new.step() for _ in range(3)] == next_losses  # bit for bit
 
