@@ -406,6 +406,14 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
         assert sorted(files(tmp_path).values()) == before
 
 
+def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(tmp_path, monkeypatch, capsys):
+    write(tmp_path, 2, 4)
+    reports = iter([["step_00000004/.metadata: damaged", None], [None, None]])  # of ranks 0 and 1, by checkpoint
+    monkeypatch.setattr(distributed, "gather", lambda value, group: next(reports))
+    assert checkpoint.latest(tmp_path, distributed.Ranks(1, 2, torch.device("cpu")))[0] == 2
+    assert names(tmp_path) == ["step_00000002", "step_00000004"] and capsys.readouterr().out == ""
+
+
 def test_damaged_checkpoint_is_not_evaluated(tmp_path):
     write(tmp_path, 1, 2)
     flip(tmp_path / "step_00000002" / "__0_0.distcp", 1000)

@@ -17,7 +17,7 @@ import scripts.export.__main__ as export
 import train
 from eval.trained import load_model
 from model import GPT
-from runtime import RunError, checkpoint, distributed, folder, initial
+from runtime import RankError, RunError, checkpoint, distributed, folder, initial
 from runtime.metrics import read_metrics
 from runtime.names import to_gpt2
 
@@ -377,6 +377,15 @@ def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):
     file.write_text("[model]\nn_layers = 2")
     with pytest.raises(RunError, match="did you mean 'model.n_layer'"):
         initial.read_initial_weights(start_from(tiny, source))
+
+
+@pytest.mark.parametrize("local_rank, kind", [("0", RankError), ("1", RunError)])
+def test_one_rank_per_node_reports_missing_weights(tiny, monkeypatch, local_rank, kind):
+    """Other nodes may have the folder, so its error is that rank's alone."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(RunError) as caught:
+        initial.read_initial_weights(tiny("train.init_from=gone"))
+    assert caught.type is kind
 
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):

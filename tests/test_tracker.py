@@ -193,10 +193,14 @@ def test_an_agent_sets_project_and_id(fake_wandb, tiny, tmp_path, monkeypatch):
     assert not {"project", "id", "resume"} & fake_wandb.init.call_args.kwargs.keys()
 
 
-def test_with_a_key_wandb_is_online(fake_wandb, tiny, tmp_path, capsys):
+@pytest.mark.parametrize("place", ["NETRC", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
+def test_with_a_key_wandb_is_online(fake_wandb, tiny, tmp_path, monkeypatch, capsys, place):
     host = urlparse(wandb.Settings().base_url).hostname
-    (tmp_path / "netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
-    (tmp_path / "netrc").chmod(0o600)
+    if place == "NETRC":
+        (tmp_path / "netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
+        (tmp_path / "netrc").chmod(0o600)
+    else:
+        monkeypatch.setenv(place, "0" * 40)
     start_wandb(tiny("log.wandb=online"), tmp_path)
     assert modes(fake_wandb) == ["online"]
     assert capsys.readouterr().out == ""
