@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from numerics import assert_near, tolerance
+from numerics import assert_near, seeded, tolerance
 from test_kernels import CASES, make_inputs
 
 import configure
 import scripts.bench.__main__ as bench
 from data import prepare
 from kernels import reference
+from model import GPT
 from runtime import distributed
 from scripts.bench import harness
 from scripts.bench import moe as bench_moe
@@ -552,6 +553,18 @@ def test_peers_learn(peer):
     assert all(p.grad is not None for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert experts == (0 if peer == "nanogpt" else 2 * 8 * 3 * 128 * 8)
+
+
+@pytest.mark.numerics
+def test_the_plain_gpt_equals_our_dense_one():
+    overrides = ["--model.router=dense", "--model.pos=learned", "--model.bias=true"]
+    config = configure.load(REPO_ROOT / "config/quickstart.toml", overrides).model
+    ours, plain, x = GPT(config), PEERS["nanogpt"](config), torch.randint(257, (2, 33), generator=seeded())
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            other.copy_(mine.add_(0.02 * torch.randn(mine.shape, generator=seeded(1))))  # biases are 0 at first
+    limit = tolerance(torch.float32, config.n_embd, roundings=16)  # of some 8 operators of each layer
+    assert_near(plain(x[:, :-1], x[:, 1:]).loss, ours(x[:, :-1], x[:, 1:]).loss, limit)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -265,11 +265,16 @@ def test_every_parameter_gets_a_gradient(router):
 @pytest.mark.parametrize("router", ROUTERS)
 def test_output(router):
     model = build(router=router, tie_embeddings=router != "softmax")
-    idx, targets = tokens(0), tokens(1)
+    idx, targets, routings = tokens(0), tokens(1), []
+    for block in model.blocks if router != "dense" else ():
+        block.mlp.router.register_forward_hook(lambda module, args, routing: routings.append(routing))
     out = model(idx, targets)
+    first_pass = list(routings)
     assert out.logits is None
     logits = all_logits(model, idx)
     assert_same(out.loss, F.cross_entropy(logits.view(-1, 40), targets.view(-1)))  # cross-entropy alone
+    assert out.losses.shape == (B,)
+    assert_same(out.losses.mean(), out.loss)
     last = model(idx)
     assert last.loss is None
     assert_same(last.logits, logits[:, -1:])
@@ -280,7 +285,11 @@ def test_output(router):
     if router != "dense":
         assert loads.shape == (2, 8)
         assert (loads.sum(1) == B * T * 2).all()
-        assert (out.stats.entropy > 0).all() and (out.stats.entropy <= math.log(8) + 1e-5).all()
+        for layer, routing in enumerate(first_pass):
+            p = routing.scores.relu() / routing.scores.relu().sum(1, keepdim=True)
+            assert_same(out.stats.entropy[layer], torch.special.entr(p).sum(1).mean())
+            assert out.stats.zero_gates[layer] == (routing.weights == 0).float().mean()
+            assert torch.equal(loads[layer], routing.experts.flatten().bincount(minlength=8))
         assert (out.stats.balance_loss > 0).all() and (out.stats.balance_loss <= 8).all()
         auxiliary = torch.autograd.grad((out.stats.balance_loss + out.stats.z_loss).sum(), model.wte.weight)
         assert auxiliary[0].any()

@@ -299,6 +299,14 @@ INITIAL_NORM = {
 }
 
 
+@pytest.mark.parametrize("name", ["softmax", "kern", "kern-mc"])
+def test_gate_scale_multiplies_the_gates(name):
+    router, scaled = (Router(C, E, K, ROUTERS[name], gate_scale=scale) for scale in (1.0, 4.0))
+    scaled.weight = router.weight
+    x = torch.randn(N, C)
+    assert torch.equal(scaled(x).weights, 4 * router(x).weights)
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_scale_of_gates_at_initialisation(name):
     router = Router(768, 64, 8, ROUTERS[name])
