@@ -331,6 +331,9 @@ def test_where_triton_cannot_run(monkeypatch):
         )
     with mock.patch.object(torch.cuda, "get_device_capability", lambda d: (8, 0)):
         assert kernels.find_triton_problem(torch.device("cuda"), torch.float16) == ""
+        monkeypatch.setattr(triton_experts, "INTERPRETED", True)
+        for device, backend in (("cuda", "triton"), ("cpu", "torch")):
+            assert kernels.choose_backend("auto", torch.device(device), torch.float16) == backend
     monkeypatch.setattr(kernels, "triton_experts", None)
     with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
         run_backend(leaves, experts, d_out)
