@@ -15,6 +15,7 @@ from torch import Tensor
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
+GUARD = 0x7B  # 61280 in float16, 1e36 in bfloat16 and float32
 LARGEST = {}  # test → (largest error as a share of its tolerance, what was compared)
 
 
@@ -56,15 +57,16 @@ def assert_near(actual: Tensor, wanted: Tensor, tolerance: float, name: str = "r
 def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
     """Surround what is allocated by torch.empty, empty_like and new_empty with `guard` bytes; assert that none changes.
 
-    A kernel whose mask lets too much through writes there. Buffer and guards are filled with the byte 255, NaN in every
-    floating-point format, so that an element that nobody writes, or that is read out of bounds, shows in the results.
+    A kernel whose mask lets too much through writes there. Buffers are filled with the byte 255, NaN in any format: an
+    element that nobody writes shows in the results. Guards hold a number, since a sum with NaN would stay NaN.
     """
     allocate, allocated = torch.empty, []
 
     def empty(*shape: int, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
         size = torch.Size(shape if not shape or isinstance(shape[0], int) else shape[0])
         dtype = dtype or torch.get_default_dtype()
-        raw = allocate(2 * guard + size.numel() * dtype.itemsize, dtype=torch.uint8, device=device).fill_(255)
+        raw = allocate(2 * guard + size.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+        raw.fill_(GUARD)[guard : len(raw) - guard] = 255
         allocated.append(raw)
         buffer = allocate(0, dtype=dtype, device=device)
         return buffer.set_(raw.untyped_storage(), guard // dtype.itemsize, size)
@@ -82,4 +84,4 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
     ):
         yield
     for raw in allocated:
-        assert (raw[:guard] == 255).all() and (raw[-guard:] == 255).all(), "a kernel wrote outside of its buffer"
+        assert (raw[:guard] == GUARD).all() and (raw[-guard:] == GUARD).all(), "a kernel wrote outside of its buffer"
