@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -187,14 +186,8 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     resuming = f", resuming after {plural(done, 'unit')}" if done else ""
     size = f"{plural(len(inputs), 'file')}, {total / 1e9:.3g} GB"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
-    documents = tokens = 0
-    begin = time.monotonic()
-    bar = tqdm(
-        desc=args.name,
-        total=total,
-        mininterval=0.3 if sys.stderr.isatty() else 30,
-        bar_format="{desc}: {percentage:3.0f}% |{bar:20}| {elapsed}, {remaining} left{postfix}",
-    )
+    seconds = 0.3 if sys.stderr.isatty() else 30
+    bar = tqdm(desc=args.name, total=total, mininterval=seconds, unit="B", unit_scale=True, dynamic_ncols=True)
 
     def space_needed() -> float:
         written = _size_of(folder)
@@ -203,10 +196,7 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
 
     units = write_units(folder, inputs, encoder, workers, args.shard or (1, 1))
     with bar, closing(units), _state_space(folder.parent, space_needed):
-        for read_bytes, unit_documents, unit_tokens in units:
-            documents, tokens = documents + unit_documents, tokens + unit_tokens
-            speed = tokens / (time.monotonic() - begin)
-            bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
+        for read_bytes in units:
             bar.update(read_bytes - bar.n)
 
 

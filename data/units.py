@@ -103,7 +103,7 @@ def _unit_folders(partial: Path) -> list[Path]:
 
 def write_units(
     folder: Path, inputs: list[Input], encoder: Encoder, workers: int, part: tuple[int, int] = (1, 1)
-) -> Generator[tuple[int, int, int], None, None]:
+) -> Generator[int, None, None]:
     """Tokenize every unit of `inputs` whose file is missing in `folder`.
 
     Args:
@@ -114,7 +114,7 @@ def write_units(
         part: (i, n): write the i-th of n parts of the units, i from 1.
 
     Yields:
-        (bytes of `inputs` read so far, documents, tokens) of each unit.
+        The bytes of `inputs` read so far, after each unit.
 
     Raises:
         DataError: a bad file or document, or a worker process died.
@@ -131,10 +131,12 @@ def write_units(
         for path, documents, read_bytes in _cut_units(folder, inputs, encoder.text_field, part):
             pending.append((read_bytes, pool.submit(_write_unit, path, documents)))
             if len(pending) > 2 * workers:  # in order, so that of two bad documents the first is reported
-                read_bytes, result = pending.popleft()
-                yield read_bytes, *result.result()
-        for read_bytes, result in pending:
-            yield read_bytes, *result.result()
+                read_bytes, written = pending.popleft()
+                written.result()
+                yield read_bytes
+        for read_bytes, written in pending:
+            written.result()
+            yield read_bytes
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died, perhaps for lack of memory: start again to resume, with fewer --workers"
@@ -234,12 +236,8 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _write_unit(path: Path, documents: list[Raw]) -> tuple[int, int]:
-    """Tokenize a unit into its file; (documents, tokens)."""
-    encoded = _encoder(documents)
+def _write_unit(path: Path, documents: list[Raw]) -> None:
+    """Tokenize a unit into its file."""
     content = io.BytesIO()
-    np.savez(content, **encoded._asdict())
+    np.savez(content, **_encoder(documents)._asdict())
     write_atomic(path, content.getvalue(), durable=True)
-    eot = _encoder.tokenizer.eot
-    documents_written = sum(int(np.count_nonzero(ids == eot)) for ids in (encoded.train, encoded.val))
-    return documents_written, len(encoded.train) + len(encoded.val)

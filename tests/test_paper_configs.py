@@ -162,7 +162,7 @@ def test_controls_of_scale_start_at_one_gate_norm(file, norm):
         router = Router(model.n_embd, model.n_expert, model.top_k, ROUTERS[model.router], model.gate_scale)
         torch.nn.init.normal_(router.weight, std=model.init_std)
         weights = router(torch.nn.functional.layer_norm(x, (model.n_embd,))).weights
-        assert weights.square().sum(-1).mean().sqrt().item() == pytest.approx(norm, rel=0.02), model.router
+        assert weights.square().sum(-1).mean().sqrt().item() == pytest.approx(norm, rel=0.05), model.router
 
 
 def test_no_two_runs_of_all_files_share_a_folder():

@@ -520,15 +520,6 @@ def test_hub_without_such_files(run, hub, tmp_path):
     assert code == 2 and f"has no files 'sample/100BT/*.parquet' at revision {REVISION}: choose another --config" in out
 
 
-def test_a_downloaded_copy_is_the_same_corpus(run, hub, tmp_path):
-    texts, names = corpus_texts(), ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
-    upload(hub, sources.FINEWEB, names, texts, parquet)
-    assert run("fineweb-edu", "--name", "a", "--val-fraction", 0.2)[0] == 0
-    copy = hub.root / f"datasets/{sources.FINEWEB}@{REVISION}"
-    assert run("fineweb-edu", "--name", "b", "--val-fraction", 0.2, "--source", copy)[0] == 0
-    assert documents_of(tmp_path / "out/a") == documents_of(tmp_path / "out/b") == split_of(texts, 0.2)
-
-
 # parts
 
 
@@ -673,14 +664,6 @@ def test_no_documents(run, tmp_path, rows, counts):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_corpus_too_small_leaves_nothing(run, tmp_path, small_units):
-    """So that other arguments may be tried."""
-    (tmp_path / "in.jsonl").write_bytes(jsonl(corpus_texts()))
-    code, out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 1e-6)
-    assert code == 2 and "too small" in out and not list((tmp_path / "out").iterdir())
-    assert run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.5)[0] == 0
-
-
 # arguments
 
 
@@ -706,7 +689,6 @@ def test_list_names_every_corpus_with_its_licence(run):
         (["text"], "text needs files: add --source"),
         (["books3"], r"books3 was withdrawn from the hub for copyright.*--source.*pg19"),
         (["books3", "--source", "absent"], "absent: no such file or folder"),
-        (["text", "--source", "absent.txt"], "absent.txt: no such file or folder"),
         (["stdlib", "--source", "x"], "takes no --source"),
         (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
         (
@@ -715,15 +697,11 @@ def test_list_names_every_corpus_with_its_licence(run):
         ),
         (["stdlib", "--config", "default"], "stdlib has no --config default: leave it out"),
         (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
-        (["stdlib", "--revision", "main"], "--revision belongs to a data set on the hub, and these files are local"),
         (["stdlib", "--name", "../x"], "only letters, digits"),
-        (["stdlib", "--name", "a/b"], "only letters, digits"),
-        (["stdlib", "--name", ".x"], "only letters, digits"),
         (["stdlib", "--name", "x\n"], "only letters, digits"),
         (["stdlib", "--name", "x.partial"], "no .partial at the end"),
         (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
         (["stdlib", "--val-fraction", "1.5"], "1.5: expected a number between 0 and 1"),
-        (["stdlib", "--val-fraction", "0"], "0.0: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "few"], "invalid float value: 'few'"),
         (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
@@ -732,7 +710,6 @@ def test_list_names_every_corpus_with_its_licence(run):
         (["stdlib", "--shard", "0/2"], "--shard 0/2: expected I/N with I from 1 to N, for instance 1/4"),
         (["stdlib", "--shard", "3/2"], "--shard 3/2: expected I/N"),
         (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
-        (["stdlib", "--shard", "1/2/3"], "--shard 1/2/3: expected I/N"),
     ],
 )
 def test_bad_arguments(run, tmp_path, args, message):
