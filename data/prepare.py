@@ -198,6 +198,7 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     with bar, closing(units), _state_space(folder.parent, space_needed):
         for read_bytes in units:
             bar.update(read_bytes - bar.n)
+        bar.update(total - bar.n)  # what existed already is not read
 
 
 def _size_of(units: Path) -> int:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
+from runtime.output import plural
 
 SAMPLE_TOKENS = 60
 
@@ -69,8 +70,8 @@ def _describe(folder: Path, meta: Meta) -> str:
     for name, split in meta.splits.items():
         mean = split.tokens / max(1, split.documents)
         lines.append(
-            f"  {name}: {split.tokens:,} tokens, {split.documents:,} documents ({mean:,.0f} tokens each), "
-            f"{len(split.files)} files, {2 * split.tokens / 1e9:.3g} GB"
+            f"  {name}: {split.tokens:,} tokens, {plural(split.documents, 'document')} ({mean:,.0f} tokens each), "
+            f"{plural(len(split.files), 'file')}, {2 * split.tokens / 1e9:.3g} GB"
         )
         tokens = open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
