@@ -57,7 +57,7 @@ class Writer:
         self._lock.close()
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
-        """Append whole documents: their ids, (n,), with an end-of-text token after each."""
+        """Append complete documents: their ids, (n,), with an end-of-text token after each."""
         self.splits[split].write(ids.astype("<u2", copy=False), documents)
 
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
@@ -169,7 +169,7 @@ def refuse_foreign_files(folder: Path) -> None:
     for name in names:
         if not OURS.fullmatch(name):
             raise DataError(
-                f"{folder} holds {name!r}, which is no part of a data set: move it, or choose another --name"
+                f"{folder} holds {name!r}, which does not belong to a data set: move it, or choose another --name"
             )
 
 

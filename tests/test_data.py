@@ -377,8 +377,8 @@ def test_check_refuses_a_set_that_does_not_fit(tmp_path):
 
 
 def test_check_names_the_prepare_command(tmp_path, monkeypatch):
-    elsewhere = f"{tmp_path}/stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}$"
-    with pytest.raises(DataError, match=elsewhere):
+    message = f"{tmp_path}/stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}$"
+    with pytest.raises(DataError, match=message):
         check_dataset(tmp_path / "stdlib", 257)
     monkeypatch.setattr(bins, "DATA_DIR", tmp_path)
     with pytest.raises(DataError, match="Prepare it: python -m data.prepare stdlib$"):

@@ -110,7 +110,7 @@ def test_more_workers_than_the_work_is_worth_are_not_started(run, tmp_path):
     assert code == 0 and " 1 worker\n" in out
 
 
-# the whole command
+# the command
 
 
 def test_a_folder_becomes_a_set(run, tmp_path):
@@ -237,7 +237,7 @@ def test_files_of_others_are_not_removed(run, books, tmp_path, folder, force):
     (tmp_path / "out" / folder).mkdir(parents=True)
     (tmp_path / "out" / folder / "thesis.txt").write_text("precious")
     code, out = run(*books, *force)
-    assert code == 2 and f"{folder} holds 'thesis.txt', which is no part of a data set: move it" in out
+    assert code == 2 and f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
     assert (tmp_path / "out" / folder / "thesis.txt").read_text() == "precious"
 
 
@@ -282,7 +282,7 @@ def test_files_that_others_added_meanwhile_are_kept(run, books, tmp_path, monkey
 
     monkeypatch.setattr(prepare, "_join_units", add_and_join)
     code, out = run(*books, "--force")
-    assert code == 2 and "text holds 'thesis.txt', which is no part of a data set" in out
+    assert code == 2 and "text holds 'thesis.txt', which does not belong to a data set" in out
     assert (tmp_path / "out/text/thesis.txt").read_bytes() == b"precious"
 
 
@@ -477,7 +477,7 @@ def test_a_lost_connection_resumes_with_the_same_revision(run, hub, tmp_path, sm
     upload(hub, repo, names, corpus_texts(), write)
     args = (corpus, "--val-fraction", 0.2, "--shard-tokens", 999)
     assert run(*args)[0] == 0
-    whole = snapshot(tmp_path / "out")
+    complete = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
 
     name = names[1].rpartition("/")[2]
@@ -494,7 +494,7 @@ def test_a_lost_connection_resumes_with_the_same_revision(run, hub, tmp_path, sm
     assert code == 2 and f"revision '{REVISION}', now 'newer'" in out
     code, out = run(*args)
     assert code == 0 and "resuming after" in out and hub.asked[-1] == (repo, REVISION)
-    assert snapshot(tmp_path / "out") == whole
+    assert snapshot(tmp_path / "out") == complete
     assert read_meta(tmp_path / "out" / corpus).source["revision"] == REVISION
 
 

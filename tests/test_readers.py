@@ -234,7 +234,7 @@ def garbled(data: bytes, at: int) -> bytes:
 def damaged_files() -> dict[str, tuple[str, bytes]]:
     rows = [f"row {i}: {i * 7919 % 1000}" for i in range(300)]
     archive = corpora.tar({f"{i}.txt": row.encode() * 60 for i, row in enumerate(rows[:20])})
-    whole = {
+    intact = {
         "in.jsonl.gz": gzip.compress(corpora.jsonl(rows)),
         "in.jsonl.zst": corpora.zstd(corpora.jsonl(rows)),
         "in.txt.gz": gzip.compress(corpora.jsonl(rows)),
@@ -244,7 +244,7 @@ def damaged_files() -> dict[str, tuple[str, bytes]]:
         "in.parquet": parquet_bytes(rows),
     }
     cases = {}
-    for name, data in whole.items():
+    for name, data in intact.items():
         cases[f"{name} is garbage"] = name, b"garbage" * 200
         cases[f"{name} is empty"] = name, b""
         cases[f"{name} is cut in the middle"] = name, data[: len(data) // 2 + 100]
@@ -263,7 +263,7 @@ def damaged_files() -> dict[str, tuple[str, bytes]]:
     cases["in.tar is cut in a header"] = "in.tar", three[:1100]
     cases["in.tar is cut between two members"] = "in.tar", three[:1024]
     cases["in.tar is cut in a member"] = "in.tar", three[:1600]
-    cases["in.parquet has garbage in a page"] = "in.parquet", garbled(whole["in.parquet"], 100)
+    cases["in.parquet has garbage in a page"] = "in.parquet", garbled(intact["in.parquet"], 100)
     return cases
 
 
