@@ -593,7 +593,7 @@ def test_prefetch_makes_one_item_while_another_is_in_use():
     for i in range(4):
         assert next(source) == i
         for _ in range(2 if i == 0 else i < 3):  # this one and the next are made by now, or soon
-            assert made.acquire(timeout=10)
+            assert made.acquire(timeout=120)
         assert begun == list(range(min(4, i + 2)))
     assert next(source, "end") == "end"
 
