@@ -63,6 +63,8 @@ def test_merges_are_recovered(tmp_path, fake_ranks):
     compare_on(GPT2Tokenizer(fake_ranks), tmp_path, TEXTS)
     tokens = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"abcab"]
     assert list(find_merges(tokens)) == [[b"a", b"b"], [b"b", b"c"], [b"ab", b"c"], [b"abc", b"ab"]]
+    tokens = [b"a", b"b", b"c", b"bc", b"ab", b"abc"]
+    assert list(find_merges(tokens)) == [[b"b", b"c"], [b"a", b"b"], [b"a", b"bc"]]
 
 
 @pytest.mark.slow  # needs that file

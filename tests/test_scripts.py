@@ -149,18 +149,19 @@ def test_repetition_penalty_covers_prompt_and_new_tokens():
 
 def test_rows_end_one_by_one():
     model = small_model()
-    plain = [
-        list(row) for row in zip(*generation.generate(model, [[1], [2]], 14, generation.SamplingParams(0)), strict=True)
-    ]
-    end = next(token for token in plain[0] if plain[0].index(token) > 2)
-    at = plain[0].index(end) + 1
-    rows = [
-        list(row)
-        for row in zip(*generation.generate(model, [[1], [2]], 14, generation.SamplingParams(0), end=end), strict=True)
-    ]
-    assert rows[0][:at] == plain[0][:at] and set(rows[0][at:]) <= {None}
-    alone = list(generation.generate(model, [[1]], 14, generation.SamplingParams(0), end=end))
-    assert [token for (token,) in alone] == plain[0][:at]  # and the model is not asked for more
+
+    def sample_rows(prompts, end=None):
+        drawn = generation.generate(model, prompts, 14, generation.SamplingParams(), seeded(), end=end)
+        return [list(row) for row in zip(*drawn, strict=True)]
+
+    free = sample_rows([[1], [2]])[0]
+    end = free[3]
+    at = free.index(end) + 1
+    assert free[at] != end  # which the row would sample if it had not ended
+    row = sample_rows([[1], [2]], end)[0]
+    assert row == free[:at] + [None] * (len(row) - at) and len(row) > at + 1
+    free = sample_rows([[1]])[0]
+    assert sample_rows([[1]], free[3])[0] == free[: free.index(free[3]) + 1]  # and the model is not asked for more
 
 
 @pytest.mark.parametrize(
