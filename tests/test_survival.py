@@ -251,7 +251,8 @@ def be_signalled(file, name):
     def learning_rate(optim, max_steps, step):
         if step == 4 and int(rank) == way.sender:
             os.kill(os.getppid() if way.to_launcher else os.getpid(), way.number)
-            while not stop.asked:  # until it has come back to here
+            hung = time.monotonic() + 300
+            while not stop.asked and time.monotonic() < hung:  # until it has come back to here
                 time.sleep(0.01)
         return rate(optim, max_steps, step)
 
