@@ -461,6 +461,10 @@ def test_gpu_check_continues_after_pieces_that_fail(tmp_path):
     assert all(words[name] == "ok" for name in ("moe", "step", "experts", *TRACE))
     assert "peers          left out, no time" in printed
     log = (tmp_path / "out/router.log").read_text()
+    (tmp_path / "clock").write_text(CLOCK.replace("return 124", "return 0"))  # now only router fails
+    script = start_check(tmp_path, "bench", BASH_ENV=str(tmp_path / "clock"))
+    assert read_pieces(script.communicate(timeout=HANG)[0])["router"] == "FAILED, exit code 3"
+    assert script.returncode == 1
     assert log.startswith("-m\nscripts.bench\nrouter\nconfig/125m.toml\n") and log in printed
 
 
