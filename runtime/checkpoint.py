@@ -147,7 +147,8 @@ class Saver:
     def _save(self, *arguments: Any) -> None:
         """Call `_write`; the body of the thread."""
         if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            this = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))  # lower is refused
         try:
             self._write(*arguments)
         except RunError as error:

@@ -260,6 +260,19 @@ def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_d
 # ---- which checkpoints stay
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux alone")
+@pytest.mark.parametrize("niceness, written_at", [(0, 10), (19, 19)])
+def test_save_never_raises_its_priority(tmp_path, monkeypatch, niceness, written_at):
+    """Only root may: with 10, a run started by `nice -n 19` once wrote no checkpoint, and said nothing."""
+    asked = []
+    monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: asked.append(value))
+    saver = saver_in(tmp_path)
+    Training().save(saver, 1)
+    saver.finish()
+    assert asked == [written_at] and checkpoint.steps(tmp_path) == [1]
+
+
 def test_newest_checkpoints_are_kept(tmp_path):
     folder = tmp_path / "checkpoints"
     assert checkpoint.steps(folder) == [] and checkpoint.latest(folder, ALONE) == (0, None)
