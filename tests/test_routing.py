@@ -72,10 +72,10 @@ def random_choices(N, E, K, seed):
 # --- counts against a loop ------------------------------------------------------------------------------------------
 
 
-def near(found, wanted, name):
+def near(found, wanted, length, name):
     """Measures of gates and scores, which a router computes in fp32 and the loop over tokens in fp64."""
     found, wanted = (torch.tensor(values, dtype=torch.float64) for values in (found, wanted))
-    assert_near(found, wanted, tolerance(torch.float32, 8), name)
+    assert_near(found, wanted, tolerance(torch.float32, length), name)
 
 
 @pytest.mark.numerics
@@ -120,10 +120,10 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
         assert layer["load_imbalance"] == pytest.approx(max(loads.values()) / (2 * 384 / 8))
         assert layer["dead_experts"] == sum(loads[e] == 0 for e in E)
         assert layer["load_entropy"] == pytest.approx(-sum(n / 768 * math.log(n / 768) for n in loads.values()))
-        near([layer["entropy"]], [np.mean(entropies)], f"entropy {router}")
+        near([layer["entropy"]], [np.mean(entropies)], 64 * 8, f"entropy {router}")  # means over a batch
         assert layer["zero_gates"] == zeros / 768
         for key, values in (("gate_sum", sums), ("gate_norm", norms)):
-            near(list(layer[key].values()), np.quantile(values, [0.05, 0.5, 0.95]), f"{key} {router}")
+            near(list(layer[key].values()), np.quantile(values, [0.05, 0.5, 0.95]), 8, f"{key} {router}")
         partner = np.mean([max(both[i, j] for j in E if j != i) / loads[i] for i in E if loads[i]])
         assert layer["strongest_partner"] == pytest.approx(partner)
         by_chance = np.mean([max(loads[j] / 384 for j in E if j != i) for i in E])
