@@ -183,7 +183,7 @@ def test_options_of_a_request(clients):
 def test_text_ends_at_the_first_stop_sequence(clients, monkeypatch):
     ids = iter([*b"one, two; three"])
     monkeypatch.setattr("eval.harness.generate", lambda *given: ([next(ids)] for _ in range(15)))
-    assert ask(clients[1], "generate_until", [("x", {"until": ["; ", ", t", ","]})]) == ["one"]
+    assert ask(clients[1], "generate_until", [("x", {"until": ["; ", " t", "e, t"]})]) == ["on"]
 
 
 # ---- the command

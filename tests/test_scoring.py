@@ -109,6 +109,8 @@ def test_context_shared_by_many_is_split_into_batches():
     parts = list(split_group((1,), list(range(300)), pairs, 64))
     assert sorted(i for _, members in parts for i in members) == list(range(300))
     made = list(make_batches([*parts, *((tuple([2] * n), [n, n + 1]) for n in range(1, 16))], pairs, 64))
+    short = [i for i, (_, continuation) in enumerate(pairs) if len(continuation) == 1][:4]
+    made += make_batches([((2,) * 10, short)] * 6, pairs, 64)  # the cache is full before the batch
     for batch in [*([part] for part in parts), *made]:
         width, rows = max(len(context) for context, _ in batch), sum(len(members) for _, members in batch)
         longest = max(len(pairs[i][1]) for _, members in batch for i in members)
