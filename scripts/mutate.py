@@ -12,6 +12,8 @@ default tests, which check only that every fault still applies. The tests are ru
 """
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -22,15 +24,22 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
+
+import pytest
 
 from runtime.output import text_table
 
-REPO_ROOT = Path(__file__).parent.parent
+REPO_ROOT = Path(__file__).resolve().parent.parent
+ROOT = REPO_ROOT  # of this very code; a test gives REPO_ROOT another value
 FAULTS = REPO_ROOT / "tests/faults"
+LOG = "mutate.log"
+FORK = multiprocessing.get_context("fork")
+LIBRARIES = ("torch", "hypothesis.extra.numpy", "transformers", "pydantic", "pyarrow.parquet", "matplotlib.pyplot")
 T = TypeVar("T")
 TIMEOUT = 900  # seconds for one fault's tests: a fault that hangs them is caught
 
@@ -76,18 +85,36 @@ def copy_tree(to: Path) -> None:
 
 
 def tests_fail(tests: str, copy: Path) -> bool:
-    """Whether `pytest <tests>` fails in `copy`. Raises ValueError where these arguments name no test."""
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    try:
-        run = subprocess.run(
-            [*command, *shlex.split(tests)], cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    if run.returncode in (4, 5):  # pytest's codes for wrong arguments and for no tests
-        raise ValueError(f"pytest {tests}: {run.stdout[-2000:]}{run.stderr[-500:]}")
-    return run.returncode != 0
+    """Whether `pytest <tests>` fails in `copy`, in a forked process: most of its time would go to importing torch.
+
+    Raises:
+        ValueError: these arguments name no test.
+    """
+    process = FORK.Process(target=_run_pytest, args=(tests, copy))
+    process.start()
+    process.join(TIMEOUT)
+    process.kill()
+    process.join()
+    if process.exitcode in (4, 5):  # pytest's codes for wrong arguments and for no tests
+        raise ValueError(f"pytest {tests}: {(copy / LOG).read_text()[-2000:]}")
+    return process.exitcode != 0
+
+
+def _run_pytest(tests: str, copy: Path) -> NoReturn:
+    """Be a process that begins in `copy`, runs these tests and ends with pytest's exit code."""
+    with (copy / LOG).open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os.chdir(copy)
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests")]
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix) and name != "__main__":
+            del sys.modules[name]  # the code as it is, not the copy's
+    os.environ["OMP_NUM_THREADS"] = "1"
+    code = pytest.main(["-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", *shlex.split(tests)])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def is_caught(fault: Fault, copy: Path) -> bool:
@@ -109,6 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="faults tested at a time")
     args = parser.parse_args(argv)
     faults = [fault for fault in read_faults(args.stems) if args.only in fault.name]
+    sys.dont_write_bytecode = True
+    for library in LIBRARIES:  # once, for every process that is forked
+        with suppress(ImportError):
+            importlib.import_module(library)
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies: Queue[Path] = Queue()
         for job in range(args.jobs):

@@ -27,15 +27,16 @@ def project(tmp_path, monkeypatch):
     """A project of two functions, one of them tested."""
     root = tmp_path / "project"
     (root / "tests/faults").mkdir(parents=True)
-    (root / "code.py").write_text("def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return 2 * a\n")
-    (root / "tests/test_it.py").write_text("from code import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n")
+    (root / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return 2 * a\n")
+    (root / "tests/test_it.py").write_text("from sums import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n")
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
     monkeypatch.setattr(mutate, "REPO_ROOT", root)
     monkeypatch.setattr(mutate, "FAULTS", root / "tests/faults")
+    monkeypatch.setattr(mutate, "LIBRARIES", ())
     mutate.subprocess.run(["git", "init", "-q"], cwd=root, check=True)
 
     def write(find, replace, tests="tests/test_it.py"):
-        row = f"name = '{find}'\nfile = 'code.py'\nfind = '{find}'\nreplace = '{replace}'\ntests = '{tests}'\n"
+        row = f"name = '{find}'\nfile = 'sums.py'\nfind = '{find}'\nreplace = '{replace}'\ntests = '{tests}'\n"
         with (root / "tests/faults/all.toml").open("a") as file:
             file.write(f"[[fault]]\n{row}")
 
@@ -48,9 +49,9 @@ def test_tells_caught_from_missed(project, capsys):
     project("2 * a", "3 * a")
     assert mutate.main(["all"]) == 1
     lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[:2] == ["caught  code.py: a + b", "MISSED  code.py: 2 * a"]
-    assert lines[-1].split() == ["code.py", "1", "2", "50%"]
-    assert (mutate.REPO_ROOT / "code.py").read_text().count("a + b") == 1  # the tree is not touched
+    assert lines[:2] == ["caught  sums.py: a + b", "MISSED  sums.py: 2 * a"]
+    assert lines[-1].split() == ["sums.py", "1", "2", "50%"]
+    assert (mutate.REPO_ROOT / "sums.py").read_text().count("a + b") == 1  # the tree is not touched
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_cannot_be_judged_is_an_error(project, capsys, find, tests, said):
 
 def test_tests_that_fail_anyway_are_an_error(project, capsys):
     project("a + b", "a - b")
-    (mutate.REPO_ROOT / "code.py").write_text("def add(a, b):\n    return 4 - (a + b)\n")
+    (mutate.REPO_ROOT / "sums.py").write_text("def add(a, b):\n    return 4 - (a + b)\n")
     assert mutate.main([]) == 2
     assert "fails without any fault" in capsys.readouterr().err
 
