@@ -174,7 +174,11 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line; every error that a user can mend is one message. Returns the exit code."""
     config = read_config(argv)
     try:
-        train(folder.renamed(config) if "--fresh" in argv else config, stop)
+        if "--fresh" in argv:
+            config = folder.renamed(config)
+        elif not configure.is_name_chosen(*configure.split_command_line(argv)):
+            config = folder.find_or_rename(config)
+        train(config, stop)
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

@@ -70,6 +70,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     return config
 
 
+def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether the file or an override sets `run.name`; else `load` makes one up. Raises ConfigError as `load` does."""
+    return bool(_read(path, overrides)[0].get("run.name"))
+
+
 def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[str]]:
     """List the overrides of each run of a sweep: `overrides` plus one value of every open axis, the last axis fastest.
 

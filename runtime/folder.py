@@ -1,16 +1,20 @@
 """A run's folder runs/<name>/: whether a config may resume the run in it, and who may write there."""
 
 import fcntl
+import glob
+import hashlib
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 
 import configure
 from configure import Config
 from runtime import RunError, checkpoint, describe_write_errors
-from runtime.distributed import Ranks
+from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
 from runtime.output import write_atomic
 
@@ -19,6 +23,7 @@ MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:")
 MAY_CHANGE += ("train.max_steps:", "train.micro_batch_size:", "train.activation_checkpointing:", "train.compile:")
 MAY_CHANGE += ("train.parallel:", "train.device:", "train.deterministic:", "train.timeout_minutes:")
 MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.on_save_error:")
+MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
 def path_of(config: Config) -> Path:
@@ -41,13 +46,49 @@ def changes(config: Config) -> list[str]:
             )
         return []
     lines = configure.differences(configure.load(folder / "config.toml"), config)
-    refused = [line for line in lines if not line.startswith(MAY_CHANGE)]
-    if refused:
+    if refused := [line for line in lines if not line.startswith(MAY_CHANGE)]:
         raise RunError(
             f"{folder} holds a run with another config:\n  " + "\n  ".join(refused) + "\n"
             "Give this one another name (--run.name=NAME), or let it choose one (--fresh)"
         )
     return lines
+
+
+def find_or_rename(config: Config) -> Config:
+    """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
+
+    The same config always finds its own folder. If another config's run is in NAME, this one goes to NAME followed by
+    what differs, such as NAME-lr0.001, or by a hash of that where it is long; one line says so.
+
+    Raises:
+        RunError: NAME has checkpoints but no config.
+        ConfigError: NAME's config cannot be read.
+    """
+    own = path_of(config)
+    for folder in [own, *sorted(own.parent.glob(f"{glob.escape(own.name)}-*"))]:
+        with suppress(RunError, configure.ConfigError):  # another config's run, or one of other code
+            if (folder / "config.toml").exists():
+                changes(named := _rename(config, folder.name))
+                return named
+    if not (own / "config.toml").exists():
+        changes(config)
+        return config
+    old = configure.load(own / "config.toml")
+    fixed = {key: attrgetter(key) for key in configure.KEYS if not f"{key}:".startswith(MAY_CHANGE)}
+    differ = {key: read(config) for key, read in fixed.items() if read(config) != read(old)}
+    words = (
+        value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}" for key, value in differ.items()
+    )
+    suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(words))
+    if len(suffix) > MAX_SUFFIX or Path(config.run.dir, f"{own.name}-{suffix}").exists():
+        suffix = hashlib.sha256(repr(differ).encode()).hexdigest()[:8]
+    named = _rename(config, f"{own.name}-{suffix}")
+    print_once(f"{own} holds a run with another config; this one goes to {path_of(named)}")
+    return named
+
+
+def _rename(config: Config, name: str) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def is_finished(config: Config, step: int) -> bool:
@@ -88,7 +129,7 @@ def renamed(config: Config) -> Config:
                 f"{key} = {os.environ[key]}: this job was restarted; --fresh would begin yet another run, {name}. "
                 f"Name the run instead (--run.name=NAME)"
             )
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    return _rename(config, name)
 
 
 @contextmanager
