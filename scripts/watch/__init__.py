@@ -1,0 +1,1 @@
+"""Watch runs: a table in the terminal, or a page on localhost."""

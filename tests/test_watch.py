@@ -1,0 +1,264 @@
+"""scripts.watch: what a run's files say of it, the table, the page in a browser."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from scripts.watch import __main__ as watch
+from scripts.watch.runs import WatchedRun, find_runs, format_seconds, is_alive, thin
+from scripts.watch.server import make_server
+
+CONFIG = """\
+[model]
+router = "{router}"
+block_size = 10
+[train]
+max_steps = 100
+batch_size = 4
+[log]
+group = "{group}"
+"""
+TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """A function that makes a run's folder with some lines of metrics; returns the folder."""
+
+    def make(name="one", lines=(), owner=None, router="kern", group="all"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(CONFIG.format(router=router, group=group))
+        append(folder, *lines)
+        if owner:
+            (folder / "lock").write_text(f"process {owner} on {platform.node()}\n")
+        return folder
+
+    return make
+
+
+def append(folder, *lines):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "tokens": 40 * step, **values}) + "\n" for step, values in lines)
+
+
+def status_of(folder):
+    run = WatchedRun(folder)
+    run.refresh()
+    return run.status()
+
+
+def dead_process():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
+
+
+@pytest.mark.parametrize(
+    "lines, alive, state",
+    [
+        ([], True, "running"),
+        ([(10, TRAINING)], True, "running"),
+        ([(10, TRAINING)], False, "stopped"),
+        ([], False, "waiting"),
+        (END, False, "finished"),
+        (END, True, "running"),  # it saves its last checkpoint
+        ([(100, TRAINING)], False, "stopped"),  # before its last evaluation
+    ],
+)
+def test_state(make_run, lines, alive, state):
+    assert status_of(make_run("a", lines, os.getpid() if alive else dead_process())).state == state
+
+
+def test_a_status_has_the_newest_numbers_and_the_time_left(make_run):
+    lines = [(10, {"val/loss": 3.0}), (20, TRAINING), (30, {"train/loss": 2.25, "perf/tokens_per_sec": 80.0})]
+    status = status_of(make_run("a", lines, os.getpid()))
+    assert (status.step, status.max_steps, status.loss, status.val_loss) == (30, 100, 2.25, 3.0)
+    assert status.seconds_left == 70 * 40 / 80  # steps, tokens per step, tokens per second
+    assert status_of(make_run("b", lines)).seconds_left is None
+
+
+def test_a_run_that_writes_nothing_is_silent(make_run):
+    folder = make_run("a", [(10, TRAINING)], os.getpid())
+    long_ago = time.time() - 1000
+    os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
+    assert status_of(folder).state == "running"  # its lock is fresh: it has just started
+    started = os.stat(f"/proc/{os.getpid()}").st_ctime
+    lock_time = max(long_ago, started)
+    os.utime(folder / "lock", (lock_time, lock_time))
+    if lock_time == long_ago:
+        assert status_of(folder).state == "silent"
+
+
+def test_a_number_given_to_a_younger_process_is_not_the_runs(make_run):
+    folder = make_run("a", [(10, TRAINING)], os.getpid())
+    assert is_alive(folder / "lock")
+    os.utime(folder / "lock", (1e9, 1e9))  # written before this process began
+    assert not is_alive(folder / "lock")
+
+
+def test_a_process_elsewhere_lives_while_it_writes(make_run):
+    folder = make_run("a", [(10, TRAINING)])
+    (folder / "lock").write_text("process 1 on another-machine\n")
+    assert is_alive(folder / "lock")
+    for file in ("lock", "metrics.jsonl"):
+        os.utime(folder / file, (1e9, 1e9))
+    assert not is_alive(folder / "lock")
+
+
+@pytest.mark.parametrize(
+    "lines, files, state, trouble",
+    [
+        ([(10, {"val/loss": float("nan")})], {}, "failed", "val/loss is nan"),
+        ([(10, TRAINING)], {"crash-step_00000009.json": "{}"}, "failed", "crash dump crash-step_00000009.json"),
+        ([(10, TRAINING)], {"train.log": "x\nerror: one\nerror: disk full\nbye\n"}, "failed", "error: disk full"),
+        ([(10, TRAINING)], {"train.log": "warning: slow\n"}, "stopped", "warning: slow"),
+        (
+            [(10, TRAINING | {"optim/skipped_steps": 2, "optim/loss_spikes": 0})],
+            {},
+            "stopped",
+            "warning: 2 skipped steps",
+        ),
+    ],
+)
+def test_trouble(make_run, lines, files, state, trouble):
+    folder = make_run("a", lines)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert (status_of(folder).state, status_of(folder).trouble) == (state, trouble)
+
+
+def test_refresh_reads_whole_lines_and_a_file_written_anew(make_run):
+    folder = make_run("a", [(10, TRAINING)])
+    run, file = WatchedRun(folder), folder / "metrics.jsonl"
+    run.refresh()
+    with file.open("a") as stream:
+        stream.write('{"step": 20, "tokens": 800, "train')
+    run.refresh()
+    assert run.status().step == 10
+    with file.open("a") as stream:
+        stream.write('/loss": 2.0}\nnot a line\n[]\n')
+    run.refresh()
+    assert (run.status().step, run.series["train/loss"]) == (20, [(10, 2.5), (20, 2.0)])
+    (folder / "new").write_text('{"step": 10, "tokens": 400, "train/loss": 9.0}\n' + 200 * " ")  # longer than before
+    (folder / "new").rename(file)
+    run.refresh()
+    assert run.series["train/loss"] == [(10, 9.0)]
+    file.unlink()
+    run.refresh()
+    assert run.status().step == 0
+
+
+def test_thin_keeps_means_and_the_last_step():
+    series = [(step, float(step)) for step in range(1, 11)]
+    assert thin(series, 20) == series
+    assert thin(series, 4) == [(3, 2.0), (6, 5.0), (9, 8.0), (10, 10.0)]
+    assert thin([(1, 1.0), (2, float("nan"))], 9) == [(1, 1.0), (2, None)]
+    assert thin([], 4) == []
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(9, "9 s"), (61, "1 min"), (7500, "2 h 05 min"), (190_000, "2 d 4 h"), (59.9, "60 s")]
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_runs_are_found_below_folders(make_run, tmp_path):
+    make_run("b")
+    make_run("sweep/a")
+    (tmp_path / "runs/empty").mkdir()
+    assert [str(run.relative_to(tmp_path / "runs")) for run in find_runs([tmp_path / "runs"])] == ["b", "sweep/a"]
+    assert find_runs([tmp_path / "runs/b", tmp_path / "runs"])[0].name == "b"  # once each
+
+
+def test_the_table(make_run, tmp_path, capsys):
+    make_run("a", END)
+    make_run("b", [(10, TRAINING)], os.getpid())
+    assert watch.main([str(tmp_path / "runs")]) == 0  # stdout is no terminal: once
+    head, _, a, b = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "val", "loss", "tokens/s", "left"]  # no MFU, no trouble
+    assert a.split()[1:] == ["finished", "100", "of", "100", "100%", "2.5000", "2.0000", "80"]
+    assert b.split()[1:] == ["running", "10", "of", "100", "10%", "2.5000", "80", "45", "s"]
+
+
+def test_no_runs_yet_and_wrong_places(tmp_path, capsys):
+    assert watch.main([str(tmp_path)]) == 0
+    assert f"no runs in {tmp_path} yet" in capsys.readouterr().out
+    assert watch.main([str(tmp_path / "typo")]) == 2
+    assert "typo: no such folder" in capsys.readouterr().err
+
+
+def test_a_broken_config_hides_only_its_run(make_run, tmp_path, capsys):
+    make_run("a", END)
+    (make_run("b") / "config.toml").write_text("[model\n")
+    (make_run("c") / "config.toml").write_text("")
+    assert watch.main([str(tmp_path / "runs"), "--once"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@contextmanager
+def serving(*places):
+    server = make_server(0, watch.Watcher(places).as_json)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def fetch(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as reply:
+        return reply.headers, reply.read().decode()
+
+
+def test_the_server_answers_this_machine_alone(make_run, tmp_path):
+    make_run("a", [(10, TRAINING | {"val/loss": float("inf"), "val/loads": [[1, 3], [0, 0]]})])
+    with serving(tmp_path / "runs") as url:
+        headers, page = fetch(url)
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing from outside
+        (run,) = json.loads(fetch(f"{url}/runs")[1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert run["router"] == "kern" and run["group"].endswith("runs/all") and run["color"].startswith("#")
+        assert run["val_loss"] is None and run["series"]["val/loss"] == [[10, None]]
+        assert run["loads"] == [[0.5, 1.5], [0, 0]]
+        for path, headers, code in (("/etc/passwd", {}, 404), ("/runs", {"Host": "evil.example:80"}, 403)):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                fetch(url + path, **headers)
+            assert error.value.code == code
+        port = url.rsplit(":", 1)[1]
+        assert watch.main([str(tmp_path), "--serve", port]) == 2  # taken
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_the_page_in_a_browser(make_run, tmp_path):
+    folder = make_run("a<b>x</b>", [(step, TRAINING | {"val/loss": 2.0}) for step in (10, 20)])
+    make_run("soft", [(10, TRAINING | {"val/loads": [[1, 2]]})], os.getpid(), router="softmax")
+
+    def page():
+        budget = ["--virtual-time-budget=4000", "--dump-dom", url]
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *budget]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+    with serving(tmp_path / "runs") as url:
+        dom = page()
+        assert "2 found, 1 running" in dom and "20 of 100" in dom and "a&lt;b&gt;x&lt;" in dom
+        assert dom.count("<section") == 3 and "<canvas" in dom  # loss, speed, loads
+        append(folder, (30, TRAINING))
+        assert "30 of 100" in page()
