@@ -180,7 +180,21 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
     found = configure.sweep_points(file, overrides)
     if scale is not None:
         found = [[*point, *scale_down(configure.load(file, point), scale)] for point in found]
-    return [Point(f"{i}/{len(found)}", point, configure.load(file, point)) for i, point in enumerate(found, 1)]
+    return [
+        choose_folder(Point(f"{i}/{len(found)}", point, configure.load(file, point)), file)
+        for i, point in enumerate(found, 1)
+    ]
+
+
+def choose_folder(point: Point, file: str) -> Point:
+    """`point` in the folder that train.py would take for it: another one if a run of an edited config has its own."""
+    if configure.is_name_chosen(file, point.overrides):
+        return point
+    with suppress(RunError, ConfigError):  # train.py explains it better
+        config = folder.find_or_rename(point.config)
+        if config != point.config:
+            return point._replace(overrides=[*point.overrides, f"--run.name={config.run.name}"], config=config)
+    return point
 
 
 def scale_down(config: Config, scale: float) -> list[str]:

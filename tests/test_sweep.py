@@ -16,6 +16,7 @@ import pytest
 from runs import run as train_run
 
 import configure
+from runtime.folder import write_config
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
@@ -115,7 +116,19 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_t
     (points[0].folder / "metrics.jsonl").write_text('{"step": 2, "tokens": 9, "val/loss": 2.0}\n')
     assert points[0].steps_done() == 3  # its last evaluation is left to do
     assert sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]) == 1
-    assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # another config's run: train.py refuses it
+    assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # of another config: it trains
+
+
+def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
+    (point, *_) = sweep.list_points(str(sweep_file), [])
+    point.folder.mkdir(parents=True)
+    write_config(point.folder, point.config)
+    (same, *_) = sweep.list_points(str(sweep_file), [])
+    assert same == point
+    (edited, *others) = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
+    assert edited.folder.name == f"{point.folder.name}-lr0.0001"
+    assert edited.overrides[-1] == f"--run.name={edited.folder.name}"
+    assert not any("--run.name" in word for other in others for word in other.overrides)
 
 
 def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
