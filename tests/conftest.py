@@ -12,9 +12,10 @@ import numerics
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import configure
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
 from runtime import checkpoint
 
@@ -28,6 +29,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would flood the report of a failing test
 
 WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]
+
+fuzz = settings(  # the same examples in each run
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 TINY = """\
 [run]
@@ -82,12 +91,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def write_tiny(folder: Path, corpus: Path) -> Path:
+    """Write folder/tiny.toml: 2 layers, 8 experts, 4 steps on the tiny corpus, runs in folder/runs."""
+    file = folder / "tiny.toml"
+    file.write_text(TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix()))
+    return file
+
+
 @pytest.fixture
 def tiny_file(tmp_path: Path, corpus: Path) -> Path:
-    """A config file: 2 layers, 8 experts, 4 steps on the tiny corpus, runs under tmp_path."""
-    file = tmp_path / "tiny.toml"
-    file.write_text(TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix()))
-    return file
+    """`write_tiny` in tmp_path."""
+    return write_tiny(tmp_path, corpus)
 
 
 @pytest.fixture
@@ -102,6 +116,12 @@ def fake_ranks() -> bytes:
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
+@pytest.fixture(scope="session", params=["bytes", "gpt2"])
+def any_tokenizer(request: pytest.FixtureRequest) -> ByteTokenizer | GPT2Tokenizer:
+    """Each kind of tokenizer."""
+    return ByteTokenizer() if request.param == "bytes" else GPT2Tokenizer(request.getfixturevalue("fake_ranks"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import random
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from data import prepare, units
 from data.bins import open_tokenizer, open_tokens, read_meta
 from data.tokenizer import ByteTokenizer
+from data.writer import Writer
 
 BYTES = ByteTokenizer()
 REPO_ROOT = Path(__file__).parents[1]
@@ -70,6 +72,22 @@ def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
+def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES) -> Path:
+    """Write a set of given ids, with one document in each split."""
+    with Writer(folder, tokenizer, shard_tokens) as writer:
+        for split, ids in {"train": train, "val": val}.items():
+            writer.write(split, np.asarray(ids, np.uint16))
+        writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
+    return folder
+
+
+def edit_meta(folder: Path, change) -> None:
+    """Call `change` on the content of a set's meta.json."""
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
 def corpus_texts(n: int = 40) -> list[str]:
     """Different texts of one to 200 lines, some blank, not all in ASCII."""
     rng = random.Random(0)
@@ -96,6 +114,31 @@ def run(tmp_path, capsys):
         return code, printed.out + printed.err
 
     return run
+
+
+@pytest.fixture
+def call(run):
+    """What `run` prints; its exit code must be `code`."""
+
+    def call(*args, code=0, **more) -> str:
+        ended, printed = run(*args, **more)
+        assert ended == code, printed
+        return printed
+
+    return call
+
+
+@pytest.fixture
+def run_alone(call, tmp_path):
+    """A function: the files of a set that one command makes undisturbed. They are removed again."""
+
+    def run_alone(*args) -> dict[str, bytes]:
+        call(*args)
+        files = snapshot(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+        return files
+
+    return run_alone
 
 
 @pytest.fixture
@@ -158,3 +201,15 @@ def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
         return write(*args)
 
     monkeypatch.setattr(units, "_write_unit", failing)
+
+
+@pytest.fixture
+def stop_at(call, monkeypatch):
+    """A function: run the command, stopped at the unit of this number; what it prints."""
+
+    def stop_at(count: int, *args) -> str:
+        with monkeypatch.context() as patch:
+            fail_after(patch, count)
+            return call(*args, code=130)
+
+    return stop_at

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import write_tiny
 from fake_runs import add_checkpoint, make_run
 from runs import run as train_run
 from scipy import stats
@@ -21,12 +21,8 @@ from scripts.report.runs import load_run_record
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, corpus):
     """Folders of a run of kern and of one of softmax, on the tiny corpus."""
-    home = tmp_path_factory.mktemp("trained")
-    (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
-    configs = [
-        configure.load(home / "tiny.toml", [f"model.router={router}", f"run.name={router}"])
-        for router in ("kern", "softmax")
-    ]
+    file = write_tiny(tmp_path_factory.mktemp("trained"), corpus)
+    configs = [configure.load(file, [f"model.router={name}", f"run.name={name}"]) for name in ("kern", "softmax")]
     for config in configs:
         train_run(config)
     return [folder.path_of(config) for config in configs]

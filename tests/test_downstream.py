@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
 from conftest import WORDS as BASIC
+from conftest import write_tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
@@ -232,10 +232,8 @@ def write_tasks(path, count=6):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, corpus):
     """A finished run of 4 steps, whose block holds the documents above."""
-    home = tmp_path_factory.mktemp("finished")
-    (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
     sizes = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=3"]
-    config = configure.load(home / "tiny.toml", sizes)
+    config = configure.load(write_tiny(tmp_path_factory.mktemp("finished"), corpus), sizes)
     train.train(config)
     return folder.path_of(config)
 

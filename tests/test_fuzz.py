@@ -10,8 +10,9 @@ import shutil
 import numpy as np
 import pytest
 import tomli_w
-from conftest import Payload
-from hypothesis import HealthCheck, example, given, settings
+from conftest import Payload, fuzz
+from corpora import edit_meta, write_ids
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import train
@@ -21,19 +22,8 @@ from data import DataError, prepare
 from data.bins import Meta, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.encode import Encoded
 from data.loader import Loader
-from data.tokenizer import ByteTokenizer, TokenizerError, load_tokenizer
+from data.tokenizer import TokenizerError, load_tokenizer
 from data.units import read_units
-from data.writer import Writer
-
-BYTES = ByteTokenizer()
-fuzz = settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
 
 # configs
 
@@ -163,11 +153,7 @@ JSON = st.recursive(
 @pytest.fixture(scope="module")
 def fuzzed_set(tmp_path_factory):
     """Folder of a valid set of 60 and 20 tokens, and its valid meta.json."""
-    folder = tmp_path_factory.mktemp("fuzz") / "set"
-    with Writer(folder, BYTES, 25) as writer:
-        writer.write("train", np.arange(60, dtype=np.uint16), documents=3)
-        writer.write("val", np.arange(20, dtype=np.uint16))
-        writer.finish("set", {"corpus": "text", "inputs": ["a", "b"]}, "python -m data.prepare text --name set")
+    folder = write_ids(tmp_path_factory.mktemp("fuzz") / "set", range(60), range(20), 25)
     return folder, (folder / "meta.json").read_bytes()
 
 
@@ -248,49 +234,43 @@ def pickled(request, canary):
     return payload
 
 
-def test_a_pickle_as_meta_runs_nothing(tmp_path, corpus, pickled):
-    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
-    (tmp_path / "tiny/meta.json").write_bytes(pickled)
-    for use in (
-        read_meta,
-        open_tokenizer,
-        lambda folder: check_dataset(folder, 257),
-        lambda folder: open_tokens(folder, "val"),
-    ):
+@pytest.fixture
+def copied(tmp_path, corpus):
+    """A copy of the set `tiny`."""
+    return shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
+
+
+def test_a_pickle_as_meta_runs_nothing(copied, pickled):
+    (copied / "meta.json").write_bytes(pickled)
+    for use, *more in ([read_meta], [open_tokenizer], [check_dataset, 257], [open_tokens, "val"]):
         with pytest.raises(DataError, match="tiny/meta.json: cannot be read"):
-            use(tmp_path / "tiny")
+            use(copied, *more)
 
 
-def test_a_pickle_as_ranks_runs_nothing(tmp_path, corpus, pickled):
-    (tmp_path / "ranks").write_bytes(pickled)
-    with pytest.raises(TokenizerError, match="ranks: not GPT-2's BPE file: sha256"):
-        load_tokenizer("gpt2", tmp_path / "ranks")
-    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
-    meta = json.loads((tmp_path / "tiny/meta.json").read_text())
-    (tmp_path / "tiny/meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | {"name": "gpt2"}}))
-    (tmp_path / "tiny/gpt2.tiktoken").write_bytes(pickled)
-    with pytest.raises(TokenizerError, match="gpt2.tiktoken: not GPT-2's BPE file: sha256"):
-        open_tokenizer(tmp_path / "tiny")
+def test_a_pickle_as_ranks_runs_nothing(copied, pickled):
+    edit_meta(copied, lambda meta: meta["tokenizer"].update(name="gpt2"))
+    ranks = copied / "gpt2.tiktoken"
+    ranks.write_bytes(pickled)
+    for use, place in ((lambda: load_tokenizer("gpt2", ranks), ranks), (lambda: open_tokenizer(copied), copied)):
+        with pytest.raises(TokenizerError, match=f"{place}.*: not GPT-2's BPE file: sha256"):
+            use()
 
 
-def test_a_pickle_as_a_tokenizers_name_runs_nothing(tmp_path, corpus, canary):
-    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
-    meta = json.loads((tmp_path / "tiny/meta.json").read_text())
+def test_code_as_a_tokenizers_name_runs_nothing(copied, canary):
     name = f"__import__('pathlib').Path({str(canary)!r}).touch()"
-    (tmp_path / "tiny/meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | {"name": name}}))
+    edit_meta(copied, lambda meta: meta["tokenizer"].update(name=name))
     with pytest.raises(TokenizerError, match="no tokenizer .*choose one of bytes, gpt2"):
-        open_tokenizer(tmp_path / "tiny")
+        open_tokenizer(copied)
 
 
-def test_a_pickle_as_a_shard_runs_nothing(tmp_path, corpus, pickled):
-    shutil.copytree(corpus / "tiny", tmp_path / "tiny")
-    shard = tmp_path / "tiny/train-00000.bin"
+def test_a_pickle_as_a_shard_runs_nothing(copied, pickled):
+    shard = copied / "train-00000.bin"
     size = shard.stat().st_size
     for data, says in ((pickled, f"expected {size} bytes"), (pickled.ljust(size, b"."), "train-00000.bin: id ")):
         shard.write_bytes(data)
         with pytest.raises(DataError, match=says):
-            check_dataset(tmp_path / "tiny", 257)
-    windows = Loader(open_tokens(tmp_path / "tiny", "train"), 32, 8, 0)
+            check_dataset(copied, 257)
+    windows = Loader(open_tokens(copied, "train"), 32, 8, 0)
     with pytest.raises(DataError, match="the train split of .*tiny: id [0-9]+ at token [0-9,]+, expected below 257"):
         windows.batch(0)
 
@@ -315,14 +295,10 @@ def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, canary, c
 PAYLOADS = [
     "__import__('pathlib').Path('CANARY').touch()",
     "exec(\"open('CANARY', 'w')\")",
-    "{__import__('pathlib').Path('CANARY').touch()}",
     "!!python/object/apply:pathlib.Path.touch [CANARY]",
     "$(touch CANARY)",
     "`touch CANARY`",
-    "; touch CANARY",
-    "| touch CANARY",
     "${touch CANARY}",
-    "%(touch CANARY)s",
     "../CANARY",
 ]
 
@@ -352,13 +328,10 @@ def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, payload):
         "model.__init__ = \"__import__('pathlib').Path('CANARY').touch()\"",
         "model.model_config = {}",
         "model.model_post_init = \"open('CANARY', 'w')\"",
-        "__builtins__.exec = \"open('CANARY', 'w')\"",
         "model = \"!!python/object/apply:os.system ['touch CANARY']\"",
-        "!!python/object/apply:os.system ['touch CANARY']",
         "include = 'CANARY'",
         "_target_ = 'pathlib.Path.touch'\n_args_ = ['CANARY']",
         "[sweep]\nrun.seed = \"range(open('CANARY', 'w'))\"",
-        "[sweep]\nrun.seed = [\"open('CANARY', 'w')\"]",
     ],
 )
 def test_config_never_runs_code(tmp_path, canary, text):
@@ -384,11 +357,10 @@ def test_a_pickle_as_a_config_runs_nothing(tmp_path, pickled):
         ("train-00000.bin", "id [0-9]+ at token", lambda data: data[::-1]),
     ],
 )
-def test_damaged_set_starts_no_run(tmp_path, corpus, tiny, file, says, change):
-    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    path = tmp_path / "data/tiny" / file
+def test_damaged_set_starts_no_run(tmp_path, copied, tiny, file, says, change):
+    path = copied / file
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=says) as caught:
         train.train(tiny(f"data.dir={tmp_path}/data"))
-    assert str(tmp_path / "data/tiny") in str(caught.value)
+    assert str(copied) in str(caught.value)
     assert not (tmp_path / "runs").exists()

@@ -9,20 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from conftest import fuzz
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
 from runtime.metrics import Metrics, imbalance_and_dead, load_metrics, read_metrics
-
-fuzz = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 # ---- metrics.jsonl
 
@@ -40,9 +33,8 @@ def write_lines(folder, *lines, end="\n"):
 def test_metrics_are_numbers_line_by_line(tmp_path):
     metrics = Metrics(tmp_path, -1)
     metrics.log(0, 0, **{"val/loss": torch.tensor(2.5), "optim/lr": 0.1})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 0, "tokens": 0, "val/loss": 2.5, "optim/lr": 0.1}
-    ]  # at once
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")  # at once
+    assert line == {"step": 0, "tokens": 0, "val/loss": 2.5, "optim/lr": 0.1}
     metrics.log(1, 64, **{"train/loss": math.inf, "val/loss": math.nan})
     metrics.close()
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
@@ -112,6 +104,10 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     assert (tmp_path / "metrics.jsonl").read_bytes().count(good) == 2  # left as it was
 
 
+def as_json(strategy):
+    return strategy.map(lambda value: json.dumps(value).encode())
+
+
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -120,17 +116,13 @@ JSON_VALUES = st.recursive(
 LINES = st.one_of(
     st.binary(max_size=30),
     st.sampled_from(list(BROKEN.values()) + [codecs.BOM_UTF8 + b"{}", '{"step": 1}'.encode("utf-16")]),
-    JSON_VALUES.map(lambda value: json.dumps(value).encode()),
-    st.fixed_dictionaries({"step": st.integers(-1, 5) | JSON_VALUES, "tokens": st.integers() | JSON_VALUES}).map(
-        lambda line: json.dumps(line).encode()
-    ),
-    st.fixed_dictionaries({"step": st.integers(0, 5), "tokens": st.integers(0), "loss": st.floats()}).map(
-        lambda line: json.dumps(line).encode()
-    ),
+    as_json(JSON_VALUES),
+    as_json(st.fixed_dictionaries({"step": st.integers(-1, 5) | JSON_VALUES, "tokens": st.integers() | JSON_VALUES})),
+    as_json(st.fixed_dictionaries({"step": st.integers(0, 5), "tokens": st.integers(0), "loss": st.floats()})),
 )
 
 
-@fuzz
+@settings(fuzz, max_examples=40)
 @given(st.lists(LINES, max_size=6), st.sampled_from([b"\n", b"\r\n", b"\r", b"\x0b"]), st.integers(-1, 5))
 def test_any_bytes_are_lines_or_a_named_error(tmp_path, lines, newline, resume_step):
     path = tmp_path / "metrics.jsonl"
@@ -151,7 +143,7 @@ def test_any_bytes_are_lines_or_a_named_error(tmp_path, lines, newline, resume_s
     assert len({(line["step"], *line) for line in after}) == len(after)
 
 
-@fuzz
+@settings(fuzz, max_examples=40)
 @given(st.data())
 def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
     lines = [{"step": step, "tokens": 64 * step, "train/loss": 1 / (step + 1)} for step in range(5)]
@@ -165,10 +157,8 @@ def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
     metrics = Metrics(tmp_path, 3)
     metrics.log(9, 576)
     metrics.close()
-    assert path.read_bytes().endswith(b'{"step": 9, "tokens": 576}\n') and steps(tmp_path) == [
-        *range(min(complete, 4)),
-        9,
-    ]
+    assert path.read_bytes().endswith(b'{"step": 9, "tokens": 576}\n')
+    assert steps(tmp_path) == [*range(min(complete, 4)), 9]
 
 
 def test_rewriting_is_synced_before_it_is_renamed(tmp_path, disk_calls, monkeypatch):
@@ -233,9 +223,7 @@ def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path):
 
 def test_metrics_go_to_the_tracker_too(tmp_path):
     sent = []
-    tracker = SimpleNamespace(
-        recall=sent.append, log=sent.append, finish=lambda exit_code: sent.append(("finish", exit_code))
-    )
+    tracker = SimpleNamespace(recall=sent.append, log=sent.append, finish=lambda code: sent.append(("finish", code)))
     kept, late = ({"step": step, "tokens": 32 * step, "val/loss": 2.0} for step in (2, 4))
     write_lines(tmp_path, kept, late)
     metrics = Metrics(tmp_path, 3, tracker)

@@ -123,17 +123,6 @@ def test_95_percent_of_intervals_contain_the_difference(seeds, windows, remainde
         assert 0.92 <= sum(one.low <= 0 <= one.high for one in found) / draws < 1, ratio
 
 
-def test_intervals_over_settings_of_one_text_contain_the_difference():
-    """Four settings share windows and seeds: if each had its own windows, a third of the intervals would miss."""
-    rng, draws, contain = np.random.default_rng(3), 400, np.zeros(2)
-    for _ in range(draws):
-        common = 0.2 * rng.standard_normal((3, 1)) + 3 * rng.standard_normal(32)
-        settings = [common + 0.3 * rng.standard_normal((3, 32)) for _ in range(4)]
-        found = estimate_interval(settings, ["books"] * 4), estimate_interval(settings)
-        contain += [one.low <= 0 <= one.high for one in found]
-    assert 0.92 <= contain[0] / draws < 1 and contain[1] / draws < 0.85
-
-
 # ---- pairing
 
 
@@ -284,21 +273,9 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "gap, noise, seeds, verdict",
-    [(-0.1, 0.005, 3, "supported"), (0.1, 0.005, 3, "contradicted"), (-0.1, 0.2, 3, "undecided")]
-    + [(0.0, 0.0, 3, "undecided"), (-0.1, 0.005, 1, "undecided (one seed)")],
-)
-def test_verdicts(tmp_path, gap, noise, seeds, verdict):
-    found = judge(*make_pair(tmp_path, "kern", "softmax", seeds, gap, noise))["kern ends below softmax"]
-    difference, said = found.cells[""]
-    assert said == verdict and difference.seeds == seeds
-    assert difference.mean == pytest.approx(gap, abs=4 * noise + 1e-9)
-    assert found.overall is None
-
-
-@pytest.mark.parametrize(
     "low, high, verdict",
-    [(-2, -1, "supported"), (-2, 1, "undecided"), (-1, 2, "undecided"), (1, 2, "contradicted"), (-1, 0, "undecided")],
+    [(-2, -1, "supported"), (-2, 1, "undecided"), (-1, 2, "undecided"), (1, 2, "contradicted")]
+    + [(-1, 0, "undecided"), (0, 0, "undecided")],
 )
 def test_an_interval_that_contains_zero_is_undecided(low, high, verdict):
     """Whatever the side of its mean."""
@@ -326,7 +303,9 @@ def test_claims_of_few_or_all_active_experts(tmp_path, top_k, said):
 def test_claims_at_a_tenth(tmp_path):
     """kern begins worse than dense and ends better."""
     found = judge(*make_pair(tmp_path, "kern", "dense", gap=-0.2, early=1.0, noise=0.01))
-    assert found["kern ends below dense"].cells[""][1] == "supported" and len(found) == 2
+    end = found["kern ends below dense"]
+    assert end.cells[""][0].mean == pytest.approx(-0.2, abs=0.04) and end.overall is None
+    assert end.cells[""][0].seeds == 3 and end.cells[""][1] == "supported" and len(found) == 2
     assert found["kern is below dense at a tenth already"].cells[""][1] == "contradicted"
 
 
@@ -527,15 +506,6 @@ def test_differences_to_the_baseline(tmp_path):
     assert rows[0][1:2] + rows[0][4:] == ["3, 1 paired", "undecided (one seed)"] and rows[1][1] == "1"
 
 
-def test_description_of_a_setting(tmp_path):
-    (setting,) = load_settings(*make_pair(tmp_path, "dense", "kern", 1, overrides=["train.balance_loss_coef=0.01"]))
-    assert page.describe_setting(setting) == (
-        "`mix-bytes`: 2,048 tokens per step, 2.0 M in all; max_steps 1000, n_layer 2, n_expert 64, top_k 8, "
-        "n_embd 128, block_size 256, expert_hidden 8, lr 0.003, windows 128, gate_scale 1.0, "
-        "balance_loss_coef 0.01, z_loss_coef 0.0, bias_update_rate 0.0."
-    )
-
-
 def test_lines_bands_and_legends():
     """The legend gives the last values in their order; the y-axis leaves out the steep beginning."""
     lines = {str(i): (style("kern"), {0: (9, 8, 10), 5: (end, end, end), 9: (end, end - 1, end + 1), 12: (end,) * 3})
@@ -592,6 +562,13 @@ PICTURES = {  # size in pixels, height and width
 }
 
 
+DESCRIPTION = (
+    "`mix-bytes`: 2,048 tokens per step, 2.0 M in all; max_steps 1000, n_layer 2, n_expert 64, top_k 8, n_embd 128, "
+    "block_size 256, expert_hidden 8, lr 0.003, windows 128, gate_scale 1.0, balance_loss_coef 0.0, z_loss_coef 0.0, "
+    "bias_update_rate 0.0."
+)
+
+
 def test_report_is_written(written):
     _, out, said = written
     assert {file.name for file in out.iterdir()} == PICTURES.keys() | {"report.md", "report.html"}
@@ -603,7 +580,7 @@ def test_report_is_written(written):
         assert len(colours) > 40, name  # lines, words and their edges, not an empty frame
     assert re.findall(r"!\[[^]]+\]\((.*?)\)", text) == list(PICTURES)
     assert text.startswith("# 6 runs compared\n")
-    for part in ("| kern ends below dense | Sec. 4.1 | -0.", "3.4429?", "(5K)", "`mix-bytes`"):
+    for part in ("| kern ends below dense | Sec. 4.1 | -0.", "3.4429?", "(5K)", DESCRIPTION):
         assert part in text, part
     assert said[2].split()[:2] == ["small-dense", "dense"] and said[7].split()[0] == "small-softmax-seed1"
     assert any(re.fullmatch(r"kern ends below dense: \w+, -0\.\d{4} \[.*\]", line) for line in said)

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import write_tiny
+from corpora import write_ids
 from numerics import SEED, assert_near, tolerance
 from runs import run as train_run
 from test_scripts import small_model
@@ -15,7 +16,6 @@ from test_scripts import small_model
 import configure
 from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
-from data.writer import Writer
 from eval import val_loss
 from eval.trained import load_model
 from eval.val_loss import Corpus, main, make_windows, measure_loss, token_lengths
@@ -32,10 +32,8 @@ def trained(tmp_path_factory, corpus):
 
     Dense: a router's choice could depend on the batch, where two experts are equal but for rounding.
     """
-    home = tmp_path_factory.mktemp("trained")
-    (home / "tiny.toml").write_text(TINY.format(runs=(home / "runs").as_posix(), data=corpus.as_posix()))
     more = ["train.checkpoint_interval=2", "model.router=dense", f"run.seed={SEED}"]
-    config = configure.load(home / "tiny.toml", more)
+    config = configure.load(write_tiny(tmp_path_factory.mktemp("trained"), corpus), more)
     train_run(config)
     return folder.path_of(config)
 
@@ -224,10 +222,8 @@ def test_changed_data_set_is_noted(trained, score, tmp_path):
 
 
 def write_set(path, tokenizer, length=99):
-    with Writer(path, tokenizer) as writer:
-        for split in ("train", "val"):
-            writer.write(split, tokenizer.encode_batch(["x" * length])[0])
-        writer.finish(path.name, {}, "python -m data.prepare text")
+    ids = tokenizer.encode("x" * length)
+    write_ids(path, ids, ids, tokenizer=tokenizer)
 
 
 def test_bad_input(trained, tmp_path, capsys, fake_ranks):
