@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 train.py config/125m.toml
     python train.py --help        every key, its default and meaning
 
-A run has a folder runs/<name>/: config.toml, metrics.jsonl, checkpoints/. The same command resumes from its last
-checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an error, which is named, 75 asked to stop
-(SIGTERM, SIGUSR1, Ctrl-C) and saved: start it again.
+A run has a folder runs/<name>/: config.toml, metrics.jsonl, arrays/, checkpoints/. The same command resumes from its
+last checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an error, which is named, 75 asked to
+stop (SIGTERM, SIGUSR1, Ctrl-C) and saved: start it again.
 """
 
 import os

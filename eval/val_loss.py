@@ -230,7 +230,7 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int) -> Result:
 
 def logged_loss(run: Path, step: int) -> tuple[float, int] | None:
     """Validation loss and number of windows that metrics.jsonl has at `step`, if any."""
-    for line in read_metrics(run / "metrics.jsonl"):
+    for line in read_metrics(run / "metrics.jsonl", ["val/window_losses"]):
         if line["step"] == step and "val/loss" in line:
             return line["val/loss"], len(line.get("val/window_losses", ()))
     return None

@@ -1,34 +1,48 @@
-"""A run's numbers: runs/<name>/metrics.jsonl always, a tracker (runtime/tracker.py) on request; and what loads say."""
+"""A run's numbers: metrics.jsonl and arrays/ in its folder, a tracker (runtime/tracker.py) on request; what loads say.
 
+Numbers, and lists of them by layer, are in metrics.jsonl: a short JSON object per line. Larger arrays, by window or by
+expert (ARRAYS), are in arrays/val_STEP.npz and arrays/router_STEP.npz, which np.load reads: `step` (n,) and each name
+(n, ...), for the n steps logged since the last such file, up to STEP. They are written at each evaluation and before
+each checkpoint. Older runs have the arrays in metrics.jsonl, as lists.
+"""
+
+import io
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 from tqdm import tqdm
 
 from runtime import RunError, describe_write_errors
 from runtime.output import first_line, write_atomic
 
+if TYPE_CHECKING:  # scripts.watch imports this module without torch
+    from torch import Tensor
+
+ARRAYS = ("val/window_losses", "val/loads", "router/loads")  # nats per token (W,); tokens (L, E), of a step in training
+LINES = {"val": "val/loss", "router": "train/loss"}  # names in the lines to which the arrays of a section belong
+
 
 class Metrics:
-    """Appends one JSON object per line, each with `step` and `tokens` (seen in training so far). Rank 0 alone has one.
+    """Writes both, each line with `step` and `tokens` (seen in training so far). Rank 0 alone has one.
 
-    Values are numbers, or lists of them by layer, expert or window; Inf and NaN are written `Infinity` and `NaN`, as
-    Python's json writes and reads them. A tracker gets the lines that exist and each new one; one that fails is dropped
-    with one printed line. Where the file cannot be written, methods raise RunError or, if `on_error` is "warn", print
-    it once and try again with the next line; `close` raises it in any case.
+    Inf and NaN are written `Infinity` and `NaN`, as Python's json writes and reads them. A tracker gets the lines that
+    exist and each new one, the new ones with their arrays; one that fails is dropped with one printed line. Where a
+    file cannot be written, methods raise RunError or, if `on_error` is "warn", print it once and try again with the
+    next line; `close` raises it in any case.
     """
 
     def __init__(self, folder: str | Path, resume_step: int, tracker: Any = None, on_error: str = "stop") -> None:
-        """Open the file and drop what the resumed run will write again.
+        """Open the files and drop what the resumed run will write again.
 
         Args:
             folder: of the run.
-            resume_step: lines after this step are dropped; below 0 all are, into metrics.old.jsonl. Of lines with
-                the same step and names the last is kept.
+            resume_step: lines and arrays after this step are dropped; below 0 all are, into metrics.old.jsonl and
+                arrays.old. Of lines with the same step and names the last is kept.
             tracker: a runtime.tracker.Tracker; None: no wandb.
             on_error: "stop" or "warn".
 
@@ -36,25 +50,39 @@ class Metrics:
             RunError: the file cannot be written, or has lines of another kind.
         """
         self.path = Path(folder, "metrics.jsonl")
+        self.arrays = Path(folder, "arrays")
         self.tracker, self.on_error, self.waiting = tracker, on_error, b""
+        self.rows: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}, not yet written
+        self.late = False  # they could not be written
         lines, old = read_metrics(self.path), self.path.with_suffix(".old.jsonl")
         kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
         with describe_write_errors(self.path):
             if resume_step < 0 and len(lines) > len(read_metrics(old)):
                 write_atomic(old, self.path.read_bytes())
+                if self.arrays.is_dir():
+                    shutil.rmtree(self.arrays.with_suffix(".old"), ignore_errors=True)
+                    self.arrays.rename(self.arrays.with_suffix(".old"))
+            late = [file for file in list_arrays(self.path) if int(file.stem[-8:]) > resume_step]
+            for file in [*late, *self.arrays.glob("*.tmp")]:
+                file.unlink()
             write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True)
             self.file = self.path.open("ab", buffering=0)
         self._tell("recall", list(kept.values()))
 
-    def log(self, step: int, tokens: int, **values: Tensor | float) -> None:
-        """Append a line. Tensors are copied to the host."""
+    def log(self, step: int, tokens: int, **values: "Tensor | float") -> None:
+        """Append a line. Tensors are copied to the host; those of ARRAYS wait for an evaluation, `sync` or `close`."""
         line: dict[str, Any] = {"step": step, "tokens": tokens}
-        line |= {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-        self._write(json.dumps(line).encode() + b"\n")
+        line |= {name: value if isinstance(value, int | float) else value.tolist() for name, value in values.items()}
+        for name in line.keys() & ARRAYS:
+            self.rows.setdefault(_section(name), {}).setdefault(step, {})[name] = line[name]
+        if "val" in self.rows:
+            self._write_arrays()  # before its line, which says that this evaluation is done
+        self._write(json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n")
         self._tell("log", line)
 
     def sync(self) -> None:
-        """Make every line so far survive a power failure."""
+        """Make every line and array so far survive a power failure."""
+        self._write_arrays()
         self._write(b"", sync=True)
 
     def close(self, failed: bool = False) -> None:
@@ -68,6 +96,26 @@ class Metrics:
         finally:
             self.file.close()
             self._tell("finish", int(failed))
+
+    def _write_arrays(self) -> None:
+        """Write the waiting arrays, a file per section; where that fails they go on waiting."""
+        try:
+            for section, rows in [*self.rows.items()]:
+                file, columns = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
+                names = {name for row in rows.values() for name in row}
+                arrays = {name: np.array([row[name] for row in rows.values()]) for name in sorted(names)}
+                np.savez_compressed(columns, allow_pickle=False, step=[*rows], **arrays)
+                with describe_write_errors(file):
+                    self.arrays.mkdir(exist_ok=True)
+                    write_atomic(file, columns.getvalue(), durable=True)
+                del self.rows[section]
+            self.late = False
+        except RunError as error:
+            if self.on_error == "stop":
+                raise
+            if not self.late:
+                tqdm.write(f"warning: {error}")
+            self.late = True
 
     def _write(self, lines: bytes, sync: bool = False) -> None:
         """Append the waiting lines and these; no line at all rather than half of one."""
@@ -101,16 +149,20 @@ class Metrics:
             )
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; none if it does not exist.
 
     A last line that a kill cut short, or that a power failure filled with NUL bytes, is left out.
+
+    Args:
+        path: the file.
+        arrays: those of ARRAYS to add to the lines where they were logged, as lists; older runs have all of them.
 
     Returns:
         Dicts of numbers and lists of numbers, `step` (int) and `tokens` in each.
 
     Raises:
-        RunError: any other line is of another kind; it is named.
+        RunError: any other line is of another kind, or a file of arrays is damaged; it is named.
     """
     lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n") if Path(path).is_file() else []
     records = []
@@ -125,10 +177,35 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 raise RunError(
                     f"{path}, line {number} is not a JSON object of numbers with step and tokens; remove that line"
                 ) from None
+    for section in {_section(name) for name in arrays}:
+        names = [name for name in arrays if _section(name) == section]
+        found = {step: row for file in list_arrays(path, section) for step, row in load_arrays(file, names).items()}
+        for record in records:
+            if LINES[section] in record:
+                record |= {name: value.tolist() for name, value in found.get(record["step"], {}).items()}
     return records
 
 
-def load_metrics(loads: Tensor) -> dict[str, Tensor]:
+def list_arrays(path: str | Path, section: str = "*") -> list[Path]:
+    """The files of arrays beside the metrics.jsonl at `path`; of one section, `val` or `router`, in order of steps."""
+    return sorted(Path(path).with_name("arrays").glob(f"{section}_{8 * '[0-9]'}.npz"))
+
+
+def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
+    """{step: {name: array}} of a file of arrays, of those `names` that it has. Raises RunError if it is damaged."""
+    try:
+        with np.load(file) as found:
+            columns = {name: found[name] for name in names if name in found}
+            return {int(step): {name: columns[name][i] for name in columns} for i, step in enumerate(found["step"])}
+    except Exception as error:  # numpy and zipfile raise many kinds
+        raise RunError(f"{file} is damaged ({first_line(error)}); remove it: the run does without it") from error
+
+
+def _section(name: str) -> str:
+    return name.split("/")[0]
+
+
+def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
     """Two numbers that summarise expert loads; empty for a dense model.
 
     Args:
@@ -144,7 +221,7 @@ def load_metrics(loads: Tensor) -> dict[str, Tensor]:
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
-def imbalance_and_dead(loads: Tensor) -> tuple[Tensor, Tensor]:
+def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":
     """Both numbers of `load_metrics` for each layer of (L, E): (L,) each."""
     return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)
 

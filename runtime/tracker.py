@@ -51,7 +51,7 @@ class Tracker:
             except Exception as error:
                 self.draws = False
                 install = "; pip install -r requirements-report.txt" * isinstance(error, ImportError)
-                tqdm.write(f"wandb: no pictures of loads ({first_line(error)}{install}); metrics.jsonl has the loads")
+                tqdm.write(f"wandb: no pictures of loads ({first_line(error)}{install}); arrays/ has the loads")
         self.run.log(values, step=line["step"])
         self.recall([line])
 

@@ -28,7 +28,7 @@ import configure
 from data.bins import check_dataset
 from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 from runtime.signals import EXIT_CODE
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -227,10 +227,10 @@ def print_report(calm: Run, torn: Run, faults: list[Fault]) -> int:
 
 
 def read_results(run: Run) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """SHA-256 of the files of the last checkpoint, and the lines of metrics.jsonl without times."""
+    """SHA-256 of the files of the last checkpoint, and the lines of metrics.jsonl with arrays and without times."""
     manifest = checkpoint.verify(checkpoint.folder_of(run.checkpoints, run.max_steps))
     files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name != ".metadata"}
-    lines = read_metrics(run.folder / "metrics.jsonl")
+    lines = read_metrics(run.folder / "metrics.jsonl", ARRAYS)
     return files, [{key: line[key] for key in line if not key.startswith("perf/")} for line in lines]
 
 

@@ -10,17 +10,29 @@ import numpy as np
 
 import configure
 from runtime import checkpoint
+from runtime.metrics import Metrics
 
 CONFIG = Path(__file__).parents[1] / "config"
 
 
-def make_run(folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", **shape: Any) -> Path:
-    """Make a run's folder, of kern and seed 0 by default; `shape` goes to `metric_lines`."""
+def make_run(
+    folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", old: bool = False, **shape: Any
+) -> Path:
+    """Make a run's folder, of kern and seed 0 by default; `shape` goes to `metric_lines`.
+
+    An `old` one has its arrays in metrics.jsonl, as lists.
+    """
     config = configure.load(file, ["run.seed=0", "model.router=kern", *overrides])
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))
     lines = metric_lines(config, **shape)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if old:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+    metrics = Metrics(folder, -1)
+    for line in lines:
+        metrics.log(**{key: np.array(value) if isinstance(value, list) else value for key, value in line.items()})
+    metrics.close()
     return folder
 
 

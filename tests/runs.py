@@ -25,7 +25,7 @@ import train
 from configure import Config
 from router import Router, Routing
 from runtime import checkpoint, folder
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 
 REPO_ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
@@ -53,9 +53,9 @@ def modules_in(place: Path) -> Iterator[None]:
 
 
 def run(config: Config) -> list[dict]:
-    """Train, and return the lines of metrics.jsonl."""
+    """Train, and return the lines of metrics.jsonl with their arrays."""
     train.train(config)
-    return read_metrics(folder.path_of(config) / "metrics.jsonl")
+    return read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS)
 
 
 def column(lines: list[dict], key: str) -> list:
@@ -125,14 +125,14 @@ def assert_same_columns(lines: list[dict], wanted: list[dict], *keys: str, round
 class End(NamedTuple):
     """What must be equal, bit for bit, at the end of two equal runs."""
 
-    lines: list[dict]  # of metrics.jsonl, without times
+    lines: list[dict]  # of metrics.jsonl, with arrays and without times
     tensors: dict  # sha256 of the files that hold weights, AdamW's moments and selection biases
     facts: dict  # counters, loss scale, history of losses
 
 
 def end(config: Config) -> End:
     """The `End` of a finished run."""
-    lines = untimed(read_metrics(folder.path_of(config) / "metrics.jsonl"))
+    lines = untimed(read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS))
     manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
     tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}
     return End(lines, tensors, manifest["facts"])

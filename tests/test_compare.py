@@ -100,6 +100,29 @@ def test_losses_at_the_steps_that_both_have(tmp_path, said):
     assert re.search(r"^step +1,000 +700 of 1,000$", out, re.MULTILINE)
 
 
+def test_runs_with_arrays_in_their_metrics_compare_alike(tmp_path, said):
+    """As older runs have them, also beside a run of today."""
+    shapes = {"kern": {"noise": 0.05}, "softmax": {"noise": 0.05, "end": 2.1}}
+    runs = {
+        old: [
+            make_run(tmp_path / str(old) / router, f"model.router={router}", f"run.name={router}", old=old, **shape)
+            for router, shape in shapes.items()
+        ]
+        for old in (False, True)
+    }
+    new, old, mixed = (
+        said(*pair, "--no-sample").split("\n\n")[1:]  # without the names of the folders
+        for pair in (runs[False], runs[True], (runs[True][0], runs[False][1]))
+    )
+    assert new == old == mixed and "[" in new[-1]
+    (ours, theirs) = (load_run_record(runs[old][0]).evaluations for old in (False, True))
+    assert (
+        ours == theirs
+        and len(ours[1000]["val/loads"])
+        and "val/loads" not in (runs[False][0] / "metrics.jsonl").read_text()
+    )
+
+
 def test_which_is_lower(tmp_path, said):
     """By the interval; undecided where it contains zero, and where windows' losses were not logged."""
     low, high, near = (

@@ -7,6 +7,7 @@ import os
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import fuzz
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from runs import largest_file
 
 from runtime import RunError
-from runtime.metrics import Metrics, imbalance_and_dead, load_metrics, read_metrics
+from runtime.metrics import ARRAYS, Metrics, imbalance_and_dead, load_metrics, read_metrics
 
 # ---- metrics.jsonl
 
@@ -232,6 +233,143 @@ def test_metrics_go_to_the_tracker_too(tmp_path):
     assert sent == [[kept], {"step": 3, "tokens": 96, "train/loss": 1.0, "router/loads": [[1, 2]]}, ("finish", 0)]
     Metrics(tmp_path, 3, tracker).close(failed=True)
     assert sent[-1] == ("finish", 1)
+
+
+# ---- arrays
+
+
+def log_run(folder, steps=range(6), resume_step=-1, **options):
+    """Log training and, at even steps, an evaluation, with arrays that tell their step; returns the Metrics."""
+    folder.mkdir(exist_ok=True)
+    metrics = Metrics(folder, resume_step, **options)
+    for step in steps:
+        metrics.log(step, 0, **{"train/loss": 1.0, "router/loads": torch.tensor([[step, 0.5], [1, 2]])})
+        if step % 2 == 0:
+            metrics.log(
+                step, 0, **{"val/loss": 2.0, "val/window_losses": torch.tensor([step, 0.1], dtype=torch.float64)}
+            )
+    return metrics
+
+
+def read_all(folder):
+    """{(step, name): array} of ARRAYS."""
+    lines = read_metrics(folder / "metrics.jsonl", ARRAYS)
+    return {(line["step"], name): line[name] for line in lines for name in ARRAYS if name in line}
+
+
+def names_in(folder):
+    return sorted(path.name for path in (folder / "arrays").iterdir())
+
+
+def test_arrays_are_beside_short_lines(tmp_path):
+    metrics = log_run(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:2] == [
+        '{"step": 0, "tokens": 0, "train/loss": 1.0}',
+        '{"step": 0, "tokens": 0, "val/loss": 2.0}',
+    ]
+    files = [f"{section}_0000000{step}.npz" for section in ("router", "val") for step in (0, 2, 4)]
+    assert names_in(tmp_path) == files  # each evaluation writes; the loads of step 5 wait
+    metrics.sync()
+    assert names_in(tmp_path) == sorted([*files, "router_00000005.npz"])
+    metrics.close()
+    found = np.load(tmp_path / "arrays/router_00000004.npz")
+    assert found["step"].tolist() == [3, 4] and found["router/loads"].shape == (2, 2, 2)
+    loads = {(step, "router/loads"): [[step, 0.5], [1, 2]] for step in range(6)}
+    losses = {(step, "val/window_losses"): [step, 0.1] for step in (0, 2, 4)}
+    assert read_all(tmp_path) == loads | losses
+    line = read_metrics(tmp_path / "metrics.jsonl", ["val/window_losses"])[-2]
+    assert line == {"step": 4, "tokens": 0, "val/loss": 2.0, "val/window_losses": [4, 0.1]}
+
+
+def test_resuming_leaves_each_array_once(tmp_path):
+    log_run(tmp_path / "whole").close()
+    log_run(tmp_path / "cut").close()
+    (tmp_path / "cut/arrays/val_00000004.npz.7.tmp").write_bytes(b"half")
+    metrics = log_run(tmp_path / "cut", steps=(), resume_step=3)
+    assert names_in(tmp_path / "cut") == [f"{kind}_0000000{step}.npz" for kind in ("router", "val") for step in (0, 2)]
+    metrics.close()
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+@pytest.mark.parametrize("saved_at", [-1, 0, 1, 3])
+def test_a_kill_loses_no_array_up_to_the_checkpoint(tmp_path, saved_at, killed_at):
+    """A killed process never closes its file."""
+    log_run(tmp_path / "whole").close()
+    first = log_run(tmp_path / "cut", range(saved_at + 1))
+    first.sync()
+    log_run(tmp_path / "cut", range(saved_at + 1, killed_at), resume_step=saved_at)
+    log_run(tmp_path / "cut", range(saved_at + 1, 6), resume_step=saved_at).close()
+    assert read_all(tmp_path / "cut") == read_all(tmp_path / "whole")
+    assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
+
+
+def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
+    """The line says that it is done: a kill between both leaves arrays without a line, to be written again."""
+    metrics = log_run(tmp_path, steps=range(1))
+
+    def kill(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "_write", kill)
+        with pytest.raises(KeyboardInterrupt):
+            metrics.log(2, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
+    assert names_in(tmp_path)[-1] == "val_00000002.npz" and steps(tmp_path)[-1] == 0
+
+
+def test_arrays_are_synced_before_they_are_renamed(tmp_path, disk_calls):
+    metrics = Metrics(tmp_path, -1)
+    disk_calls.clear()
+    metrics.log(1, 0, **{"router/loads": torch.ones(1, 2)})
+    assert disk_calls == []
+    metrics.sync()
+    written = ["sync router_00000001.npz.tmp", "rename router_00000001.npz", "sync arrays"]
+    assert disk_calls == [*written, "sync metrics.jsonl"]
+
+
+def test_arrays_on_a_full_disk(tmp_path, capsys):
+    """An error with its remedy, or a warning; then they wait for room."""
+    metrics, warned = log_run(tmp_path / "stop", steps=[1]), log_run(tmp_path / "warn", steps=[1], on_error="warn")
+    with largest_file(150):
+        with pytest.raises(RunError, match=r"router_00000001\.npz cannot be written \(File too large\)\. Make"):
+            metrics.sync()
+        warned.sync()
+        warned.log(2, 0, **{"router/loads": torch.ones(2, 2)})
+        warned.sync()
+    assert capsys.readouterr().out.count("warning: ") == 1 and not names_in(tmp_path / "warn")
+    warned.close()
+    assert [*read_all(tmp_path / "warn")] == [(1, "router/loads")]  # the second line is none of training
+    assert np.load(tmp_path / "warn/arrays/router_00000002.npz")["step"].tolist() == [1, 2]
+
+
+def test_arrays_of_a_run_that_starts_over_are_kept_in_another_folder(tmp_path):
+    log_run(tmp_path).close()
+    for _ in range(2):  # the second run is shorter and does not replace the first
+        log_run(tmp_path, steps=range(1)).close()
+        assert len([*(tmp_path / "arrays.old").iterdir()]) == 7
+        assert names_in(tmp_path) == ["router_00000000.npz", "val_00000000.npz"]
+
+
+def test_lists_in_the_metrics_of_old_runs_are_read_and_kept(tmp_path):
+    old = {"step": 1, "tokens": 0, "train/loss": 1.0, "router/loads": [[9.0, 1.0]]}
+    write_lines(tmp_path, old)
+    log_run(tmp_path, range(2, 4), resume_step=1).close()
+    assert read_metrics(tmp_path / "metrics.jsonl", ARRAYS)[0] == old
+    assert [step for step, name in read_all(tmp_path) if name == "router/loads"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", None])
+def test_a_damaged_file_of_arrays_is_named(tmp_path, damage):
+    log_run(tmp_path).close()
+    file = tmp_path / "arrays/val_00000002.npz"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data if damage is None else damage)
+    (tmp_path / "arrays/val_notes.npz").write_bytes(b"the user's")
+    with pytest.raises(RunError, match=r"val_00000002\.npz is damaged .*; remove it"):
+        read_all(tmp_path)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
+    log_run(tmp_path, (), resume_step=5).close()  # training needs none of it
 
 
 # ---- loads in numbers

@@ -35,7 +35,7 @@ from model import GPT, flops_per_token, parameter_shapes
 from runtime import RunError, checkpoint, distributed, memory, parallel
 from runtime import state as train_state
 from runtime.distributed import Ranks
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 
 REPO_ROOT = Path(__file__).parents[1]
 PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
@@ -295,7 +295,7 @@ def outcome(folder, alone):
         errors = [f"rank {path.name}: {path.read_text()}" for path in sorted(folder.glob(f"{name}.*.error"))]
         assert not errors, "\n".join(errors)
         reports = [torch.load(folder / f"{name}.{rank}") for rank in range(WAYS[CASES[name].way].ranks)]
-        return Outcome(read_metrics(folder / name / "tiny/metrics.jsonl"), reports, folder / name / "tiny")
+        return Outcome(read_metrics(folder / name / "tiny/metrics.jsonl", ARRAYS), reports, folder / name / "tiny")
 
     return outcome
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import TINY
 from numerics import assert_near, seeded, tolerance
+from runs import column
 
 import configure
 import eval.routing.__main__ as routing
@@ -274,7 +275,7 @@ def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
     assert f"192 tokens; {out}/routing.md" in said
     assert "| layer | busiest |" in said and "| layer | same number | matched | beyond chance |" in said
     found = json.loads((out / "routing.json").read_text())
-    logged = [line["val/loads"] for line in read_metrics(run / "metrics.jsonl") if "val/loads" in line][-1]
+    *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
     assert [layer["loads"] for layer in found["layers"]] == logged  # what training saw in the same six windows
     assert (found["step"], found["windows"], found["tokens"], found["router"]) == (4, 6, 192, "kern")
     for layer in found["agreement"]:

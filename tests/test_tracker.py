@@ -248,7 +248,7 @@ def test_failing_pictures_cost_one_line(fake_wandb, tiny, monkeypatch, capsys, k
     config = tiny("log.wandb=offline")
     train.train(config)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wandb:")]
-    assert line == f"wandb: no pictures of loads (broken{remedy}); metrics.jsonl has the loads"
+    assert line == f"wandb: no pictures of loads (broken{remedy}); arrays/ has the loads"
     run = fake_wandb.init.return_value
     assert run.log.call_count == 7  # steps 1 to 4, and validation at 0, 2 and 4
     assert run.summary["val/loss_final"] == read_metrics(folder.path_of(config) / "metrics.jsonl")[-1]["val/loss"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import write_tiny
 from corpora import write_ids
+from fake_runs import make_run
 from numerics import SEED, assert_near, tolerance
 from runs import run as train_run
 from test_scripts import small_model
@@ -18,9 +19,9 @@ from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
 from eval.trained import load_model
-from eval.val_loss import Corpus, main, make_windows, measure_loss, token_lengths
+from eval.val_loss import Corpus, logged_loss, main, make_windows, measure_loss, token_lengths
 from runtime import folder
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
@@ -76,7 +77,7 @@ def assert_close(found, wanted, name):
 
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(trained, score):
-    steps = {line["step"]: line for line in read_metrics(trained / "metrics.jsonl") if "val/loss" in line}
+    steps = {line["step"]: line for line in read_metrics(trained / "metrics.jsonl", ARRAYS) if "val/loss" in line}
     (line,), out = score()
     losses = np.array(steps[4]["val/window_losses"])
     assert_close(line["loss"], losses.mean(), "loss")
@@ -145,8 +146,15 @@ def test_all_windows_of_a_split(trained, score, corpus):
     assert found[0]["windows"] == (len(tokens) - 1) // 32 and found[0]["logged"] is None
     assert out.count("tiny (train)") == 2 and "logged" not in out
     (few,), _ = score("--windows", 3)
-    losses = [line["val/window_losses"] for line in read_metrics(trained / "metrics.jsonl") if "val/loss" in line][-1]
+    losses = [
+        line["val/window_losses"] for line in read_metrics(trained / "metrics.jsonl", ARRAYS) if "val/loss" in line
+    ][-1]
     assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_logged_loss_of_runs_with_arrays_in_their_metrics(tmp_path, old):
+    assert logged_loss(make_run(tmp_path / "run", old=old, windows=7), 500)[1] == 7
 
 
 @pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])

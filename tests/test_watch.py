@@ -11,8 +11,10 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
+from runtime.metrics import Metrics
 from scripts.watch import __main__ as watch
 from scripts.watch.runs import WatchedRun, find_runs, format_seconds, is_alive, thin
 from scripts.watch.server import make_server
@@ -159,6 +161,21 @@ def test_refresh_reads_whole_lines_and_a_file_written_anew(make_run):
     file.unlink()
     run.refresh()
     assert run.status().step == 0
+
+
+def test_loads_are_those_of_the_newest_evaluation(make_run):
+    """From the folder of arrays; older runs have them in their lines, as the runs of this file."""
+    folder = make_run("a", [(10, {"val/loads": [[3, 1]]})])
+    run, metrics = WatchedRun(folder), Metrics(folder, 10)
+    run.refresh()
+    assert run.as_json()["loads"] == [[1.5, 0.5]]
+    for step, loads in ((20, [[1, 3]]), (30, [[2, 0]])):
+        metrics.log(step, 0, **{"val/loss": 2.0, "val/loads": np.array(loads)})
+        assert run.read_loads() == loads
+    (folder / "arrays/val_00000040.npz").write_bytes(b"damaged")
+    assert run.read_loads() == [[2, 0]]
+    metrics.log(50, 0, **{"val/loss": 2.0, "val/window_losses": np.ones(2)})
+    assert run.read_loads() == []  # a dense model
 
 
 def test_thin_keeps_means_and_the_last_step():

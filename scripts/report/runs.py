@@ -39,7 +39,7 @@ class Run:
 
     folder: Path
     config: configure.Config
-    evaluations: dict[int, dict[str, Any]]  # step: line of metrics.jsonl with a finite validation loss
+    evaluations: dict[int, dict[str, Any]]  # step: line and arrays with a finite validation loss
     logs: list[dict[str, Any]]  # lines of training
     diverged: int | None = None  # step of the first validation loss that was not finite
 
@@ -174,7 +174,7 @@ def load_run_record(folder: Path) -> Run:
     if not (folder / "config.toml").is_file():
         raise ValueError(f"{folder}: no config.toml, so not a run; give folders such as runs/quickstart-kern")
     run = Run(folder, configure.load(folder / "config.toml"), {}, [])
-    for line in read_metrics(folder / "metrics.jsonl"):
+    for line in read_metrics(folder / "metrics.jsonl", ("val/window_losses", "val/loads")):
         if "train/loss" in line:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):

@@ -8,9 +8,13 @@ import re
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from runtime import RunError
+from runtime.metrics import list_arrays, load_arrays
 
 DEPTH = 3  # folders below the one named that are searched for runs
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
@@ -49,6 +53,7 @@ class WatchedRun:
         self.series: dict[str, list[tuple[int, float]]] = {}
         self.last: dict[str, Any] = {"step": 0}  # the newest value of each name
         self.loads: list[list[float]] = []  # of the newest evaluation, by layer and expert
+        self.loads_from: tuple[Path, int] | None = None  # the file that has them, and when it was written
 
     def refresh(self) -> None:
         """Read new whole lines of metrics.jsonl; all of them if the file was written anew, as a resumed run does."""
@@ -72,9 +77,19 @@ class WatchedRun:
             except (ValueError, KeyError, TypeError):  # not a line of metrics
                 continue
 
+    def read_loads(self) -> list[list[float]]:
+        """Tokens of the newest evaluation by layer and expert; empty for a dense model."""
+        for file in list_arrays(self.folder / "metrics.jsonl", "val")[-1:]:
+            with suppress(OSError, RunError):  # another process may remove it, or have damaged it
+                found = (file, file.stat().st_mtime_ns)
+                if found != self.loads_from:
+                    *_, last = load_arrays(file, ["val/loads"]).values()
+                    self.loads, self.loads_from = last["val/loads"].tolist() if last else [], found
+        return self.loads
+
     def _add(self, step: int, line: dict[str, Any]) -> None:
         self.last |= line
-        self.loads = line.get("val/loads", self.loads)
+        self.loads = line.get("val/loads", self.loads)  # of a run from before there was a folder of arrays
         for name in SERIES:
             if isinstance(value := line.get(name), int | float):
                 self.series.setdefault(name, []).append((step, value))
@@ -134,7 +149,7 @@ class WatchedRun:
             "router": self.router,
             "group": self.group,
             "series": {name: thin(series, points) for name, series in self.series.items()},
-            "loads": [[load * len(row) / (sum(row) or 1) for load in row] for row in self.loads],
+            "loads": [[load * len(row) / (sum(row) or 1) for load in row] for row in self.read_loads()],
         }
 
 
