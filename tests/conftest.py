@@ -174,6 +174,12 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 # ---- the comparison closest to its tolerance, at the end of a test run
 
 CLOSEST = {}

@@ -3,9 +3,6 @@
 Without a GPU the Triton kernel runs in the interpreter; test_triton.py tests that it compiles.
 """
 
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -266,59 +263,23 @@ def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
         assert_near(a, b, tolerance(dtype or torch.float32, 2 * 160))
 
 
-MEASURE = """
-import re, torch
-from pathlib import Path
-from kernels import cross_entropy
-torch.set_num_threads(1)
-
-def peak():  # getrusage's begins at that of the process which started this one
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-def step(N, V, backend):
-    x, weight = torch.randn(N, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
-    cross_entropy.linear_cross_entropy(x, weight, torch.randint(V, (N,)), backend)[0].backward()
-
-cross_entropy.CHUNK_BYTES = 2**24
-for backend in ("torch", "reference"):  # allocate what libraries keep
-    step(512, 512, backend)
-for backend in ("torch", "reference"):
-    before = peak()
-    step(16384, 8192, backend)
-    print(peak() - before)
-"""
-
-
 @pytest.mark.parametrize("grad", [True, False])
-def test_nothing_is_larger_than_a_chunk(grad, monkeypatch):
-    """Of 128 rows, whose logits take more than x, weight or their gradients."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 128 * 300 * 4)
-    x, weight, targets = make_inputs(1000, 8, 300)
+def test_memory_is_that_of_a_chunk(grad, monkeypatch):
+    """Of 128 rows, whose logits take more than x, weight or their gradients; all chunks share two buffers."""
+    N, V, C = 1000, 300, 8
+    chunk = 128 * V * 4
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk)
+    x, weight, targets = make_inputs(N, C, V)
     with BytesMade() as made:
         cross_entropy.forward(x, weight, targets, torch.float32, grad, False)
-    assert made.largest == 128 * 300 * 4
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
-def test_peak_memory():
-    """Peak of the process: 16 MiB chunks against three times all logits, 512 MiB each."""
-    process = subprocess.run(
-        [sys.executable, "-c", MEASURE], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
-    )
-    new, old = map(int, process.stdout.split())
-    model = Config().model.model_copy(update={"vocab_size": 8192, "n_embd": 16})
-    with mock.patch.object(cross_entropy, "CHUNK_BYTES", 2**24):
-        planned = logits_bytes(model, 16384, "float32")
-    spare = 2**24  # the log-probabilities of plain torch operators
-    inputs = 4 * 16 * (16384 + 8192) * 2  # and their gradients
-    assert planned < 2**25 and new < 1.25 * (planned + spare + inputs)
-    assert old > 2 * 4 * 16384 * 8192
+    assert made.largest == chunk
+    model = Config().model.model_copy(update={"vocab_size": V, "n_embd": C})
+    log_p, losses = chunk, 6 * 4 * N  # of plain torch operators; indices and results, some numbers a row
+    assert made.total <= logits_bytes(model, N, "float32") + log_p + losses
 
 
 @pytest.mark.numerics
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("N, C, V", [(8192, 768, 50304), (4096, 768, 50257), (8192, 128, 257)])

@@ -1,6 +1,7 @@
 """kernels/: every backend against `reference`, and `reference` against a loop over tokens."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def assert_equals_reference(leaves, experts, d_out, run=run_backend):
         assert_near(a, b, limit, name)
 
 
+def assert_exact_zeros(run, dtype=torch.float32):
+    """Of experts that no token chose, and of tokens whose gates are all closed."""
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype)
+    leaves[3][::2] = 0
+    out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
+    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
+    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
+    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
+    assert (d_weights != 0).all()  # a closed gate can open again
+
+
+def assert_autocast_rounds(run, case="typical"):
+    """Autocast equals inputs rounded to bfloat16, but for float32 gradients of float32 parameters."""
+    leaves, experts, d_out = make_inputs(*CASES[case])
+    with torch.autocast("cpu", torch.bfloat16):
+        under = run(leaves, experts, d_out.bfloat16())
+    cast = run([t.bfloat16() for t in leaves[:3]] + leaves[3:], experts, d_out.bfloat16())
+    assert [t.dtype for t in under] == [torch.bfloat16, *[torch.float32] * 4]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
+
+
 class DeviceName(str):
     type = "cuda"
 
@@ -89,7 +111,10 @@ class AsOnGPU(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.fixture(params=["dense", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"])
+LAYOUTS = ["dense", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"]
+
+
+@pytest.fixture(params=LAYOUTS)
 def on_layout(request, monkeypatch):
     """Make the torch backend use one of its ways; returns a function that disguises `experts` for the GPU's."""
     if not request.param.startswith("bmm"):
@@ -155,10 +180,9 @@ def test_torch_repeats_bit_for_bit(case, dtype, on_layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_layout", LAYOUTS[1:], indirect=True)  # in "dense" all experts see all tokens
 def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layout):
     """Slots without a row must not read another token's values: NaN times a gate of 0 is NaN."""
-    if torch_grouped.DENSE_LIMIT == math.inf:
-        pytest.skip("all experts see all tokens")
     leaves, experts, d_out = make_inputs(*CASES["typical"], dtype=dtype)
     ends = [0, -1]  # the last row of its experts is next to the slots without one
     leaves[0][ends] = d_out[ends] = torch.nan
@@ -210,13 +234,7 @@ def test_reference_equals_a_loop_over_tokens(case):
 
 
 def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
-    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert")
-    leaves[3][::2] = 0
-    out, d_x, d_w_in, d_w_out, d_weights = run_backend(leaves, on_layout(experts), d_out)
-    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
-    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
-    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
-    assert (d_weights != 0).all()  # a closed gate can open again
+    assert_exact_zeros(lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out))
 
 
 class BytesMade(TorchDispatchMode):
@@ -284,14 +302,7 @@ def test_gradcheck(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_autocast(backend):
-    leaves, experts, d_out = make_inputs(*CASES["typical"])
-    with torch.autocast("cpu", torch.bfloat16):
-        under = run_backend(leaves, experts, d_out.bfloat16(), backend)
-    low = [t.bfloat16() for t in leaves[:3]] + leaves[3:]
-    cast = run_backend(low, experts, d_out.bfloat16(), backend)
-    assert under[0].dtype == torch.bfloat16
-    assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
+    assert_autocast_rounds(partial(run_backend, backend=backend))
 
 
 def test_inputs_are_left_alone(on_layout):
@@ -308,25 +319,18 @@ def test_backends_by_name():
         expert_mlp(*leaves, experts, "tritn")
 
 
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return "cuda"
-
-
 @pytest.mark.numerics
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_torch_equals_reference_on_gpu(case, dtype, cuda):
-    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, cuda))
+def test_torch_equals_reference_on_gpu(case, dtype):
+    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, "cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_no_host_synchronisation_on_gpu(dtype, cuda):
-    arguments = make_inputs(*CASES["idle expert"], "idle expert", dtype, cuda)
+def test_no_host_synchronisation_on_gpu(dtype):
+    arguments = make_inputs(*CASES["idle expert"], "idle expert", dtype, "cuda")
     run_backend(*arguments)  # libraries may wait while they start
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -137,13 +137,7 @@ def test_rows_are_sorted_by_expert_and_by_token():
 
 @on_cpu
 def test_idle_experts_and_zero_gates_get_exact_zeros(small_tiles):
-    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", torch.float16)
-    leaves[3][::2] = 0
-    out, d_x, d_w_in, d_w_out, d_weights = run_backend(leaves, experts, d_out)
-    assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
-    assert (d_w_in[[0, 1, 3, 4, 5]] != 0).any((1, 2)).all()
-    assert (out[::2] == 0).all() and (d_x[::2] == 0).all()
-    assert (d_weights != 0).all()  # a closed gate can open again
+    test_kernels.assert_exact_zeros(run_backend, torch.float16)
 
 
 @on_cpu
@@ -268,50 +262,36 @@ def test_compiled_without_a_graph_break_and_under_checkpointing(small_tiles):
 
 
 @on_cpu
-@pytest.mark.integration
-def test_the_model_compiles_without_a_graph_break():
-    """Router, experts and head inside, forward and backward."""
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 40}
-    model = GPT(Model(**sizes, n_expert=4, top_k=2, expert_hidden=8, backend="triton"))
-    idx = torch.randint(40, (1, 8))
-    results = []
-    for runner in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        loss = runner(idx, idx).loss
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@on_cpu
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.integration)])
-def test_blocks_share_one_graph(monkeypatch, checkpointing):
-    """As train.py compiles them, so that a deep model compiles as fast as a shallow one."""
+@pytest.mark.parametrize(
+    "part, checkpointing",
+    [("block", False), integration_unless(False, "block", True), integration_unless(False, "model", False)],
+)
+def test_model_compiles_into_one_graph(monkeypatch, part, checkpointing):
+    """Its blocks, as train.py compiles them, share one: a deep model compiles as fast as a shallow one."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 4, "vocab_size": 40}
     model = GPT(Model(**sizes, n_expert=2, top_k=1, expert_hidden=8, backend="triton"))
     idx = torch.randint(40, (1, 4))
-    results = []
-    for compile in (False, True):
-        if compile:
-            compile_blocks(model)
-            for block in model.blocks:
-                block.checkpointing = checkpointing
+
+    def run(model):
         loss = model(idx, idx).loss
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    wanted = run(model)
+    for block in model.blocks:
+        block.checkpointing = checkpointing
+    if part == "block":
+        compile_blocks(model)
+    got = run(model if part == "block" else torch.compile(model))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @on_cpu
 def test_autocast(small_tiles):
-    leaves, experts, d_out = make_inputs(*CASES["one expert"])
-    with torch.autocast("cpu", torch.bfloat16):
-        under = run_backend(leaves, experts, d_out.bfloat16())
-    cast = run_backend([t.bfloat16() for t in leaves[:3]] + leaves[3:], experts, d_out.bfloat16())
-    assert under[0].dtype == torch.bfloat16
-    assert all(gradient.dtype == torch.float32 for gradient in under[1:])  # those of float32 parameters
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(under, cast, strict=True))
+    test_kernels.assert_autocast_rounds(run_backend, "one expert")
 
 
 @on_cpu
@@ -378,13 +358,6 @@ FULL = {  # N, C, H, E, K
 }
 
 
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return "cuda"
-
-
 def make_full_inputs(name, routing, dtype):
     """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or idle."""
     N, C, H, E, K = FULL[name]
@@ -407,9 +380,9 @@ def make_full_inputs(name, routing, dtype):
 @pytest.mark.numerics
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_equals_reference_on_gpu(case, cuda):
+def test_equals_reference_on_gpu(case):
     """In one dtype, since each shape and dtype compiles separately; the interpreter tests the others."""
-    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float16, cuda))
+    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float16, "cuda"))
 
 
 @pytest.mark.numerics
@@ -417,13 +390,13 @@ def test_equals_reference_on_gpu(case, cuda):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "collapsed", "idle"])
 @pytest.mark.parametrize("name", FULL)
-def test_equals_reference_in_full_size_on_gpu(name, routing, dtype, cuda):
+def test_equals_reference_in_full_size_on_gpu(name, routing, dtype):
     assert_equals_reference(*make_full_inputs(name, routing, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype, cuda):
+def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype):
     arguments = make_full_inputs("flagship", "skewed", dtype)
     first = test_kernels.run_backend(*arguments, "auto")  # which is triton; compiles
     torch.cuda.synchronize()
@@ -436,7 +409,7 @@ def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype, cuda):
 
 
 @pytest.mark.gpu
-def test_compiled_on_gpu(cuda):
+def test_compiled_on_gpu():
     leaves, experts, d_out = make_full_inputs("flagship", "balanced", torch.float16)
     wanted = run_backend(leaves, experts, d_out)
     leaves = [t.requires_grad_() for t in leaves]
