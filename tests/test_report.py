@@ -7,7 +7,6 @@ import json
 import math
 import re
 import statistics
-import sys
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
 
@@ -19,11 +18,14 @@ from fake_runs import CONFIG, add_checkpoint, make_run
 from numerics import assert_near, seeded
 
 import configure
+import eval.routing.__main__ as routing
 import scripts.report.__main__ as report
+from eval import downstream
 from eval.pages import write_page
 from eval.paper import NUMBERS, read_paper_losses
 from eval.style import STYLES, style
 from runtime.output import text_table
+from scripts import compare
 from scripts.report import page, pictures, tables
 from scripts.report.claims import CLAIMS, MARGIN, Interval, estimate_interval, judge_claims, pair_differences
 from scripts.report.runs import group_runs, load_run_record, load_run_records
@@ -792,12 +794,19 @@ def test_bad_input_is_refused(tmp_path, capsys):
     assert f"--out {run}: a run's folder" in error(run, out=run)
 
 
-def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatch, capsys):
-    for name in ("matplotlib", "scipy"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert report.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    words = "error: matplotlib, scipy not installed: pip install -r requirements-report.txt\n"
-    assert capsys.readouterr().err == words and not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "command, packages, file",
+    [
+        (report, "matplotlib, scipy", "report"),
+        (routing, "matplotlib, scipy", "report"),
+        (compare, "scipy", "report"),
+        (downstream, "lm_eval", "eval"),
+    ],
+)
+def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys, command, packages, file):
+    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
+    assert command.main(["no-such-run", "nor-this"][: 1 + (command is compare)]) == 2
+    assert capsys.readouterr().err == f"error: {packages} not installed: pip install -r requirements-{file}.txt\n"
 
 
 # ---- the terminal

@@ -9,7 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import write_tiny
+from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column
 
@@ -19,7 +20,6 @@ import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
-from data.writer import Writer
 from eval.routing import counts as routing_counts
 from eval.routing import page, pictures
 from eval.routing.counts import (
@@ -48,8 +48,7 @@ MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 def made(tmp_path_factory, corpus):
     """A folder of runs: kern with checkpoints of steps 2 and 4, dense, and softmax of another top_k."""
     folder = tmp_path_factory.mktemp("routing")
-    file = folder / "tiny.toml"
-    file.write_text(TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix()))
+    file = write_tiny(folder, corpus)
     for name, *more in (
         ("kern", "train.checkpoint_interval=2"),
         ("dense", "train.max_steps=1", "optim.warmup_steps=0"),
@@ -320,10 +319,7 @@ def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
         if name in words:
             with monkeypatch.context() as patch:
                 patch.setattr(ByteTokenizer, "hash", tokenizer)
-                with Writer(made / name, ByteTokenizer()) as writer:
-                    for split in ("train", "val"):
-                        writer.write(split, ByteTokenizer().encode_batch(["x" * length])[0])
-                    writer.finish(name, {}, "python -m data.prepare text")
+                write_ids(made / name, [120] * length, [120] * length)
     if "--windows 2" in words:
         monkeypatch.setattr(routing_counts, "MIN_COUNT", 65)
         message = message.replace("10", "65")
@@ -356,24 +352,8 @@ def test_summary_table():
     layer = {"load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
     layer |= {"zero_gates": 0.125, "gate_sum": gates, "gate_norm": gates | {"0.5": 0.2}}
     layer |= {"vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
-    _, head, rows = page.build_summary({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
-    found = dict(zip(head, rows[0], strict=True))
-    assert found == {
-        "layer": "0",
-        "busiest": "2.00",
-        "idle": "3",
-        "in use": "5.0",
-        "per token": "4.0",
-        "nats": "1.386",
-        "zero gates": "12.50%",
-        "sum": "0.3 [0.1, 0.9]",
-        "norm": "0.2 [0.1, 0.9]",
-        "vocabulary": "60% (20%)",
-        "partner": "50% (10%)",
-    }
-
-
-def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys):
-    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
-    assert routing.main(["no-such-run"]) == 2
-    assert "matplotlib, scipy not installed: pip install -r requirements-report.txt" in capsys.readouterr().err
+    _, head, (row,) = page.build_summary({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
+    assert head[:7] == ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates"]
+    assert row[:7] == ["0", "2.00", "3", "5.0", "4.0", "1.386", "12.50%"]
+    assert head[7:] == ["sum", "norm", "vocabulary", "partner"]
+    assert row[7:] == ["0.3 [0.1, 0.9]", "0.2 [0.1, 0.9]", "60% (20%)", "50% (10%)"]

@@ -35,13 +35,18 @@ def by_hand(model, context, continuation):
     return logp.sum().item(), bool((target > best).all()), min(margins)
 
 
-def assert_same(got, wanted, name):
+def assert_same_scores(got, wanted, margins, name):
     """Equal log-likelihoods and greedy flags of pairs, where the margins are large enough for both to be certain."""
-    sure = [(score, hand) for score, hand in zip(got, wanted, strict=True) if hand[2] > MARGIN]
-    assert len(sure) > len(wanted) / 2
-    found, expected = (torch.tensor([row[0] for row in rows], dtype=torch.float64) for rows in zip(*sure, strict=True))
+    sure = [i for i, margin in enumerate(margins) if margin > MARGIN]
+    assert len(sure) > len(margins) / 2
+    found, expected = (torch.tensor([rows[i][0] for i in sure], dtype=torch.float64) for rows in (got, wanted))
     assert_near(found, expected, tolerance(torch.float32, 32), name)
-    assert [score[1] for score, _ in sure] == [hand[1] for _, hand in sure]
+    assert [got[i][1] for i in sure] == [wanted[i][1] for i in sure]
+
+
+def assert_as_by_hand(got, wanted, name):
+    """`assert_same_scores` of results of `by_hand`."""
+    assert_same_scores(got, wanted, [margin for *_, margin in wanted], name)
 
 
 def some_pairs(count, block):
@@ -69,7 +74,7 @@ def test_scores_equal_one_pass_per_pair(router, pos, tokens):
     pairs += [(context, [token]) for (context, _), token in zip(pairs, best, strict=True)]
     pairs += [(context[-9:], [token, 1, 2]) for (context, _), token in zip(pairs[:9], best, strict=False)]
     wanted = [by_hand(model, *pair) for pair in pairs]
-    assert_same(Scorer(model, tokens=tokens).score(pairs), wanted, router)
+    assert_as_by_hand(Scorer(model, tokens=tokens).score(pairs), wanted, router)
     assert {greedy for _, greedy, _ in wanted} == {True, False}
 
 
@@ -83,7 +88,7 @@ def test_continuation_longer_than_the_block():
         for first in range(0, 37, 8)
     ]
     wanted = [(sum(part[0] for part in parts), False, 1.0), by_hand(model, context, continuation[:3])]
-    assert_same(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
+    assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
 
 
 @pytest.mark.parametrize("flags", [[True] * 5, [False, True, True, True, True], [True] * 4 + [False]])
@@ -117,7 +122,9 @@ def test_context_shared_by_many_is_split_into_batches():
         assert rows * longest <= 64 and rows * (width + longest) <= CACHED * 64
     assert all(len(batch) * max(len(context) for context, _ in batch) <= 64 for batch in made)
     model = small_model(**{"model.router": "dense"})
-    assert_same(Scorer(model, tokens=64).score(pairs)[:20], [by_hand(model, *pair) for pair in pairs[:20]], "shared")
+    assert_as_by_hand(
+        Scorer(model, tokens=64).score(pairs)[:20], [by_hand(model, *pair) for pair in pairs[:20]], "shared"
+    )
 
 
 def test_batches_hold_little_padding():

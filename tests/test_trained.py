@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from corpora import write_ids
 
 import train
 from data.tokenizer import ByteTokenizer
-from data.writer import Writer
 from eval.trained import load_model, load_run
 from runtime import folder
 
@@ -47,11 +47,7 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "hash", "0" * 64)
     with pytest.raises(ValueError, match="no known tokenizer is that of tiny"):
         load_run(run)
-    tokenizer = ByteTokenizer()
-    with Writer(tmp_path / "gone/tiny", tokenizer) as writer:
-        for split in ("train", "val"):
-            writer.write(split, tokenizer.encode_batch(["x" * 99])[0])
-        writer.finish("tiny", {}, "python -m data.prepare text")
+    write_ids(tmp_path / "gone/tiny", range(99), range(99), tokenizer=ByteTokenizer())
     assert json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)
