@@ -28,6 +28,8 @@ class Stats(NamedTuple):
     z_loss: Tensor  # (L,) router z-loss
     entropy: Tensor  # (L,) nats, mean over tokens of the entropy of the normalised scores
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
+    gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
+    gate_sum: Tensor  # (L,) mean over tokens of Σ g
 
 
 class Output(NamedTuple):
@@ -172,11 +174,11 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
         loads = expert_loads(routing.experts, routing.scores.shape[-1])  # (E,)
-        with torch.no_grad():
-            zero_gates = (routing.weights == 0).float().mean()
         distribution = token_distribution(routing)  # (N, E)
         balance = balance_loss(distribution, loads)
-        return y.view_as(x), Stats(loads, balance, z_loss(routing), entropy(distribution), zero_gates)
+        gates = routing.weights.detach()
+        of_gates = ((gates == 0).float().mean(), gates.square().sum() / len(gates), gates.sum() / len(gates))
+        return y.view_as(x), Stats(loads, balance, z_loss(routing), entropy(distribution), *of_gates)
 
 
 class Block(nn.Module):
@@ -277,7 +279,8 @@ class GPT(nn.Module):
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     """Stack the Stats of all layers to one with a row per layer; no rows if the layers are dense."""
     if layers[0] is None:
-        return Stats(torch.zeros(0, 0, dtype=torch.int64, device=device), *torch.zeros(4, 0, device=device))
+        loads = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        return Stats(loads, *torch.zeros(len(Stats._fields) - 1, 0, device=device))
     return Stats(*map(torch.stack, zip(*layers, strict=True)))
 
 

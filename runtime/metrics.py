@@ -221,6 +221,23 @@ def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
+def gate_metrics(square: "Tensor", total: "Tensor") -> "dict[str, Tensor]":
+    """The scale of the gates, by layer and as the mean over layers; empty for a dense model.
+
+    Args:
+        square: (L,) mean over tokens of Σ g², over the K gates of a token.
+        total: (L,) mean over tokens of Σ g.
+
+    Returns:
+        `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`, (L,).
+    """
+    if not len(square):
+        return {}
+    of_layers = {"gate_norm": square.sqrt(), "gate_sum": total}
+    means = {name: values.mean() for name, values in of_layers.items()}
+    return means | {f"{name}_of_layers": values for name, values in of_layers.items()}
+
+
 def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":
     """Both numbers of `load_metrics` for each layer of (L, E): (L,) each."""
     return loads.amax(1) / loads.double().mean(1), (loads == 0).sum(1)

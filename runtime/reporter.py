@@ -14,7 +14,7 @@ from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import write_config
-from runtime.metrics import Metrics, load_metrics
+from runtime.metrics import Metrics, gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.statistics import Statistics
@@ -129,7 +129,8 @@ class Reporter:
         if len(mean.loads):  # no rows for a dense model
             values |= {"router/entropy": mean.entropy.mean(), "router/zero_gates": mean.zero_gates.mean()}
             values |= {"router/entropy_of_layers": mean.entropy, "router/loads": mean.loads}
-            values |= {f"router/{name}": value for name, value in load_metrics(mean.loads).items()}
+            summaries = load_metrics(mean.loads) | gate_metrics(mean.gate_square, mean.gate_sum)
+            values |= {f"router/{name}": value for name, value in summaries.items()}
         if gammas is not None:
             values |= {"router/gamma": gammas.mean(), "router/gamma_of_layers": gammas}
         values |= {"perf/tokens_per_sec": tokens / seconds, "perf/step_ms": 1000 * seconds}

@@ -13,22 +13,25 @@ class Statistics:
     stay sums: they are tokens per step. Adding up several steps and dividing by `steps` gives their mean.
 
     Attributes:
-        vector: (3 + 2 L + L E,) float64, all of the below one after the other.
+        vector: (3 + 4 L + L E,) float64, all of the below one after the other.
         steps: (), micro-batches of a step, or steps.
         loss: (), cross-entropy, nats per token.
         aux_loss: (), weighted balance and z-losses, mean over layers.
         entropy: (L,) nats, of the routing scores.
         zero_gates: (L,) fraction of the chosen gates that are exactly 0.
+        gate_square: (L,) Σ g² of a token's gates, mean over tokens.
+        gate_sum: (L,) Σ g of a token's gates, mean over tokens.
         loads: (L, E) tokens per expert.
     """
 
     def __init__(self, n_layer: int, n_expert: int, device: torch.device, vector: Tensor | None = None) -> None:
         """L = `n_layer` layers with a router (0 for a dense model), E = `n_expert`; zeros without a `vector`."""
-        sizes = (1, 1, 1, n_layer, n_layer, n_layer * n_expert)
+        sizes = (1, 1, 1, *[n_layer] * 4, n_layer * n_expert)
         self.shape = (n_layer, n_expert, device)
         self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device) if vector is None else vector
-        self.steps, self.loss, self.aux_loss, self.entropy, self.zero_gates, loads = self.vector.split(sizes)
+        self.steps, self.loss, self.aux_loss, *of_layers, loads = self.vector.split(sizes)
         self.steps, self.loss, self.aux_loss = self.steps[0], self.loss[0], self.aux_loss[0]
+        self.entropy, self.zero_gates, self.gate_square, self.gate_sum = of_layers
         self.loads = loads.view(n_layer, n_expert)
 
     def new(self) -> "Statistics":
@@ -38,7 +41,8 @@ class Statistics:
     @torch.no_grad()
     def add_micro_batch(self, loss: Tensor, aux_loss: Tensor, stats: Stats) -> None:
         """Add one micro-batch: `loss` and `aux_loss` (), and the model's `stats` of L layers."""
-        parts = (torch.ones_like(loss), loss, aux_loss, stats.entropy, stats.zero_gates, stats.loads)
+        of_layers = (stats.entropy, stats.zero_gates, stats.gate_square, stats.gate_sum)
+        parts = (torch.ones_like(loss), loss, aux_loss, *of_layers, stats.loads)
         self.vector += torch.cat([part.flatten().double() for part in parts])
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from data.loader import prefetch, windows
 from runtime import distributed
 from runtime.batches import to_host_tensors
 from runtime.distributed import Ranks
-from runtime.metrics import load_metrics
+from runtime.metrics import gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.signals import Stop
 
@@ -26,12 +26,13 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
 
     Returns:
         The values of one line of metrics: `val/loss` () and `val/window_losses` (W,), nats per token; with routers
-        `val/loads` (L, E), tokens, and two numbers of them. None if any rank is asked to stop meanwhile.
+        `val/loads` (L, E), tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank
+        is asked to stop meanwhile.
     """
     model.eval()
     indices, block_size = plan.val_windows, plan.config.model.block_size
     mine = indices[ranks.rank :: ranks.world_size]
-    losses, loads = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device), []
+    losses, loads, gates = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device), [], []
     micro_batch = plan.config.train.micro_batch_size
     # Under FSDP2 every rank must join every forward pass: one without windows of its own takes any, and counts none.
     rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
@@ -45,6 +46,7 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
             out = model(x, y)
         losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
         loads.append(out.stats.loads * min(count, 1))  # (L, E)
+        gates.append(torch.stack([out.stats.gate_square, out.stats.gate_sum]).double() * count)  # (2, L)
         interrupted = distributed.any_rank([stop.asked], ranks)[0]
         if interrupted:
             break
@@ -54,7 +56,8 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
     losses = distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
     values = {"val/loss": losses.mean(), "val/window_losses": losses}
+    square, total = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
     if len(total_loads):  # no rows for a dense model
-        values |= {"val/loads": total_loads}
-        values |= {f"val/{name}": value for name, value in load_metrics(total_loads).items()}
+        summaries = load_metrics(total_loads) | gate_metrics(square, total)
+        values |= {"val/loads": total_loads} | {f"val/{name}": value for name, value in summaries.items()}
     return values

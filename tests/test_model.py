@@ -224,7 +224,7 @@ def test_output(router):
     assert_same(last.logits, logits[:, -1:])
     loads, *others = out.stats
     n_layer = 0 if router == "dense" else 2
-    assert [s.shape for s in others] == [(n_layer,)] * 4
+    assert [s.shape for s in others] == [(n_layer,)] * 6
     assert loads.dtype == torch.int64
     if router != "dense":
         assert loads.shape == (2, 8)
@@ -234,6 +234,8 @@ def test_output(router):
             p = positive / (positive.sum(1, keepdim=True) + EPS)  # a token may have no positive score
             assert_same(out.stats.entropy[layer], torch.special.entr(p).sum(1).mean())
             assert out.stats.zero_gates[layer] == (routing.weights == 0).float().mean()
+            assert_same(out.stats.gate_square[layer], torch.linalg.vector_norm(routing.weights, dim=1).square().mean())
+            assert_same(out.stats.gate_sum[layer], torch.stack([gates.sum() for gates in routing.weights]).mean())
             assert torch.equal(loads[layer], routing.experts.flatten().bincount(minlength=8))
         assert (out.stats.balance_loss > 0).all() and (out.stats.balance_loss <= 8).all()
         auxiliary = torch.autograd.grad((out.stats.balance_loss + out.stats.z_loss).sum(), model.wte.weight)

@@ -132,6 +132,10 @@ def test_evaluation_is_split_across_ranks(tiny):
     assert torch.equal(parts[0]["val/loads"] + parts[1]["val/loads"], alone["val/loads"])
     total = parts[0]["val/window_losses"] + parts[1]["val/window_losses"]
     assert_near(total, alone["val/window_losses"], tolerance(torch.float32, 257), "windows")
+    squares = [part["val/gate_norm_of_layers"] ** 2 for part in (*parts, alone)]
+    assert_near(squares[0] + squares[1], squares[2], tolerance(torch.float32, 257), "squared gate norms")
+    sums = [part["val/gate_sum_of_layers"] for part in (*parts, alone)]
+    assert_near(sums[0] + sums[1], sums[2], tolerance(torch.float32, 257), "sums of gates")
     assert (parts[1]["val/window_losses"] != 0).tolist() == [False, True, False, True, False] and model.training
 
 

@@ -220,13 +220,15 @@ def test_cadence_by_hand(tiny, monkeypatch):
 
 def test_statistics_by_hand():
     stats = Statistics(2, 3, torch.device("cpu"))
-    first = Stats(torch.tensor([[1, 2, 3], [4, 0, 2]]), *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), torch.zeros(2))
-    second = Stats(torch.tensor([[0, 6, 0], [2, 2, 2]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), torch.ones(2))
+    of_gates = torch.tensor([[[0.0, 0.0], [2.0, 1.0], [8.0, 5.0]], [[1.0, 1.0], [4.0, 3.0], [6.0, 7.0]]])
+    first = Stats(torch.tensor([[1, 2, 3], [4, 0, 2]]), *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), *of_gates[0])
+    second = Stats(torch.tensor([[0, 6, 0], [2, 2, 2]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), *of_gates[1])
     for loss, routing in ((2.0, first), (4.0, second)):
         stats.add_micro_batch(torch.tensor(loss), torch.tensor(0.25), routing)
     stats.to_step_means(2)
     assert (stats.steps, stats.loss, stats.aux_loss) == (1, 3, 0.25)
     assert stats.entropy.tolist() == [1, 1.5] and stats.zero_gates.tolist() == [0.5, 0.5]
+    assert stats.gate_square.tolist() == [3, 2] and stats.gate_sum.tolist() == [7, 6]
     assert stats.loads.tolist() == [[1, 8, 3], [6, 2, 4]]
     total = stats.new()
     for _ in range(4):
@@ -320,6 +322,7 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny):
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
     evaluated = {"val/loss", "val/window_losses", "val/loads", "val/load_imbalance", "val/dead_experts"}
+    evaluated |= {f"val/{name}{of}" for name in ("gate_norm", "gate_sum") for of in ("", "_of_layers")}
     assert lines[0].keys() == {"step", "tokens", *evaluated}
     assert lines[1].keys() == {
         "step",
@@ -334,6 +337,10 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny):
         "router/dead_experts",
         "router/entropy",
         "router/zero_gates",
+        "router/gate_norm",
+        "router/gate_norm_of_layers",
+        "router/gate_sum",
+        "router/gate_sum_of_layers",
         "router/gamma",
         "router/loads",
         "router/entropy_of_layers",
@@ -344,9 +351,9 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny):
     assert lines[1]["optim/loss_scale"] == 65536
     assert lines[1]["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / lines[1]["perf/step_ms"])
     assert 0.9 < lines[1]["router/gamma"] < 1.1 and lines[1]["router/gamma"] != 1
-    for mean, layers in (("router/gamma", "router/gamma_of_layers"), ("router/entropy", "router/entropy_of_layers")):
-        assert len(lines[1][layers]) == 2 and lines[1][mean] == pytest.approx(sum(lines[1][layers]) / 2)
-        assert lines[1][layers][0] != lines[1][layers][1]
+    for name in ("router/gamma", "router/entropy", "router/gate_norm", "router/gate_sum"):
+        layers = lines[1][f"{name}_of_layers"]
+        assert len(layers) == 2 and lines[1][name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
     for line, tokens in ((lines[0], 6 * 32), (lines[1], 8 * 32)):
         loads = line.get("val/loads") or line["router/loads"]
         assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {len(layer) for layer in loads} == {8}
