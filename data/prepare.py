@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from tqdm import tqdm
 
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
@@ -35,6 +34,7 @@ from data.tokenizer import TOKENIZERS, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
 from runtime.output import plural
+from runtime.progress import progress_bar
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 END_BYTES = 2**20  # of each end of a large input that are hashed
@@ -186,8 +186,7 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     resuming = f", resuming after {plural(done, 'unit')}" if done else ""
     size = f"{plural(len(inputs), 'file')}, {total / 1e9:.3g} GB"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
-    seconds = 0.3 if sys.stderr.isatty() else 30
-    bar = tqdm(desc=args.name, total=total, mininterval=seconds, unit="B", unit_scale=True, dynamic_ncols=True)
+    bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
 
     def space_needed() -> float:
         written = _size_of(folder)

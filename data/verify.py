@@ -13,11 +13,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tqdm import tqdm
-
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
 from runtime.output import plural
+from runtime.progress import progress_bar
 
 SAMPLE_TOKENS = 60
 
@@ -50,7 +49,7 @@ def verify_dataset(folder: Path) -> str:
     def scan(shard: Shard) -> tuple[int, list[str]]:
         return scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
 
-    bar = tqdm(desc="tokens", total=total, unit_scale=True, disable=None)
+    bar = progress_bar(desc="tokens", total=total, unit_scale=True)
     with bar, ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
         for name, split in meta.splits.items():
             scans = list(pool.map(scan, split.files))

@@ -9,12 +9,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, generate
 from eval.scoring import Scorer
 from runtime import RunError, distributed
+from runtime.progress import progress_bar
 
 MAX_NEW_TOKENS = 256  # where a task does not set it
 ROWS = 32  # in a batch of generations
@@ -95,7 +95,7 @@ class Adapter(TemplateLM):
         ranks, found = self.scorer.ranks, {}
         mine = list(enumerate(batches))[ranks.rank :: ranks.world_size]
         total, hidden = sum(len(members) for _, members in mine), disable_tqdm or not self.first
-        with tqdm(total=total, desc="generated", disable=hidden or None) as bar:
+        with progress_bar(total=total, desc="generated", disable=hidden) as bar:
             for number, members in mine:
                 texts = self._continue_batch([todo[i] for i in members], self.seed + number)
                 found.update(zip(members, texts, strict=True))

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from model import GPT, KVCache
 from runtime import distributed
+from runtime.progress import progress_bar
 
 TOKENS = 8192  # in a batch, at most: 16 rows of 512
 CACHED = 2  # times as many in the cache
@@ -83,7 +83,7 @@ class Scorer:
         work = work[self.ranks.rank :: self.ranks.world_size]
         total = sum(len(members) for _, batch in work for _, members in batch)
         found: dict[int, Score] = {}
-        bar = tqdm(total=total, desc=progress, disable=None if progress else True)
+        bar = progress_bar(total=total, desc=progress, disable=not progress)
         with bar, torch.inference_mode(), self.autocast():
             for score_batch, batch in work:
                 scores = score_batch(batch, pairs)

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
@@ -46,6 +45,7 @@ from model import GPT
 from runtime import RunError, distributed
 from runtime.metrics import read_metrics
 from runtime.output import text_table, write_atomic
+from runtime.progress import progress_bar
 
 KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
@@ -200,7 +200,7 @@ def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.d
     nats, size = np.zeros(len(windows)), 0
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     batches = prefetch((index, read_windows(corpus.tokens, windows[index])) for index in batch_windows(windows))
-    with autocast, tqdm(total=len(windows), desc=corpus.name, disable=None, leave=False) as bar:
+    with autocast, progress_bar(total=len(windows), desc=corpus.name, leave=False) as bar:
         for index, (x, y, scored) in batches:
             size += int(lengths[y[scored]].sum())
             x, y, which = (torch.from_numpy(part).to(device) for part in (x, y, scored))

@@ -1,6 +1,5 @@
 """What rank 0 says of a run: the header, the progress bar, lines of metrics, wandb. Other ranks have a silent one."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
@@ -16,12 +14,13 @@ from runtime.distributed import Ranks
 from runtime.folder import write_config
 from runtime.metrics import Metrics, gate_metrics, load_metrics
 from runtime.preflight import Plan
+from runtime.progress import progress_bar
 from runtime.state import TrainState
 from runtime.statistics import Statistics
 from runtime.tracker import start_wandb
 from runtime.updates import State
 
-BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
+BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar:10}| {elapsed}, {remaining} left{postfix}"
 
 
 def start_reporter(plan: Plan, state: TrainState, ranks: Ranks) -> "Reporter | SilentReporter":
@@ -73,8 +72,8 @@ class Reporter:
         tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
         self.metadata = {"wandb": tracker.id} if tracker else {}
         self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
-        seconds, total = 0.3 if sys.stderr.isatty() else 10, config.train.max_steps
-        self.bar = tqdm(desc=config.run.name, initial=state.step, total=total, mininterval=seconds, bar_format=BAR)
+        total = config.train.max_steps
+        self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first
         self.steps_timed = 0
 

@@ -22,13 +22,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 import configure
 from data.bins import check_dataset
 from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.metrics import ARRAYS, read_metrics
+from runtime.progress import progress_bar
 from runtime.signals import EXIT_CODE
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -155,8 +154,8 @@ def train_to_the_end(run: Run) -> None:
 def train_under_faults(run: Run, faults: int, rng: random.Random) -> list[Fault]:
     """Train to the end, with `faults` faults on the way. Raises RunError if the job ends otherwise."""
     moments = sorted(rng.uniform(0, 0.9 * run.max_steps) for _ in range(faults))  # before its end
-    survived = []
-    for moment in tqdm(moments, unit="fault"):
+    survived, bar = [], progress_bar(every=60, desc="faults", total=faults)
+    for moment in moments:
         before = run.find_intact_step()
         with run.start() as job:
             code = wait_for_moment(run, job, moment, before, rng)
@@ -169,6 +168,8 @@ def train_under_faults(run: Run, faults: int, rng: random.Random) -> list[Fault]
             inject_fault(kind, run, job, rng)
         place = "in a save" if saving else "in a step" if reached > before else "at the start"
         survived.append(Fault(kind, place, max(0, reached - run.find_intact_step())))
+        bar.update()
+    bar.close()
     train_to_the_end(run)
     return survived
 

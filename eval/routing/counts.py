@@ -16,13 +16,13 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.special import entr, rel_entr
 from torch import Tensor
-from tqdm import tqdm
 
 from data.bins import Tokens
 from data.loader import windows
 from data.tokenizer import Tokenizer
 from model import GPT
 from router import Router, Routing, entropy, expert_loads, token_distribution
+from runtime.progress import progress_bar
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
@@ -130,7 +130,7 @@ def count_routing(
     row_of[torch.from_numpy(ids)] = torch.arange(len(ids))
     stride = math.ceil(seen.sum() / GATE_TOKENS)
     layers = [LayerCounts(config.n_expert, len(ids) + 1, stride, device) for _ in range(config.n_layer)]
-    for batch in tqdm(batches, desc="windows", disable=None, leave=False):
+    for batch in progress_bar(iterable=batches, desc="windows", leave=False):
         idx = torch.from_numpy(windows(tokens, batch, config.block_size)[0])
         mine = record_routing(model, idx.to(device))
         theirs = record_routing(other, idx.to(device)) if other else [None] * len(mine)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch.utils import collect_env
-from tqdm import tqdm
 
 from runtime import RunError, distributed
 from runtime.output import first_line, text_table, write_atomic
+from runtime.progress import progress_bar
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP = 2  # rounds
@@ -93,7 +93,7 @@ class Benchmark:
         seconds, turn = {name: [] for name in functions}, 0
         cold = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device) if self.device.type == "cuda" else None
         try:
-            for turn in tqdm(range(self.args.rounds + warm_up), desc="rounds", disable=None, leave=False):
+            for turn in progress_bar(iterable=range(self.args.rounds + warm_up), desc="rounds", leave=False):
                 for name in list(seconds):
                     try:
                         taken = time_once(functions[name], self.device, cold)
