@@ -79,6 +79,18 @@ def check_table(printed: str, data: dict) -> list[dict]:
     return data["rows"]
 
 
+@pytest.fixture
+def run_bench(out: Path, capsys: pytest.CaptureFixture) -> Callable:
+    """`run_bench("moe", ...)` runs a command; returns the rows of its table in figures.json and what it printed."""
+
+    def run(*words: object) -> tuple[list[dict], str]:
+        assert bench.main([*map(str, words), f"--json={out}"]) == 0
+        printed = capsys.readouterr().out
+        return check_table(printed, json.loads(out.read_text())), printed
+
+    return run
+
+
 # ---- harness
 
 
@@ -178,10 +190,8 @@ def assert_same(function, leaves, experts, d_out):
         assert_near(got, wanted, limit)
 
 
-def test_moe(small_ceiling, out, capsys):
-    assert bench.main(["moe", *TINY, "--rounds=1", f"--json={out}", "--dtype", "float32", "bfloat16"]) == 0
-    printed, data = capsys.readouterr().out, json.loads(out.read_text())
-    rows = check_table(printed, data)
+def test_moe(small_ceiling, run_bench):
+    rows, _ = run_bench("moe", *TINY, "--rounds=1", "--dtype", "float32", "bfloat16")
     names = ["kernels", "F.grouped_mm", "loop", "dense", "matmul ceiling"]
     assert [(row["implementation"], row["dtype"]) for row in rows] == [
         (name, dtype) for dtype in ("float32", "bfloat16") for name in names
@@ -214,19 +224,18 @@ def test_saved_bytes_count_what_a_function_keeps_by_itself():
     assert bench_moe.count_saved_bytes(partial(lambda x: -x[:2], x)) == 0
 
 
-def test_an_alternative_that_is_missing_is_skipped(small_ceiling, out, capsys, monkeypatch):
+def test_an_alternative_that_is_missing_is_skipped(small_ceiling, out, run_bench, monkeypatch):
     def missing(*args, **kwargs):
         raise NotImplementedError("grouped_mm: not on this device")
 
     monkeypatch.setattr(bench_moe.F, "grouped_mm", missing)
-    assert bench.main(["moe", *TINY, "--rounds=1", "--dtype=float32", f"--json={out}"]) == 0
-    assert "skipped F.grouped_mm both: NotImplementedError" in capsys.readouterr().out
-    data = json.loads(out.read_text())
-    assert [row["implementation"] for row in data["rows"]][:2] == ["kernels", "loop"]
-    assert list(data["skipped"]) == ["F.grouped_mm forward", "F.grouped_mm both"]
+    rows, printed = run_bench("moe", *TINY, "--rounds=1", "--dtype=float32")
+    assert "skipped F.grouped_mm both: NotImplementedError" in printed
+    assert [row["implementation"] for row in rows][:2] == ["kernels", "loop"]
+    assert list(json.loads(out.read_text())["skipped"]) == ["F.grouped_mm forward", "F.grouped_mm both"]
 
 
-def test_tune_prints_lines_to_paste_and_leaves_the_tiles(out, capsys, monkeypatch, timed):
+def test_tune_prints_lines_to_paste_and_leaves_the_tiles(run_bench, monkeypatch, timed):
     ours = pytest.importorskip("kernels.triton_experts")
     small = ours.Tile(16, 16, 16, 4, 2)
     for kernel in ours.TILES[9]:
@@ -237,9 +246,7 @@ def test_tune_prints_lines_to_paste_and_leaves_the_tiles(out, capsys, monkeypatc
     monkeypatch.setattr(ours, "pick_tile", lambda kernel, *rest: seen.append(run(kernel, *rest)) or seen[-1])
     timed(lambda name: 0.010 if name[1] == 16 else 0.009 if name[0] == "rows" else 0.0099)
     sizes = ["--tokens=8", "--n-embd=16", "--expert-hidden=16", "--n-expert=2", "--top-k=1"]
-    assert bench.main(["tune", *sizes, f"--json={out}"]) == 0
-    printed = capsys.readouterr().out
-    rows = check_table(printed, json.loads(out.read_text()))
+    rows, printed = run_bench("tune", *sizes)
     assert [row["tile"] for row in rows] == ["32, 16, 16, 4, 2", "16, 16, 16, 4, 2"] * 4
     assert [row["over present"] for row in rows[:4]] == pytest.approx([0.99, 1, 0.9, 1])
     pasted = re.findall(r'^        "(\w+)": (Tile\(.*\)),(.*)$', printed, re.MULTILINE)
@@ -256,7 +263,7 @@ def test_tune_prints_lines_to_paste_and_leaves_the_tiles(out, capsys, monkeypatc
 # ---- step, router, experts, length
 
 
-def test_step(tiny_file, out, capsys, timed, monkeypatch):
+def test_step(tiny_file, run_bench, timed, monkeypatch):
     monkeypatch.setattr(distributed, "peak_flops", lambda device, dtype: 1e9)
     timed(lambda name: {"dense": 0.25, "kern": 0.5, "nanogpt": 1.0}[name[0]])
 
@@ -264,11 +271,8 @@ def test_step(tiny_file, out, capsys, timed, monkeypatch):
         raise ImportError("No module named 'transformers'")
 
     monkeypatch.setitem(PEERS, "olmoe-eager", not_installed)
-    arguments = ["--routers", "dense", "kern", "--dtype", "float32", "bfloat16", f"--json={out}"]
-    arguments += ["--peers", "olmoe-eager", "nanogpt"]
-    assert bench.main(["step", str(tiny_file), *arguments]) == 0
-    printed = capsys.readouterr().out
-    rows = check_table(printed, json.loads(out.read_text()))
+    arguments = ["--routers", "dense", "kern", "--dtype", "float32", "bfloat16", "--peers", "olmoe-eager", "nanogpt"]
+    rows, printed = run_bench("step", tiny_file, *arguments)
     assert "skipped olmoe-eager float32 off: ImportError: No module named 'transformers'" in printed
     assert [(row["router"], row["dtype"], row["compile"]) for row in rows] == [
         (router, dtype, "off") for dtype in ("float32", "bfloat16") for router in ("dense", "kern", "nanogpt")
@@ -286,12 +290,11 @@ def test_step(tiny_file, out, capsys, timed, monkeypatch):
     assert rows[2]["M total"] == pytest.approx((289 * 32 + 2 * layer + 2 * 32) / 1e6) and rows[2]["M active"] is None
 
 
-def test_step_compiled(tiny_file, out, capsys, monkeypatch):
+def test_step_compiled(tiny_file, run_bench, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, *more, **still: compiled.append(model) or model)
-    arguments = ["--routers", "dense", "--peers", "nanogpt", "--compile", "on", "off", "--rounds=1", f"--json={out}"]
-    assert bench.main(["step", str(tiny_file), *arguments]) == 0
-    rows = check_table(capsys.readouterr().out, json.loads(out.read_text()))
+    arguments = ["--routers", "dense", "--peers", "nanogpt", "--compile", "on", "off", "--rounds=1"]
+    rows, _ = run_bench("step", tiny_file, *arguments)
     assert [(row["compile"], row["router"]) for row in rows] == [
         (mode, model) for mode in ("off", "on") for model in ("dense", "nanogpt")
     ]
@@ -311,12 +314,10 @@ def test_steps_leave_the_weights_where_they_are(tiny):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_router_share_of_a_step(tiny_file, out, capsys, timed):
+def test_router_share_of_a_step(tiny_file, run_bench, timed):
     seconds = {"step": 0.1, "softmax": 0.002, "kern": 0.003, "tanh": 0.001}
     timed(lambda name: seconds[name[0]] / (4 if name[1] == "forward" else 1))
-    assert bench.main(["router", str(tiny_file), "--routers", "dense", "softmax", "kern", "tanh", f"--json={out}"]) == 0
-    printed = capsys.readouterr().out
-    *rows, step = check_table(printed, json.loads(out.read_text()))
+    (*rows, step), printed = run_bench("router", tiny_file, "--routers", "dense", "softmax", "kern", "tanh")
     assert [row["router"] for row in rows] == ["softmax", "kern", "tanh"]
     assert [row["ratio"] for row in rows] == pytest.approx([1, 1.5, 0.5])
     assert [row["share of step"] for row in rows] == pytest.approx([0.04, 0.06, 0.02])  # 2 layers
@@ -324,11 +325,9 @@ def test_router_share_of_a_step(tiny_file, out, capsys, timed):
     assert (step["router"], step["ms per step"]) == ("step, float32", 100) and "kern has 2 routers" in printed
 
 
-def test_experts(tiny_file, out, capsys, timed):
+def test_experts(tiny_file, run_bench, timed):
     timed(lambda name: name[1] / 100 + (name[0] == "step") / 10)  # experts, and whether AdamW ran
-    arguments = ["--model.router=kern", "--experts", "4", "8", f"--json={out}"]
-    assert bench.main(["experts", str(tiny_file), *arguments]) == 0
-    rows = check_table(capsys.readouterr().out, json.loads(out.read_text()))
+    rows, _ = run_bench("experts", tiny_file, "--model.router=kern", "--experts", "4", "8")
     four, eight, *_ = rows
     parts = [(part, experts) for part in ("step", "forward+backward") for experts in (4, 8)]
     assert [(row["part"], row["experts"]) for row in rows] == parts
@@ -339,12 +338,11 @@ def test_experts(tiny_file, out, capsys, timed):
     assert eight["tokens/s"] == pytest.approx(256 / 0.18)
 
 
-def test_length(tiny_file, out, capsys, timed, monkeypatch):
+def test_length(tiny_file, run_bench, timed, monkeypatch):
     shapes, draw = [], torch.randint
     monkeypatch.setattr(torch, "randint", lambda high, size, **more: shapes.append(size) or draw(high, size, **more))
     timed(lambda name: {"dense": 1, "kern": 2}[name[0]] * (1 + name[1] / 64))
-    assert bench.main(["length", str(tiny_file), "--lengths", "16", "64", f"--json={out}"]) == 0
-    rows = check_table(capsys.readouterr().out, json.loads(out.read_text()))
+    rows, _ = run_bench("length", tiny_file, "--lengths", "16", "64")
     assert shapes == [(2, 16, 16), (2, 4, 64)] * 2  # x and y: 256 tokens each time
     cells = [(router, T) for router in ("dense", "kern") for T in (16, 64)]
     assert [(row["router"], row["length"]) for row in rows] == cells

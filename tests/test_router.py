@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
 import router as router_module
+from configure.schema import Model
 from eval.theory import exact
 from model import GPT
 from router import (
@@ -274,30 +275,7 @@ def test_scale_of_gates_at_initialisation(name):
     assert norm.item() == pytest.approx(INITIAL_NORM[name], rel=0.02)
 
 
-# gradients and extremes
-
-SPANS_ALL = {"softmax", "softmax-l2", "kern", "kern-norelu", "kern-mc", "kern-nogamma", "kern-nobias"}
-
-
-@pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("loser", [0.1, -1.0])
-def test_idle_experts_get_a_gradient_only_through_a_norm_over_all(name, loser):
-    router = make_router(name)
-    x = torch.rand(N, C) + 0.1
-    with torch.no_grad():  # logits of the first half: positive and large, of the second half: near `loser`
-        router.weight[: E // 2] = 1 + torch.rand(E // 2, C)
-        router.weight[E // 2 :] = loser * (1 + 0.5 * torch.rand(E // 2, C))
-        if router.bias is not None:
-            router.bias.zero_()
-        router.weight.mul_(0.2)
-    routing = router(x)
-    assert routing.experts.max() < E // 2
-    (routing.weights * torch.randn(N, K)).sum().backward()
-    for gradient in [router.weight.grad.abs().sum(1)] + ([router.bias.grad.abs()] if router.spec.bias else []):
-        idle = gradient[E // 2 :]
-        assert (idle > 0).all() if name in SPANS_ALL else (idle == 0).all()
-        assert (gradient[: E // 2] > 0).any()
-
+# extremes
 
 EXTREMES = {
     "zero": lambda s: 0 * s,
@@ -457,18 +435,17 @@ def test_dead_token_gradient_compiles_into_one_graph():
     assert all((a != 0).any() and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def learn_pairs(name, disturb, steps=600):
-    """Train a tiny GPT on a random table of 16 x 16 tokens, which needs experts, after `disturb(model)`.
+def learn_pairs(router_bias, steps=600):
+    """Train a tiny GPT on a random table of 16 x 16 tokens, which needs experts, after filling the routers' biases.
 
     Returns (mean loss of the last 50 steps, zero gates of both layers at first, and at last).
     """
     torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 16, "pos": "learned"}
-    experts = {"router": name, "n_expert": 8, "top_k": 2, "expert_hidden": 16, "backend": "auto", "bias": False}
-    model = GPT(SimpleNamespace(**shape, **experts, dropout=0.0, tie_embeddings=True, init_std=0.1, gate_scale=1.0))
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 16, "init_std": 0.1}
+    model = GPT(Model(**shape, router="kern", n_expert=8, top_k=2, expert_hidden=16))
     table = torch.randint(16, (16, 16))
-    with torch.no_grad():
-        disturb(model)
+    for block in model.blocks:
+        torch.nn.init.constant_(block.mlp.router.bias, router_bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
     losses, zero_gates = [], []
     for _ in range(steps):
@@ -482,33 +459,16 @@ def learn_pairs(name, disturb, steps=600):
     return sum(losses[-50:]) / 50, zero_gates[0], torch.stack(zero_gates[-50:]).mean(0)
 
 
-def drown_in_bias(model):
-    """Start with a bias that outweighs all logits."""
-    for block in model.blocks:
-        block.mlp.router.bias.fill_(-10.0)
-
-
-def drown_in_weights(model):
-    """Add a common part to all inputs of the routers, and the opposite of it to W."""
-    common = torch.tensor([1.0, -1.0]).repeat_interleave(16)
-    model.wpe.weight.add_(0.15 * common)
-    for block in model.blocks:
-        block.mlp.router.weight.sub_(0.5 * common)
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "name, disturb, stay_zero, ratio",  # the layers below a disturbed weight bring some tokens back
-    [("kern", drown_in_bias, 1.0, 0.7), ("kern-nobias", drown_in_weights, 0.25, 1.0)],
-)
-def test_training_recovers_where_no_score_is_positive(name, disturb, stay_zero, ratio, monkeypatch):
-    _, at_first, _ = learn_pairs(name, lambda model: None, steps=1)
+def test_training_recovers_from_a_bias_that_leaves_no_positive_score(monkeypatch):
+    _, at_first, _ = learn_pairs(0.0, steps=1)
     assert at_first.max() < 0.2
-    recovered, at_first, at_last = learn_pairs(name, disturb)
+    recovered, at_first, at_last = learn_pairs(-10.0)
     assert (at_first == 1).all() and at_last.max() < 0.2
     monkeypatch.setattr(router_module.DeadTokenGradient, "apply", lambda weights, logits: weights)
-    dead, _, at_last = learn_pairs(name, disturb)
-    assert at_last.min() >= stay_zero and recovered < ratio * dead
+    dead, _, at_last = learn_pairs(-10.0)
+    assert (at_last == 1).all()
+    assert recovered < 0.7 * dead  # 0.43, and 0.49 with another seed
 
 
 # balance
