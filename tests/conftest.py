@@ -15,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import configure
+import train
+from configure.schema import Optim
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
 from runtime import checkpoint
@@ -110,6 +112,23 @@ def tiny(tiny_file: Path) -> Callable[..., configure.Config]:
     return lambda *overrides: configure.load(tiny_file, overrides)
 
 
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """A function: `call(main, *words)` runs a command and returns what it prints.
+
+    With `code=2` it must end with that code, print nothing to stdout, and the error on stderr is returned.
+    """
+
+    def call(main: Callable[[list[str]], int], *words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words)]) == code
+        said = capsys.readouterr()
+        assert code == 0 or said.out == ""
+        return said.err if code else said.out
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def fake_ranks() -> bytes:
     """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 pairs of bytes."""
@@ -152,6 +171,23 @@ def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     save = checkpoint.Saver.save
     return lambda: monkeypatch.setattr(checkpoint.Saver, "save", saving)
+
+
+@pytest.fixture
+def before_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], None]:
+    """A function: after `before_steps(action)`, training calls action(step) between a step's seed and its forward pass.
+
+    Given None it calls nothing any more.
+    """
+    rate, actions = train.learning_rate, []
+
+    def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
+        for action in actions:
+            action(step)
+        return rate(optim, max_steps, step)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    return lambda action: actions.append(action) if action else actions.clear()
 
 
 @pytest.fixture

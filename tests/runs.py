@@ -1,9 +1,11 @@
 """Helpers for tests: train a tiny run, read what it wrote, and start processes quickly."""
 
+import hashlib
 import math
 import multiprocessing
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -55,12 +57,17 @@ def modules_in(place: Path) -> Iterator[None]:
 def run(config: Config) -> list[dict]:
     """Train, and return the lines of metrics.jsonl with their arrays."""
     train.train(config)
-    return read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS)
+    return metrics(config)
 
 
 def column(lines: list[dict], key: str) -> list:
     """The values of `key`, from the lines that have it."""
     return [line[key] for line in lines if key in line]
+
+
+def metrics(config: Config) -> list[dict]:
+    """The lines of the run's metrics.jsonl, with their arrays."""
+    return read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS)
 
 
 def checkpoints(config: Config) -> Path:
@@ -71,6 +78,19 @@ def checkpoints(config: Config) -> Path:
 def steps(config: Config) -> list[int]:
     """Steps of the run's checkpoints, ascending."""
     return checkpoint.steps(checkpoints(config))
+
+
+def content(place: Path) -> dict[Path, str]:
+    """{path: sha256} of all files below `place`, but for the lock, which each start writes."""
+    files = (path for path in place.rglob("*") if path.is_file() and path.name != "lock")
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file, counted from the end where it is negative."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
 
 
 def untimed(lines: list[dict]) -> list[dict]:
@@ -132,7 +152,7 @@ class End(NamedTuple):
 
 def end(config: Config) -> End:
     """The `End` of a finished run."""
-    lines = untimed(read_metrics(folder.path_of(config) / "metrics.jsonl", ARRAYS))
+    lines = untimed(metrics(config))
     manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
     tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}
     return End(lines, tensors, manifest["facts"])
@@ -194,6 +214,27 @@ def start_ranks(count: int, function: Callable, *args: object) -> list[Forked]:
     """Start `count` processes with the environment variables that torchrun sets."""
     all_ranks = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)]
+
+
+class Job(NamedTuple):
+    """How torchrun ended."""
+
+    code: int
+    output: str  # of all its ranks
+
+
+def run_torchrun(jobs: dict[str, list]) -> dict[str, Job]:
+    """Run torchrun with the arguments of each job, all at once, since they wait for most of their time."""
+    variables = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words], cwd=REPO_ROOT, env=variables, **pipes
+        )
+        for name, words in jobs.items()
+    }
+    outputs = {name: process.communicate(timeout=1200)[0] for name, process in processes.items()}
+    return {name: Job(process.returncode, outputs[name]) for name, process in processes.items()}
 
 
 def meet_in(file: Path, init: Callable = dist.init_process_group) -> None:

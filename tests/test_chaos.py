@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import write_tiny
 
 import configure
 import train
@@ -28,12 +28,11 @@ def run_in(path):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, corpus):
     """A folder with two equal runs of 4 steps, undisturbed and disturbed, with checkpoints of steps 2 and 4."""
-    place = tmp_path_factory.mktemp("chaos")
-    (place / "tiny.toml").write_text(TINY.format(runs=place.as_posix(), data=corpus.as_posix()))
+    file = write_tiny(tmp_path_factory.mktemp("chaos"), corpus)
     for name in ("undisturbed", "disturbed"):
         settings = [f"run.name={name}", "train.checkpoint_interval=2", "train.keep_checkpoints=2"]
-        train.train(configure.load(place / "tiny.toml", settings))
-    return place
+        train.train(configure.load(file, settings))
+    return file.parent / "runs"
 
 
 @pytest.fixture
@@ -92,13 +91,11 @@ def test_a_run_without_its_last_checkpoint_is_an_error(calm, torn):
 
 
 @pytest.fixture
-def job():
-    """A process that ends as train.py does when it is asked to stop: with exit code 75."""
-    process = subprocess.Popen(
-        ["sh", "-c", "trap 'exit $CODE' TERM; echo ready; while :; do sleep 0.05; done"],
-        stdout=subprocess.PIPE,
-        env={"CODE": "75", "PATH": "/usr/bin:/bin"},
-    )
+def job(request):
+    """A process that ends as train.py does when it is asked to stop: with exit code 75, or another as parameter."""
+    code = getattr(request, "param", 75)
+    command = ["sh", "-c", f"trap 'exit {code}' TERM; echo ready; while :; do sleep 0.05; done"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     yield process
     process.kill()
@@ -123,9 +120,8 @@ def test_the_only_checkpoint_is_not_damaged(torn, job):
     assert torn.find_intact_step() == 0
 
 
-def test_wrong_exit_code_after_sigterm_is_an_error(torn):
-    job = subprocess.Popen(["sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.05; done"], stdout=-1)
-    job.stdout.readline()
+@pytest.mark.parametrize("job", [0], indirect=True)
+def test_wrong_exit_code_after_sigterm_is_an_error(torn, job):
     with pytest.raises(RunError, match="exit code 0 after SIGTERM, expected 75; it had just finished"):
         chaos.inject_fault("SIGTERM to a rank", torn, job, random.Random(0))
 

@@ -8,9 +8,9 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked, largest_file
+from runs import Forked, content, flip, largest_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -86,18 +86,6 @@ def write(folder, *steps, training=None, **options):
         (training or Training()).save(saver, step)
         saver.wait()
     return saver
-
-
-def files(place):
-    """{path: bytes} of all files below `place`."""
-    return {path.relative_to(place): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
-
-
-def flip(path, bit=None, dice=random):
-    data = bytearray(path.read_bytes())
-    bit = dice.randrange(8 * len(data)) if bit is None else bit
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
 
 
 def names(folder):
@@ -228,21 +216,6 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-def test_failed_save_is_a_warning_with_on_error_warn(tmp_path, broken_disk, capsys):
-    broken_disk(True)
-    training, saver = Training(), saver_in(tmp_path, on_error="warn")
-    for step in (1, 2):
-        training.save(saver, step)
-        saver.pending.join()
-        saver.poll()
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith("warning: ") and f"step_{step:08d}" in line and "There is none yet" in line
-    broken_disk(False)
-    training.save(saver, 3)
-    saver.finish()
-    assert checkpoint.steps(tmp_path) == [3] and capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("polled", [False, True])
 def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_disk, capsys, polled):
     training, saver = Training(), saver_in(tmp_path, on_error="warn")
@@ -290,7 +263,7 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
     broken_disk(False)
     write(tmp_path, 4, 5, keep=3)
     for step in (4, 5):
-        flip(checkpoint.folder_of(tmp_path, step) / ".metadata")
+        flip(checkpoint.folder_of(tmp_path, step) / ".metadata", 1000)
     assert checkpoint.latest(tmp_path, ALONE)[0] == 1
     write(tmp_path, 4, keep=2)  # quarantined ones do not count
     assert names(tmp_path) == ["step_00000001", "step_00000004", "step_00000004.damaged", "step_00000005.damaged"]
@@ -353,16 +326,14 @@ def copied(intact, tmp_path):
 
 
 def test_any_flipped_bit_is_detected(copied):
-    dice, content = random.Random(0), files(copied)
-    assert {path.name for path in content} == {"__0_0.distcp", ".metadata", "manifest.json"}
-    for name, data in content.items():
-        bits = range(8 * len(data))
-        places = [*range(64), *dice.sample(bits, 100), *bits[-64:]]
-        for bit in places:
+    assert names(copied) == [".metadata", "__0_0.distcp", "manifest.json"]
+    for name in names(copied):
+        bits = range(8 * (copied / name).stat().st_size)
+        for bit in (*range(32), *random.Random(0).sample(bits, 32), *bits[-32:]):
             flip(copied / name, bit)
             with pytest.raises(DamagedError, match=f"{name}: damaged"):
                 checkpoint.verify(copied)
-            (copied / name).write_bytes(data)
+            flip(copied / name, bit)
     assert checkpoint.verify(copied)["step"] == 2
 
 
@@ -398,25 +369,25 @@ def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
     write(tmp_path, 2, 4, 6)
     flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
     (tmp_path / "step_00000004" / "manifest.json").unlink()
-    before = files(tmp_path / "step_00000006")
+    before = content(tmp_path)
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2
     newest, older = capsys.readouterr().out.splitlines()
     assert "step_00000006/__0_0.distcp: damaged" in newest and "quarantined as step_00000006.damaged" in newest
     assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
     assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
-    assert files(tmp_path / "step_00000006.damaged") == before
+    assert sorted(content(tmp_path).values()) == sorted(before.values())
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
 
 
 def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
     write(tmp_path, 2, 4)
     for step in (2, 4):
-        flip(checkpoint.folder_of(tmp_path, step) / "manifest.json")
-    before = sorted(files(tmp_path).values())
+        flip(checkpoint.folder_of(tmp_path, step) / "manifest.json", 1000)
+    before = sorted(content(tmp_path).values())
     for _ in range(2):  # the second start too: it must not start over in this folder
         with pytest.raises(RunError, match=r"all .* damaged .*--fresh"):
             checkpoint.latest(tmp_path, ALONE)
-        assert sorted(files(tmp_path).values()) == before
+        assert sorted(content(tmp_path).values()) == before
 
 
 def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(tmp_path, monkeypatch, capsys):
@@ -463,52 +434,22 @@ def test_largest_file_size_is_reached_in_a_save(tmp_path, manifests, size, where
     assert_only_the_first_is_left(tmp_path)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+# ---- kills and a full disk before any call to the file system
 
-
-def test_disk_is_full_at_any_point_of_a_save(small_disk, manifests):
-    folder = small_disk / "checkpoints"
-    saver = write(folder, 1)
-    page = os.statvfs(small_disk).f_frsize
-    needed = sum(-(-len(data) // page) for data in files(folder).values())
-    in_tensors = in_manifest = 0
-    for pages in (0, 1, needed // 3, *range(needed - 4, needed)):
-        manifests.clear()
-        with (small_disk / "filling").open("wb") as filling:
-            filling.write(bytes((os.statvfs(small_disk).f_bavail - pages) * page))
-        with pytest.raises(RunError, match="step_00000002: the checkpoint could not be written .*Make room"):
-            Training().save(saver, 2)
-            saver.wait()
-        in_manifest += bool(manifests)
-        in_tensors += not manifests
-        (small_disk / "filling").unlink()
-        assert_only_the_first_is_left(folder)
-    assert in_tensors and in_manifest
-    Training().save(saver, 2)
-    saver.finish()
-    assert checkpoint.latest(folder, ALONE)[0] == 2
-
-
-# ---- kills
-
+SAVED, SAVED_IN_SPITE, REFUSED = 10, 11, 12  # exit codes
 CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}  # audit events of a save, each just before the call
 
 
-def save_and_be_killed(training, path, step, number):
-    """Save; this process is killed just before call `number` of the save to the file system, counted from 0."""
+def save_with_fault(training, path, step, number, fault):
+    """Save; just before call `number` of the save to the file system, counted from 0, `fault` is called.
+
+    Returns whether there was such a call.
+    """
     calls = itertools.count()
 
     def count_call(name):
         if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            fault()
 
     fsync, saver = os.fsync, saver_in(path, keep=2)
     os.fsync = lambda file: (count_call("fsync"), fsync(file))
@@ -518,43 +459,57 @@ def save_and_be_killed(training, path, step, number):
     training.fill(step)
     training.save(saver, step)
     saver.finish()
+    return next(calls) > number
 
 
-def kill_at_every_call(path):
-    """In forks, kill a save before its first call to the file system, before its second … until it is not killed."""
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def find_no_room():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_at_every_call(path, fault):
+    """In forks, stop a save before its first call to the file system, before its second … until it succeeds."""
     training = Training()
     write(path, 1, 2)  # and torch loads what it needs when it first saves
-    step, in_a_save, status = 2, 0, -1
+    step, in_a_save = 2, 0
     for number in itertools.count():
         child = os.fork()
         if not child:
-            save_and_be_killed(training, path, step + 1, number)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        in_a_save += bool(list(path.glob("*.tmp")))
+            try:
+                os._exit(SAVED + save_with_fault(training, path, step + 1, number, fault))
+            except RunError as error:
+                os._exit(REFUSED if re.search(r"No space left on device.*Make room", str(error)) else 1)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        partial = list(path.glob("*.tmp"))
+        assert not partial or fault is be_killed
+        in_a_save += code == REFUSED or bool(partial)
         checkpoint.remove_partial_saves(path)
         found = checkpoint.latest(path, ALONE)[0]
         assert found in (step, step + 1), f"step {found} found after {step}"
         assert not list(path.glob("*.damaged"))
         if found > 2:
             training.load(path, found)
-            assert all((tensor == found).all() for tensor in training.tensors()), (
-                f"step {found} holds another's numbers"
-            )
-        if status == 0:
+            assert all((tensor == found).all() for tensor in training.tensors()), f"step {found} holds other numbers"
+        if code == SAVED:
             break
-        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert code in ((-signal.SIGKILL,) if fault is be_killed else (REFUSED, SAVED_IN_SPITE))
         step = found
     assert found == step + 1
-    print(json.dumps({"kills": number, "in_a_save": in_a_save, "saves": found - 2}))
+    print(json.dumps({"calls": number, "in_a_save": in_a_save, "saves": found - 2}))
 
 
 @pytest.mark.integration
-def test_checkpoints_survive_a_kill_before_every_file_system_call(tmp_path):
-    code, printed = Forked(kill_at_every_call, tmp_path / "checkpoints").wait(300)
+@pytest.mark.parametrize("fault", [be_killed, find_no_room])
+def test_checkpoints_survive_a_fault_before_every_file_system_call(tmp_path, fault):
+    code, printed = Forked(fail_at_every_call, tmp_path / "checkpoints", fault).wait(300)
     assert code == 0, printed
     figures = json.loads(printed.splitlines()[-1])
-    assert figures["in_a_save"] >= 8 and figures["saves"] >= 4, figures
+    assert figures["in_a_save"] >= 8 and figures["saves"] >= (4 if fault is be_killed else 1), figures
 
 
 # ---- pickles that would run
@@ -595,37 +550,28 @@ def with_entry(path, evil, **changed):
     forge(path, **{"evil.distcp": evil, ".metadata": pickle.dumps(metadata)})
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 5])
+BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."  # through a module of torch
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5, "back door"])
 def test_a_pickle_as_metadata_runs_nothing(copied, canary, protocol):
-    forge(copied, **{".metadata": pickle.dumps(Payload(canary), protocol)})
+    evil = BACK_DOOR % bytes(canary) if protocol == "back door" else pickle.dumps(Payload(canary), protocol)
+    forge(copied, **{".metadata": evil})
     with pytest.raises(CheckpointException):
         read_as_torch_does(copied)
     canary.unlink()  # raises if the payload did not work there: this test would prove nothing
     assert_refused(copied)
 
 
-def test_a_pickle_through_a_module_of_torch_runs_nothing(copied, canary):
-    back_door = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V%s\ntR." % str(canary).encode()
-    forge(copied, **{".metadata": back_door})
-    with pytest.raises(CheckpointException):
+@pytest.mark.parametrize("kind", ["tensor", "other"])
+def test_a_pickle_as_an_entry_runs_nothing(copied, canary, kind):
+    """torch's readers give entries that are not tensors to torch.load(weights_only=False)."""
+    torch.save(Payload(canary), evil := io.BytesIO())
+    with_entry(copied, evil.getvalue(), **({} if kind == "tensor" else {"model.wte.weight": BytesStorageMetadata()}))
+    if kind == "tensor":
+        torch.load(io.BytesIO(evil.getvalue()), weights_only=False)
+    else:
         read_as_torch_does(copied)
-    canary.rmdir()
-    assert_refused(copied)
-
-
-def test_a_pickle_as_a_tensor_runs_nothing(copied, canary):
-    torch.save(Payload(canary), evil := io.BytesIO())
-    torch.load(io.BytesIO(evil.getvalue()), weights_only=False)
-    canary.unlink()
-    with_entry(copied, evil.getvalue())
-    assert_refused(copied)
-
-
-def test_a_pickle_as_an_entry_that_is_not_a_tensor_runs_nothing(copied, canary):
-    """torch's readers give such entries to torch.load(weights_only=False)."""
-    torch.save(Payload(canary), evil := io.BytesIO())
-    with_entry(copied, evil.getvalue(), **{"model.wte.weight": BytesStorageMetadata()})
-    read_as_torch_does(copied)
     canary.unlink()
     assert_refused(copied)
 

@@ -11,19 +11,19 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY
+from conftest import write_tiny
 from numerics import assert_near, tolerance
-from runs import assert_same_columns, column, meet_in, run_with_margin, start_ranks, untimed
+from runs import REPO_ROOT, assert_same_columns, column, meet_in, run_torchrun, run_with_margin, start_ranks, untimed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,7 +37,6 @@ from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.metrics import ARRAYS, read_metrics
 
-REPO_ROOT = Path(__file__).parents[1]
 PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
 
 # ---- cases
@@ -134,7 +133,29 @@ class Watch:
 
     def __init__(self, case, rank):
         self.case, self.rank = case, rank
+        self.forget()
+
+    def forget(self):
+        """Be ready for another run."""
         self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
+
+    @contextmanager
+    def patches(self, after_save=lambda saver, step: None):
+        """Within this context, runs are seen; `after_save` is called with each save."""
+
+        def save(saver, step, model, *args):
+            SAVE(saver, step, model, *args)
+            after_save(saver, step)
+            full = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
+            self.seen["parameters"] = {key: p.clone() for key, p in full.items()}
+            self.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.Saver, "save", save)
+            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
+            patch.setattr(train, "learning_rate", self.learning_rate)
+            patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
+            yield
 
     def build_optimizer(self, model, optim):
         """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
@@ -191,21 +212,13 @@ def work(folder, name, seed, rank):
     case = CASES[name]
     watch = Watch(case, rank)
 
-    def save(saver, step, model, optimizer, *args):
-        SAVE(saver, step, model, optimizer, *args)
+    def copy_run(saver, step):
         if step == 3 and case.copies:
             saver.wait()
             for copy in case.copies if rank == 0 else ():
                 shutil.copytree(folder / name, folder / copy)
-        watch.seen["parameters"] = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
-        watch.seen["parameters"] = {key: p.clone() for key, p in watch.seen["parameters"].items()}
-        watch.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.Saver, "save", save)
-        patch.setattr(train_state, "build_optimizer", watch.build_optimizer)
-        patch.setattr(train, "learning_rate", watch.learning_rate)
-        patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
+    with watch.patches(copy_run):
         train.train(config_of(folder, name, seed))
     return watch.seen
 
@@ -236,38 +249,25 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("ranks")
-    text = TINY.format(runs=(folder / "runs").as_posix(), data=corpus.as_posix())
-    (folder / "tiny.toml").write_text(text)
-    return folder
+    return write_tiny(tmp_path_factory.mktemp("ranks"), corpus).parent
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
     """`alone(model)`: the override of the seed, and the Outcome of the run on one rank with that seed."""
-    found = {}
 
+    @cache
     def alone(model):
-        if model not in found:
-            watches = []
+        watch = Watch(Case(model, "alone"), 0)
 
-            def make(*overrides):
-                watches.append(Watch(Case(model, "alone"), 0))
-                place = f"run.dir={(folder / f'{model} alone').as_posix()}"
-                return configure.load(folder / "tiny.toml", [*ALL, *MODELS[model], *overrides, place])
+        def make(*overrides):
+            watch.forget()
+            place = f"run.dir={(folder / f'{model} alone').as_posix()}"
+            return configure.load(folder / "tiny.toml", [*ALL, *MODELS[model], *overrides, place])
 
-            def save(saver, step, model, *args):
-                SAVE(saver, step, model, *args)
-                watches[-1].seen["parameters"] = {key: p.detach().clone() for key, p in model.named_parameters()}
-                watches[-1].seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(checkpoint.Saver, "save", save)
-                patch.setattr(train_state, "build_optimizer", lambda *args: watches[-1].build_optimizer(*args))
-                patch.setattr(train, "learning_rate", lambda *args: watches[-1].learning_rate(*args))
-                seed, lines = run_with_margin(make)
-            found[model] = seed, Outcome(lines, [watches[-1].seen], folder / f"{model} alone" / seed)
-        return found[model]
+        with watch.patches():
+            seed, lines = run_with_margin(make)
+        return seed, Outcome(lines, [watch.seen], folder / f"{model} alone" / seed)
 
     return alone
 
@@ -275,23 +275,24 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def outcome(folder, alone):
     """`outcome(case)`. The first question about a case of several ranks starts all jobs of the integration tests."""
-    started = []
 
     def start(ranks, names, models):
         seeds = {model: alone(model)[0] for model in models}
         ended = [rank.wait(1200) for rank in start_ranks(ranks, be_a_rank, folder, names, seeds)]
         assert all(code == 0 for code, _ in ended), ended
 
+    @cache
+    def start_pair():
+        start(2, ["pair ddp-2"], ["pair"])
+
+    @cache
+    def start_others():
+        for ranks in (2, 4):  # runs on 4 resume from checkpoints of 2
+            names = [name for name, case in CASES.items() if WAYS[case.way].ranks == ranks and case.model != "pair"]
+            start(ranks, names, COMPARED[1:])
+
     def outcome(name):
-        if name == "pair ddp-2":
-            if name not in started:
-                started.append(name)
-                start(2, [name], ["pair"])
-        elif "all" not in started:
-            started.append("all")
-            for ranks in (2, 4):  # runs on 4 resume from checkpoints of 2
-                names = [name for name, case in CASES.items() if WAYS[case.way].ranks == ranks and case.model != "pair"]
-                start(ranks, names, COMPARED[1:])
+        start_pair() if name == "pair ddp-2" else start_others()
         errors = [f"rank {path.name}: {path.read_text()}" for path in sorted(folder.glob(f"{name}.*.error"))]
         assert not errors, "\n".join(errors)
         reports = [torch.load(folder / f"{name}.{rank}") for rank in range(WAYS[CASES[name].way].ranks)]
@@ -581,11 +582,6 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(tiny_file):
 # ---- jobs of torchrun: ranks that end, and nodes
 
 
-class Job(NamedTuple):
-    code: int
-    output: str
-
-
 def be_ended(folder, how):
     """A rank: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
     how, _, saving = how.partition(" ")
@@ -605,27 +601,18 @@ def be_ended(folder, how):
 
 @pytest.fixture(scope="module")
 def jobs(folder, alone):
-    """{name: Job} of torchrun. All start together, as they wait for most of their time."""
+    """{name: Job} of torchrun: ranks that are ended, and two nodes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": "1"}
-    two = [*torchrun, "--standalone", "--nproc_per_node=2", __file__, folder]
-    nodes = [*torchrun, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
+    two = ["--standalone", "--nproc_per_node=2", __file__, folder]
+    nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
     nodes += [f"--run.dir={(folder / 'nodes').as_posix()}", "--train.parallel=fsdp"]
     nodes += [f"--{key}" for key in [*ALL, *MODELS["kern"], alone("kern")[0]]]
-    commands = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")}
-    commands |= {"node 0": nodes, "node 1": nodes}
-    processes = {
-        name: subprocess.Popen(
-            command, cwd=REPO_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for name, command in commands.items()
-    }
-    outputs = {name: process.communicate(timeout=1200)[0] for name, process in processes.items()}
-    return {name: Job(process.returncode, outputs[name]) for name, process in processes.items()}
+    return run_torchrun(
+        {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")} | {"node 0": nodes, "node 1": nodes}
+    )
 
 
 @pytest.mark.integration

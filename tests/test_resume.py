@@ -30,33 +30,48 @@ from data.writer import Writer
 pytest_plugins = ["corpora"]  # its fixtures
 
 
-def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
+@pytest.fixture
+def undisturbed(run, books, tmp_path, small_units):
+    """The files of a set prepared from `books` in small units, without a stop. They are removed again."""
     assert run(*books)[0] == 0
-    undisturbed = snapshot(tmp_path / "out")
+    files = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    with monkeypatch.context() as patch:
-        fail_after(patch, 13)
-        code, out = run(*books)
+    return files
+
+
+@pytest.fixture
+def stop_at(run, books, monkeypatch):
+    """`stop_at(13, *options)`: prepare `books` until the command is stopped at its 13th unit."""
+
+    def stop_at(unit, *options):
+        with monkeypatch.context() as patch:
+            fail_after(patch, unit)
+            code, out = run(*books, *options)
         assert code == 130 and "stopped; start again to resume" in out
+
+    return stop_at
+
+
+def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
+    stop_at(13)
     with pytest.raises(DataError, match="text: half-prepared. Resume with the command that began it"):
         check_dataset(tmp_path / "out/text", 257)
     assert run("text", main=verify.main)[0] == 2
     unfinished = snapshot(tmp_path / "out")
     assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
 
-    rows = (tmp_path / "in/b.jsonl").read_bytes()
-    for changed in (
-        ("--val-fraction", 0.5),
-        ("--shard-tokens", 500),
-        ("--text-field", "body"),
-        ("the input files differ",),
-    ):
-        if len(changed) == 1:
-            (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
-        code, out = run(*books, *(changed if len(changed) > 1 else ()))
+    def refuse(what, *changed):
+        code, out = run(*books, *changed)
         assert code == 2 and "text.partial holds an unfinished set made with other arguments" in out
-        assert all(remedy in out for remedy in (changed[0].strip("-").replace("-", "_"), "--force", "--name"))
+        assert all(words in out for words in (what, "--force", "--name"))
         assert snapshot(tmp_path / "out") == unfinished
+
+    refuse("val_fraction", "--val-fraction", 0.5)
+    refuse("shard_tokens", "--shard-tokens", 500)
+    refuse("text_field", "--text-field", "body")
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
+    refuse("the input files differ")
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     code, out = run(*books)
@@ -64,10 +79,7 @@ def test_stopped_it_resumes(run, books, tmp_path, small_units, monkeypatch):
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small_units, monkeypatch):
-    assert run(*books)[0] == 0
-    undisturbed = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
+def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, undisturbed, monkeypatch):
     opened, read = [], units.read_documents
     monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
     with monkeypatch.context() as patch:
@@ -86,20 +98,15 @@ def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, small
 
 
 @pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
-def test_force_starts_an_unfinished_set_over(run, books, tmp_path, small_units, monkeypatch, damage):
-    with monkeypatch.context() as patch:
-        fail_after(patch, 13)
-        assert run(*books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))[0] == 130
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
+    stop_at(13, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
     if damage == "begun.json":
         (tmp_path / "out/text.partial/begun.json").write_text("{")
         code, out = run(*books)
         assert code == 2 and "begun.json cannot be read" in out and "--force" in out
     code, out = run(*books, "--force")
     assert code == 0 and "resuming" not in out
-    forced = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    assert run(*books)[0] == 0
-    assert snapshot(tmp_path / "out") == forced
+    assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", None])
@@ -146,14 +153,12 @@ def test_damaged_units_cost_one_restart(run, books, tmp_path, small_units, monke
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_skip_bad_belongs_to_an_unfinished_set(run, books, tmp_path, small_units, monkeypatch):
+def test_skip_bad_belongs_to_an_unfinished_set(run, books, tmp_path, small_units, stop_at):
     """Units without bad documents serve both; units that left some out serve only --skip-bad."""
     with (tmp_path / "in/a.jsonl").open("ab") as file:
         file.write(b"not JSON\n")
     assert "--skip-bad" in run(*books)[1]
-    with monkeypatch.context() as patch:
-        fail_after(patch, 3)
-        assert run(*books, "--skip-bad")[0] == 130  # in b.jsonl
+    stop_at(3, "--skip-bad")  # in b.jsonl
     code, out = run(*books)
     assert code == 2 and "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in out
     code, out = run(*books, "--skip-bad")
@@ -163,20 +168,12 @@ def test_skip_bad_belongs_to_an_unfinished_set(run, books, tmp_path, small_units
     assert run(*books, "--skip-bad")[0] == 0 and snapshot(tmp_path / "out") == resumed
 
 
-def test_two_processes_at_once(run, books, tmp_path, small_units):
+def test_two_commands_at_once(run, books, tmp_path, small_units):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
-        other = subprocess.run(
-            [sys.executable, "-m", "data.prepare", *map(str, books), "--tokenizer", "bytes", "--out", tmp_path / "out"],
-            cwd=REPO_ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert (
-            other.returncode == 2 and "another process is preparing this set: wait for it, or stop it" in other.stderr
-        )
-        code, out = run(*books, "--force")
-        assert code == 2 and "another process is preparing this set" in out
+        for force in ([], ["--force"]):
+            code, out = run(*books, *force)
+            assert code == 2 and "another process is preparing this set: wait for it, or stop it" in out
     assert run(*books)[0] == 0
 
 
@@ -205,7 +202,6 @@ def test_a_lock_of_a_folder_that_was_replaced_is_none(tmp_path, monkeypatch):
 
 
 def test_another_process_finishes_before_this_one_begins(run, books, tmp_path, monkeypatch):
-
     def finish_first(*args):
         with monkeypatch.context() as patch:
             patch.setattr(prepare, "load_tokenizer", load)
@@ -372,42 +368,33 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-PAUSING = """
-import sys, time
-from pathlib import Path
-from data import prepare, units
+def prepare_and_pause(paused, argv):
+    """Begin to prepare a set, and make the file `paused` when 12 units are cut."""
 
-def cut_and_pause(*args):
-    for number, unit in enumerate(cut(*args)):
-        if number == 12:
-            Path(sys.argv[1]).touch()
-            time.sleep(3600)
-        yield unit
+    def cut_and_pause(*args):
+        for number, unit in enumerate(cut(*args)):
+            if number == 12:
+                paused.touch()
+                time.sleep(3600)
+            yield unit
 
-units.UNIT_BYTES, prepare.WORKER_BYTES = 50, 500
-cut, units._cut_group = units._cut_group, cut_and_pause
-sys.exit(prepare.main(sys.argv[2:]))
-"""
+    units.UNIT_BYTES, prepare.WORKER_BYTES = 50, 500
+    cut, units._cut_group = units._cut_group, cut_and_pause
+    sys.exit(prepare.main(list(map(str, argv))))
 
 
 @pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
-def test_killed_while_its_workers_write(run, books, tmp_path, small_units, many_workers):
+def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_workers):
     """No worker outlives the command, and a later start resumes."""
-    assert run(*books)[0] == 0
-    undisturbed = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
-    with open(tmp_path / "printed", "wb") as printed:  # not a pipe: whoever outlives the command would keep it open
-        command = [sys.executable, "-c", PAUSING, tmp_path / "paused", *arguments]
-        process = subprocess.Popen(list(map(str, command)), cwd=REPO_ROOT, stdout=printed, stderr=printed)
+    command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
     units_written = (tmp_path / "out/text.partial").glob
     while not ((tmp_path / "paused").exists() and list(units_written("units-*/*.npz"))):
-        assert process.poll() is None, (tmp_path / "printed").read_text()
+        assert command.process.is_alive(), Path(command.printed).read_text()
         time.sleep(0.01)
-    children = children_of(process.pid)
-    process.kill()
-    assert process.wait(600) == -signal.SIGKILL and len(children) >= 2
+    children = children_of(command.process.pid)
+    assert command.wait(0)[0] == -signal.SIGKILL and len(children) >= 2
     with at_most(600):
         while any(map(alive, children)):
             time.sleep(0.01)
@@ -432,11 +419,8 @@ def at_most(seconds: int):
 
 
 @pytest.mark.integration
-def test_killed_workers_are_an_error(run, books, tmp_path, small_units, many_workers, monkeypatch):
+def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
     """By the kernel, for instance, when memory is short."""
-    assert run(*books, "--workers", 2)[0] == 0
-    undisturbed = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
     cuts, cut = itertools.count(1), units._cut_group
 
     def kill_workers(*args):
@@ -451,21 +435,16 @@ def test_killed_workers_are_an_error(run, books, tmp_path, small_units, many_wor
         code, out = run(*books, "--workers", 2)
     assert code == 2 and "a worker process died" in out and "start again to resume, with fewer --workers" in out
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
-    code, out = run(*books, "--workers", 2)
+    code, out = run(*books)
     assert code == 0 and "resuming after" in out
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("where", ["a unit", "the first shard", "the last shard", "meta.json"])
-def test_the_disk_is_full(run, books, tmp_path, small_units, monkeypatch, where):
+@pytest.mark.parametrize("name", ["00000000-00000007.npz", "train-00000.bin", "the last shard", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     """A file takes no more: its flush fails, and so does its close."""
-    assert run(*books)[0] == 0
-    undisturbed = snapshot(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    last = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
-    name = {"a unit": "00000000-00000007.npz", "the first shard": "train-00000.bin", "the last shard": last}.get(
-        where, where
-    )
+    if name == "the last shard":
+        name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     real = Path.open
 
     def open_(path, mode="r", *args, **more):

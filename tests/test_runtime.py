@@ -3,7 +3,6 @@
 import errno
 import os
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
 
 from model import GPT
-from runtime import RunError, distributed, folder, memory
+from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.output import text_table, write_atomic
 from runtime.preflight import preflight
@@ -171,24 +170,6 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
 
 
 # ---- files and tables
-
-
-def test_config_is_on_the_disk_before_it_has_its_name(tiny, monkeypatch):
-    config, events = tiny(), []
-    path = folder.path_of(config)
-    path.mkdir(parents=True)
-
-    def fsync(descriptor):
-        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name.split('.')[0]}")
-
-    def replace(old, new, rename=os.replace):
-        events.append(f"rename to {new.name}")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    folder.write_config(path, config)
-    assert events == ["sync config", "rename to config.toml", f"sync {path.name}"]
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -3,12 +3,13 @@
 import math
 import re
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
+from runs import REPO_ROOT
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
@@ -16,9 +17,8 @@ import train
 from eval import generation
 from model import GPT, KVCache, parameter_shapes
 from runtime import memory
+from runtime.folder import path_of
 from scripts import plan, sample
-
-REPO_ROOT = Path(__file__).parents[1]
 
 # ---- sample: the choice of a token
 
@@ -177,17 +177,13 @@ def test_padding_of_the_vocabulary_is_never_drawn(choice):
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    place = tmp_path_factory.mktemp("trained")
-    (place / "tiny.toml").write_text(TINY.format(runs=place, data=corpus))
-    train.train(configure.load(place / "tiny.toml", ["train.checkpoint_interval=2"]))
-    return place / "tiny"
+    config = configure.load(write_tiny(tmp_path_factory.mktemp("trained"), corpus), ["train.checkpoint_interval=2"])
+    train.train(config)
+    return path_of(config)
 
 
-def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, capsys):
-    def text(*arguments):
-        assert sample.main([str(trained), "--prompt", "a bee ", "--tokens", "20", *arguments]) == 0
-        return capsys.readouterr().out
-
+def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
+    text = partial(call, sample.main, trained, "--prompt", "a bee ", "--tokens", 20)
     first = text("--seed", "1")
     assert first.startswith("a bee ") and len(first) > len("a bee \n")
     assert text("--seed", "1") == first
@@ -211,13 +207,9 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
     assert asked[1][2] == 7 and asked[1][-1] is None
 
 
-def test_sample_of_several_prompts(trained, capsys):
-    alone = []
-    for prompt in ("a bee ", "june"):
-        assert sample.main([str(trained), "--prompt", prompt, "--tokens", "9", "--temperature", "0"]) == 0
-        alone.append(capsys.readouterr().out)
-    assert sample.main([str(trained), "--prompt", "a bee ", "june", "--tokens", "9", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == f"--- 1 ---\n{alone[0]}--- 2 ---\n{alone[1]}"
+def test_sample_of_several_prompts(trained, call):
+    text = partial(call, sample.main, trained, "--tokens", 9, "--temperature", 0, "--prompt")
+    assert text("a bee ", "june") == f"--- 1 ---\n{text('a bee ')}--- 2 ---\n{text('june')}"
 
 
 def test_sample_asks_for_prompts(trained, capsys, monkeypatch):
@@ -233,18 +225,15 @@ def raise_(error):
     raise error
 
 
-def test_sample_refuses_bad_input(trained, tmp_path, capsys):
-    def error(*arguments):
-        assert sample.main([*map(str, arguments)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and len(said.err.splitlines()) == 1
-        return said.err
+def test_sample_refuses_bad_input(trained, tmp_path, call):
+    def error(*words):
+        (line,) = call(sample.main, *words, code=2).splitlines()
+        return line
 
     assert "not a run" in error(tmp_path / "nothing")
     assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
-    assert sample.main([str(trained), "--prompt", "x" * 31, "--tokens", "1"]) == 0
-    capsys.readouterr()
+    call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
     for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
         assert wrong[0] in error(trained, *wrong)
     shutil.copytree(trained, tmp_path / "run", ignore=lambda *_: ["checkpoints"])
@@ -254,10 +243,9 @@ def test_sample_refuses_bad_input(trained, tmp_path, capsys):
 # ---- plan
 
 
-def test_plan_of_the_largest_model(capsys):
+def test_plan_of_the_largest_model(call):
     """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under FSDP2."""
-    assert plan.main([str(REPO_ROOT / "config/1b3.toml"), "--gpus", "8", "--memory", "80", "--mfu", "0.4"]) == 0
-    out = capsys.readouterr().out
+    out = call(plan.main, REPO_ROOT / "config/1b3.toml", "--gpus", 8, "--memory", 80, "--mfu", 0.4)
     assert "6,952.4 M in all, 1,315.3 M active" in out and "6.55 B: 50,000 steps of 131,072" in out
     assert "checkpoint       77.7 GiB" in out and "host memory      207.2 GiB" in out  # 12 bytes, 4 on each of 8 ranks
     columns = re.search(r"( +ddp.*)", out)[1].split("  ")
@@ -272,39 +260,40 @@ def test_plan_of_the_largest_model(capsys):
     )
 
 
-def test_plan_for_nodes_and_for_too_little_memory(capsys):
-    file = str(REPO_ROOT / "config/1b3.toml")
-    assert plan.main([file, "--gpus=16"]) == 2
-    assert (
-        "set --train.batch_size=512 or --train.micro_batch_size=16, or start 1, 2, 4, 8 ranks"
-        in capsys.readouterr().err
-    )
-    assert plan.main([file, "--gpus=16", "--train.micro_batch_size=16"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=hsdp"
-    assert plan.main([file, "--gpus=4", "--memory=24"]) == 0
-    assert "none fits" in capsys.readouterr().out
-    assert plan.main([file, "--gpus=8", "--memory=45"]) == 0  # 43.2 GiB without checkpointing are more than 92%
-    assert capsys.readouterr().out.splitlines()[-1].endswith("--train.activation_checkpointing=true")
-    assert plan.main([file, "--gpus=8", "--memory=40", "--train.micro_batch_size=16"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "--train.parallel=fsdp"
+@pytest.mark.parametrize(
+    "words, last_line",
+    [
+        ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
+        ("--gpus=4 --memory=24", "none fits"),
+        # 43.2 GiB without checkpointing are more than 92%
+        ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
+        ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
+    ],
+)
+def test_plan_ends_with_what_to_choose(call, words, last_line):
+    assert last_line in call(plan.main, REPO_ROOT / "config/1b3.toml", *words.split()).splitlines()[-1]
 
 
-def test_plan_takes_the_mfu_of_a_run(tmp_path, capsys):
-    file, folder = str(REPO_ROOT / "config/125m.toml"), tmp_path / "measured"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text(
-        "".join(f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5))
-    )
-    assert plan.main([file, "--mfu", str(folder)]) == 0
-    assert "at an MFU of 0.20" in capsys.readouterr().out
-    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n')
-    assert plan.main([file, "--mfu", str(folder)]) == 2
-    assert "has no perf/mfu" in capsys.readouterr().err
-    for wrong in ("0", "40"):
-        assert plan.main([file, "--mfu", wrong]) == 2
-        assert f"--mfu {wrong}: expected a number above 0" in capsys.readouterr().err
-    assert plan.main([file, "--gpus=0"]) == 2
-    assert "--gpus 0: expected more than 0" in capsys.readouterr().err
+def test_plan_takes_the_mfu_of_a_run(tmp_path, call):
+    file = REPO_ROOT / "config/125m.toml"
+    lines = [f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert "at an MFU of 0.20" in call(plan.main, file, "--mfu", tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n')
+    assert "has no perf/mfu" in call(plan.main, file, "--mfu", tmp_path, code=2)
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--gpus=16"], "set --train.batch_size=512 or --train.micro_batch_size=16, or start 1, 2, 4, 8 ranks"),
+        (["--gpus=0"], "--gpus 0: expected more than 0"),
+        (["--mfu=0"], "--mfu 0: expected a number above 0"),
+        (["--mfu=40"], "--mfu 40: expected a number above 0"),
+    ],
+)
+def test_plan_refuses_bad_input(call, words, error):
+    assert error in call(plan.main, REPO_ROOT / "config/1b3.toml", *words, code=2)
 
 
 @pytest.mark.parametrize("router", ["dense", "softmax", "kern"])

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
+from runs import REPO_ROOT
 from runs import run as train_run
 
 import configure
@@ -21,7 +22,6 @@ from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
 
-REPO_ROOT = Path(__file__).parents[1]
 HANG = 300  # seconds after which a test that waits for something has failed
 
 
@@ -38,10 +38,9 @@ def commands(out):
     return [(match[1], shlex.split(f"{match[2]} {match[3]}")) for match in found if match]
 
 
-def test_dry_run_prints_the_commands_and_runs_none(sweep_file, capsys, monkeypatch):
+def test_dry_run_prints_the_commands_and_runs_none(sweep_file, call, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    assert sweep.main([str(sweep_file), "--optim.lr=1e-3", "--data.name=none", "--dry-run"]) == 0
-    printed = commands(capsys.readouterr().out)
+    printed = commands(call(sweep.main, sweep_file, "--optim.lr=1e-3", "--data.name=none", "--dry-run"))
     assert [number for number, _ in printed] == ["1/4", "2/4", "3/4", "4/4"]
     for (_, words), (router, seed) in zip(printed, itertools.product(["dense", "kern"], [0, 1]), strict=True):
         python, script, file, *overrides = words
@@ -88,25 +87,22 @@ def fake_trainer(tmp_path, monkeypatch):
 # ---- in sequence
 
 
-def test_a_point_is_trained_and_then_skipped(sweep_file, tmp_path, monkeypatch, capfd):
+def test_a_point_is_trained_and_then_skipped(sweep_file, tmp_path, monkeypatch, call):
     """By train.py itself."""
-    arguments = [str(sweep_file), "--run.seed=0", "--model.router=kern", "--train.max_steps=2"]
-    assert sweep.main(arguments) == 0
-    assert "1 point, 0 finished; to do: 0.00 M tokens" in capfd.readouterr().out
+    arguments = [sweep_file, "--run.seed=0", "--model.router=kern", "--train.max_steps=2"]
+    assert "1 point, 0 finished; to do: 0.00 M tokens" in call(sweep.main, *arguments)
     run = tmp_path / "runs" / "tiny-kern"
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 2
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    assert sweep.main(arguments) == 0
-    out = capfd.readouterr().out
+    out = call(sweep.main, *arguments)
     assert f"[1/1] finished already: {run}\n" in out and "1 point, 1 finished\n" in out
 
 
-def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_trainer, capfd):
+def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_trainer, call):
     points = sweep.list_points(str(sweep_file), [])
     for point in points[:2]:
         train_run(point.config)
-    assert sweep.main([str(sweep_file), "--dry-run"]) == 0
-    out = capfd.readouterr().out
+    out = call(sweep.main, sweep_file, "--dry-run")
     assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == ["3/4", "4/4"]
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
     (longer, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=6"])
@@ -148,14 +144,8 @@ def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monk
     assert "failed" not in "".join(capfd.readouterr())
 
 
-def test_sweep_refuses_bad_input(sweep_file, capsys):
-    def error(*arguments):
-        assert sweep.main(list(arguments)) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        return said.err
-
-    file = str(sweep_file)
+def test_sweep_refuses_bad_input(sweep_file, call, capsys):
+    error, file = partial(call, sweep.main, code=2), str(sweep_file)
     assert "did you mean 'optim.lr'?" in error(file, "--optim.lrr=1")
     assert "one config file is needed, found none" in error()
     assert "set another --run.dir" in error(file, "--fresh")
@@ -164,31 +154,28 @@ def test_sweep_refuses_bad_input(sweep_file, capsys):
         assert f"--scale {scale}: expected a number between 0 and 1" in error(file, "--scale", scale)
     assert "--mfu 2: expected" in error(file, "--mfu", "2")
     assert "unknown key" in error(file, "--dry=1")  # options are not guessed at
-    assert sweep.main(["--config", file, "--run.seed", "0", "--dry-run"]) == 0  # the forms train.py takes
-    assert "[2/2]" in capsys.readouterr().out
+    assert "[2/2]" in call(sweep.main, "--config", file, "--run.seed", "0", "--dry-run")  # the forms train.py takes
     with pytest.raises(SystemExit, match="0"):
         sweep.main(["--help"])
     assert "python -m scripts.sweep" in capsys.readouterr().out
 
 
-def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, capsys):
+def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call):
     sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
-    assert sweep.main([str(sweep_file)]) == 2
-    said = capsys.readouterr()
-    assert "absent" in said.err and "python -m data.prepare" in said.err and said.out == ""
-    assert sweep.main([str(sweep_file), "--data.name=tiny", "--model.vocab_size=100"]) == 2
-    assert "the model's vocab_size is 100" in capsys.readouterr().err
+    error = call(sweep.main, sweep_file, code=2)
+    assert "absent" in error and "python -m data.prepare" in error
+    error = call(sweep.main, sweep_file, "--data.name=tiny", "--model.vocab_size=100", code=2)
+    assert "the model's vocab_size is 100" in error
     assert fake_trainer() == []
 
 
 # ---- totals
 
 
-def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys):
+def test_totals_are_of_what_is_left(sweep_file, monkeypatch, call):
     file = str(REPO_ROOT / "config/paper/sparsity.toml")
     monkeypatch.setattr(sweep, "find_gpus", lambda points: ["0", "1", "2", "3"])
-    assert sweep.main([file, "--dry-run", "--gpu", "A100", "--mfu", "0.5", "--parallel=2"]) == 0
-    out = capsys.readouterr().out
+    out = call(sweep.main, file, "--dry-run", "--gpu", "A100", "--mfu", "0.5", "--parallel=2")
     configs = [configure.load(file, point) for point in configure.sweep_points(file)]
     assert "16 points, 0 finished; to do: 104.86 B tokens" in out  # 16 times 50,000 steps of 256 x 512
     hours = sum(plan.estimate_hours(config, 1, 312e12, 0.5) for config in configs)
@@ -199,8 +186,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys):
     free = total * 2**30 + 2 * 12 * 1_881_659_136
     for room, warned in ((1e6, False), (-1e6, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: shutil._ntuple_diskusage(0, 0, free + room))
-        assert sweep.main([file, "--dry-run", "--parallel=2"]) == 0
-        assert ("warning: too little disk" in capsys.readouterr().out) == warned
+        assert ("warning: too little disk" in call(sweep.main, file, "--dry-run", "--parallel=2")) == warned
     point = sweep.list_points(str(sweep_file), [])[0]
     monkeypatch.setattr(sweep.checkpoint, "steps", lambda folder: [3])
     monkeypatch.setattr(plan, "count_tokens", lambda config: 4e9)
@@ -213,10 +199,9 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, capsys):
 # ---- rehearsals
 
 
-def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_file, capsys):
-    file = str(REPO_ROOT / "config/paper/books3_512.toml")
-    assert sweep.main([file, "--scale", "0.01", "--dry-run", "--run.dir=there"]) == 0
-    out = capsys.readouterr().out
+def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_file, call):
+    file = REPO_ROOT / "config/paper/books3_512.toml"
+    out = call(sweep.main, file, "--scale", "0.01", "--dry-run", "--run.dir=there")
     assert "327.68 M tokens" in out  # a hundredth of 32.77 B
     for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
@@ -224,8 +209,8 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
         assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith("-rehearsal-0.01")
         assert config.run.name == f"books3_512-{config.model.router}"
-    assert sweep.main([str(sweep_file), "--scale", "0.001", "--dry-run", "--train.checkpoint_interval=0"]) == 0
-    for _, (_, _, file, *overrides) in commands(capsys.readouterr().out):
+    out = call(sweep.main, sweep_file, "--scale", "0.001", "--dry-run", "--train.checkpoint_interval=0")
+    for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
         assert (config.train.max_steps, config.optim.warmup_steps, config.train.checkpoint_interval) == (1, 1, 0)
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (1, 1, 1)
@@ -313,7 +298,7 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch):
     assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
 
 
-def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, capsys):
+def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, call, capsys):
     started = []
 
     class Ended:
@@ -330,11 +315,10 @@ def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, capsys
     monkeypatch.setattr(sweep, "find_gpus", lambda points: ["4", "5", "6", "7"])
     monkeypatch.setattr(sweep.subprocess, "Popen", Ended)
     arguments = [str(sweep_file), "--model.router=kern", "--parallel", "2", "--train.micro_batch_size=4"]
-    assert sweep.main(arguments) == 0
+    words = commands(call(sweep.main, *arguments))[0][1]
     assert [(gpus, group) for _, gpus, group in started] == [("4,5", 0), ("6,7", 0)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", sweep.TRAIN]
     assert started[0][0][:7] == [*launch, str(sweep_file)] and "--model.router=kern" in started[0][0]
-    words = commands(capsys.readouterr().out)[0][1]
     assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
     assert sweep.main([*arguments[:-1], "--train.micro_batch_size=8"]) == 2  # 8 sequences are too few for 2 ranks of 8
     assert "times 2 rank(s) = 16" in capsys.readouterr().err
@@ -413,10 +397,10 @@ def slurm(tmp_path):
     return kept | SLURM | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
 
-def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, capsys):
+def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm, call):
     script = tmp_path / "new" / "array.sbatch"
-    assert sweep.main([str(sweep_file), "--train.max_steps=3", "--slurm", str(script), "--parallel=3"]) == 0
-    assert f"sbatch {script}" in capsys.readouterr().out
+    out = call(sweep.main, sweep_file, "--train.max_steps=3", "--slurm", script, "--parallel=3")
+    assert f"sbatch {script}" in out
     text = script.read_text()
     assert re.findall(r"^#SBATCH --(?:array|output|signal)=.*$", text, re.MULTILINE) == [
         "#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3", "#SBATCH --output=nanokern-%A_%a.out",
@@ -432,18 +416,14 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
         assert words[4] == "--rdzv_endpoint=host1:20007" and (tmp_path / "started").read_text().startswith("4 ")
 
 
-def test_slurm_array_without_limit_and_without_points(sweep_file, tmp_path, monkeypatch, capsys):
+def test_slurm_array_without_limit_and_without_points(sweep_file, tmp_path, monkeypatch, capsys, call):
     script = tmp_path / "array.sbatch"
-    assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
+    call(sweep.main, sweep_file, "--slurm", script)
     assert "#SBATCH --array=0-3\n" in script.read_text()
-    script.unlink()
-    monkeypatch.setattr(sweep.Point, "steps_done", lambda self: 4)
-    assert sweep.main([str(sweep_file), "--slurm", str(script)]) == 0
-    assert "nothing to do" in capsys.readouterr().out and not script.exists()
-    assert sweep.main([str(sweep_file), "--slurm", str(tmp_path)]) == 0  # nothing is written
-    monkeypatch.undo()
-    assert sweep.main([str(sweep_file), "--slurm", str(tmp_path)]) == 2
+    assert sweep.main([str(sweep_file), "--slurm", str(tmp_path)]) == 2  # a folder
     assert str(tmp_path) in capsys.readouterr().err
+    monkeypatch.setattr(sweep.Point, "steps_done", lambda self: 4)
+    assert "nothing to do" in call(sweep.main, sweep_file, "--slurm", tmp_path)  # nothing is written
 
 
 @pytest.mark.parametrize("code, signaled", [(75, True), (0, True), (1, False)])

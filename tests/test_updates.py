@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerics import SEED, assert_near, seeded, tolerance
-from runs import checkpoints, column, end, run, steps
+from runs import checkpoints, column, end, metrics, run, steps
 from test_kernels import AsOnGPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +20,6 @@ from kernels import cross_entropy
 from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
-from runtime.metrics import read_metrics
 from runtime.updates import BAD_GRADIENTS, WINDOW, Updates, is_spike
 
 # ---- against torch's own
@@ -87,19 +86,22 @@ def test_steps_are_those_of_gradscaler_clipping_and_adamw(grad_clip, scaled, mon
     assert not scaled or updates.read().scale != 65536
 
 
+def take_step(updates, parameters, step, gradient=1.0, loss=1.0, lr=0.1):
+    """A step with this number for every gradient; returns whether it was taken, on the device."""
+    for p in parameters:
+        p.grad = torch.full_like(p, gradient)
+    return updates.step(step, lr, torch.tensor(loss, dtype=torch.float64))
+
+
 def test_halted_run_stays_as_it_is():
     mine, updates, *_ = both(1.0, True, max_skipped_steps=2)
     for step, gradient in enumerate([1.0, math.inf, 1.0, math.inf, math.inf]):
-        for p in mine:
-            p.grad = torch.full_like(p, gradient)
-        updates.step(step, 0.1, torch.tensor(2.0, dtype=torch.float64))
+        take_step(updates, mine, step, gradient)
     halted = updates.read()
     assert (halted.halted, halted.step, halted.skipped, halted.skipped_in_row) == (BAD_GRADIENTS, 4, 3, 2)
     frozen = [t.clone() for t in (*mine, *(state["exp_avg"] for state in updates.optimizer.state.values()))]
     for step in range(5, 9):
-        for p in mine:
-            p.grad = torch.ones_like(p)
-        assert not updates.step(step, 0.1, torch.tensor(math.nan if step == 7 else 1.0, dtype=torch.float64))
+        assert not take_step(updates, mine, step, loss=math.nan if step == 7 else 1.0)
     assert updates.read() == halted
     now = [*mine, *(state["exp_avg"] for state in updates.optimizer.state.values())]
     assert all(torch.equal(a, b) for a, b in zip(now, frozen, strict=True))
@@ -125,10 +127,8 @@ def test_step_of_the_weights_reads_no_number(scaled):
         torch.ones(()).item()
     assert reads.found  # it sees them
     for step in range(3):
-        for p in mine:
-            p.grad = torch.ones_like(p)
         with HostReads() as reads:
-            updates.step(step, 0.1, torch.tensor(1.0, dtype=torch.float64))
+            take_step(updates, mine, step)
         assert not reads.found
 
 
@@ -137,17 +137,17 @@ EAGER += ["train.loss_spike=skip", "train.balance_loss_coef=0.01", "train.z_loss
 
 
 @pytest.fixture
-def in_steady_steps(monkeypatch):
-    """`in_steady_steps(begin, end)` calls begin before the fifth training step, and end after the seventh."""
+def in_steady_steps(before_steps):
+    """`in_steady_steps(begin, end)` calls begin before the fifth training step, and end after the seventh.
+
+    Returns a list of the steps begun.
+    """
 
     def watch(begin, end):
-        rate = train.learning_rate
-
-        def at(optim, max_steps, step):
-            {4: begin, 7: end}.get(step, lambda: None)()
-            return rate(optim, max_steps, step)
-
-        monkeypatch.setattr(train, "learning_rate", at)
+        begun = []
+        before_steps(lambda step: {4: begin, 7: end}.get(step, lambda: None)())
+        before_steps(begun.append)
+        return begun
 
     return watch
 
@@ -163,19 +163,10 @@ def test_custom_operators_read_no_number():
 @pytest.mark.parametrize("router, dtype", [("dense", "float32"), ("kern", "float16"), ("softmax-renorm", "float16")])
 def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype):
     """But for the loads that the experts of a CPU go by, which they read as a list."""
-    reads, calls = HostReads(), []
-
-    def begin():
-        reads.__enter__()
-        calls.append("begin")
-
-    def end():
-        reads.__exit__(None, None, None)
-        calls.append("end")
-
-    in_steady_steps(begin, end)
+    reads = HostReads()
+    begun = in_steady_steps(reads.__enter__, lambda: reads.__exit__(None, None, None))
     run(tiny(*EAGER, f"model.router={router}", f"train.dtype={dtype}", "model.backend=torch"))
-    assert calls == ["begin", "end"] and not reads.found
+    assert {4, 7} < set(begun) and not reads.found
 
 
 @pytest.mark.gpu
@@ -184,26 +175,16 @@ def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype):
 @pytest.mark.parametrize("router", ["dense", "kern", "softmax-renorm"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steady_step_never_makes_the_host_wait(tiny, in_steady_steps, router, dtype, compile):
-    calls = []
-
-    def mode(name):
-        calls.append(name)
-        torch.cuda.set_sync_debug_mode(name)
-
+    mode = torch.cuda.set_sync_debug_mode
     torch._dynamo.reset()  # after some graphs of one function it gives up, and says nothing
     torch._dynamo.utils.counters.clear()
-    in_steady_steps(lambda: mode("error"), lambda: mode("default"))
-    own = [
-        "train.device=cuda",
-        f"train.dtype={dtype}",
-        f"model.router={router}",
-        f"train.compile={str(compile).lower()}",
-    ]
+    begun = in_steady_steps(lambda: mode("error"), lambda: mode("default"))
+    own = [f"train.dtype={dtype}", f"model.router={router}", f"train.compile={str(compile).lower()}"]
     try:
-        run(tiny(*EAGER, *own))
+        run(tiny(*EAGER, "train.device=cuda", *own))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert calls == ["error", "default"]
+        mode("default")
+    assert {4, 7} < set(begun)
     assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compile
 
 
@@ -240,6 +221,17 @@ def poison(monkeypatch):
     return poison
 
 
+def crash_report(config, step):
+    """The one crash report of the run, of that step. It must be JSON, which has no NaN and no Infinity."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    (file,) = folder.path_of(config).glob("crash-*")
+    assert file.name == f"crash-step_{step:08d}.json"
+    return json.loads(file.read_text(), parse_constant=refuse)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
     weights = poison({1, 2})
@@ -249,13 +241,18 @@ def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
     assert math.isfinite(lines[-1]["val/loss"])
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison):
+@pytest.mark.parametrize(
+    "dtype, most, message",
+    [
+        ("float32", 3, r"3 steps in a row skipped, the last for gradients .*\(step 4, .*Lower optim\.lr"),
+        ("float16", 20, r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"),
+    ],
+)
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison, dtype, most, message):
     weights = poison(range(1, 100))
-    with pytest.raises(
-        RunError, match=r"3 steps in a row skipped, the last for gradients .*\(step 4, .*Lower optim\.lr"
-    ):
-        run(tiny("train.max_steps=50", "train.max_skipped_steps=3"))
-    assert len(weights) == 4
+    with pytest.raises(RunError, match=message):
+        run(tiny("train.max_steps=50", f"train.max_skipped_steps={most}", f"train.dtype={dtype}"))
+    assert len(weights) == 1 + most
     assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
 
 
@@ -265,50 +262,36 @@ def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
     assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
 
 
-HALF = ["train.dtype=float16", "optim.warmup_steps=0", "eval.interval=22"]
-
-
 def test_loss_scale_has_a_floor(tiny, poison):
     """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
     weights = poison(range(20))
-    lines = run(tiny("train.max_steps=22", "train.max_skipped_steps=21", *HALF))
+    lines = run(tiny("train.max_steps=22", "train.max_skipped_steps=21", "train.dtype=float16", "optim.warmup_steps=0"))
     scales = column(lines, "optim/loss_scale")
     assert scales[:16] == [2.0**power for power in range(15, -1, -1)]
     assert set(scales[16:]) == {1.0}
     assert not torch.equal(weights[20], weights[21])  # and it learns again
 
 
-def test_collapse_of_the_loss_scale_ends_with_advice(tiny, poison):
-    weights = poison(range(100))
-    with pytest.raises(RunError, match=r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"):
-        run(tiny("train.max_steps=100", *HALF))
-    scales = column(read_metrics(folder.path_of(tiny()) / "metrics.jsonl"), "optim/loss_scale")
-    assert len(scales) == 19 and min(scales) == 1
-    assert len(weights) == 20 and torch.equal(weights[0], weights[-1])
-
-
-def test_halted_run_is_noticed_at_the_next_log_line(tiny, poison, saves_end_first):
+@pytest.mark.parametrize(
+    "pause, saved",
+    [
+        (["log.interval=5", "train.checkpoint_interval=3"], [3]),
+        (["train.checkpoint_interval=5"], []),
+        (["eval.interval=5"], []),
+    ],
+)
+def test_halted_run_is_noticed_before_it_logs_saves_or_evaluates(tiny, poison, saves_end_first, pause, saved):
     """Until then nothing changes, and nothing of it is saved."""
     saves_end_first()
     weights = poison({3}, math.nan)
-    config = tiny("train.max_steps=20", "log.interval=5", "eval.interval=100", "train.checkpoint_interval=3")
+    config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", *pause)
     with pytest.raises(RunError, match="train loss nan in step 4, before its update"):
         run(config)
     assert len(weights) == 6  # steps 1 to 5; computed once more, step 4 is finite: a fault of the hardware, say
     assert torch.equal(weights[3], weights[4]) and torch.equal(weights[3], weights[5])
-    assert steps(config) == [3]
-    report = json.loads((folder.path_of(config) / "crash-step_00000003.json").read_text())
+    assert steps(config) == saved and [line["step"] for line in metrics(config)] == [0]
+    report = crash_report(config, 3)
     assert report["loss"] == "nan" and math.isfinite(report["ranks"][0]["micro_batches"][0]["loss"])
-
-
-@pytest.mark.parametrize("pause", ["train.checkpoint_interval=5", "eval.interval=5"])
-def test_halted_run_is_noticed_before_it_saves_or_evaluates(tiny, poison, pause):
-    weights = poison({3}, math.nan)
-    config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", pause)
-    with pytest.raises(RunError, match="in step 4, before its update"):
-        run(config)
-    assert len(weights) == 6 and not steps(config)
-    assert [line["step"] for line in read_metrics(folder.path_of(config) / "metrics.jsonl")] == [0]
 
 
 @pytest.fixture
@@ -334,12 +317,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, sa
     checkpoint.load_model(checkpoints(config), 2, model())
     assert torch.equal(flat(model()), weights[4])
 
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    (file,) = folder.path_of(config).glob("crash-*")
-    assert file.name == "crash-step_00000002.json"
-    report = json.loads(file.read_text(), parse_constant=refuse)
+    report = crash_report(config, 2)
     assert (report["step"], report["loss"], report["loss_scale"]) == (2, str(factor), 1.0)
     assert report["learning_rate"] == train.learning_rate(config.optim, 4, 2)
     (rank,) = report["ranks"]
@@ -366,28 +344,19 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
     poison({2}, math.nan)
     with pytest.raises(RunError, match="train loss nan in step 3"):
         run(tiny(*own))
-    dump = json.loads((folder.path_of(tiny()) / "crash-step_00000002.json").read_text())
+    dump = crash_report(tiny(), 2)
     assert (third["step"], dump["ranks"][0]["micro_batches"][0]["loss"]) == (3, third["train/loss"])
     norm = torch.tensor([norms["gradient_norm"] for norms in dump["parameters"].values()]).norm()
     limit = tolerance(torch.float32, 257 * 32)  # the longest tensor
     assert_near(norm, torch.tensor(third["optim/grad_norm"]), limit, "gradient norm")
 
 
-def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, monkeypatch):
+def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, before_steps):
     config = tiny("train.max_steps=3")
-    rate = train.learning_rate
-
-    def overflowing(optim, max_steps, step):
-        if step == 1:
-            with torch.no_grad():
-                model().blocks[1].mlp.experts.w_out.fill_(math.inf)
-        return rate(optim, max_steps, step)
-
-    monkeypatch.setattr(train, "learning_rate", overflowing)
+    before_steps(lambda step: step == 1 and model().blocks[1].mlp.experts.w_out.data.fill_(math.inf))
     with pytest.raises(RunError, match="crash-step_00000001.json"):
         run(config)
-    report = json.loads((folder.path_of(config) / "crash-step_00000001.json").read_text())
-    layers = report["ranks"][0]["layers"]
+    layers = crash_report(config, 1)["ranks"][0]["layers"]
     bad = [name for name, layer in layers.items() if isinstance(layer["rms"], str)]
     assert bad[0] == "blocks.1.mlp" and "blocks.1.attn" not in bad and "blocks.0" not in bad
 
@@ -417,9 +386,7 @@ def test_spikes_are_measured_against_the_steps_that_were_taken():
     mine, updates, *_ = both(1.0, False, loss_spike="skip")
     losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
     for step, loss in enumerate(losses):
-        for p in mine:
-            p.grad = torch.ones_like(p)
-        updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
+        take_step(updates, mine, step, loss=loss, lr=0.0)
     state = updates.read()
     assert (state.spikes, state.skipped, state.taken, state.spike_step, state.spike_loss) == (3, 3, 151, 153, 1e4)
     assert state.spike_mean == pytest.approx(statistics.fmean([*losses[23:150], 2.0]), rel=1e-12)
