@@ -190,6 +190,10 @@ def test_cadence_by_hand(tiny, monkeypatch):
     assert due.at(8) == (False, True, True) and due.interrupt(8) == (False, True, True)
     due.note_save(8)
     assert due.at(8) == due.interrupt(8) == (False, False, True)
+    plan.config = tiny("train.checkpoint_interval=0", "train.checkpoint_minutes=0")
+    never = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
+    now[0] += 1e6
+    assert [step for step in range(5) if never.at(step).save] == [4]  # the last step alone
 
 
 def test_statistics_by_hand():
