@@ -93,7 +93,9 @@ class Train(Section):
         "run; empty: random weights",
     )
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        "float16", description="autocast dtype; auto: bfloat16 if the hardware multiplies it fast, else float32"
+        "auto",
+        description="autocast dtype; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32; a run keeps "
+        "what it began with",
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     compile: bool = Field(False, description="torch.compile every block")

@@ -335,7 +335,9 @@ def evaluate_run(args: argparse.Namespace) -> None:
     check_tasks(manager, args.tasks, args.tasks_dir)
     trained, tokenizer = load_run(args.run, args.step, args.average)
     device = distributed.pick_device(args.device)
-    dtype = distributed.pick_dtype(trained.config.train.dtype, device) if device.type == "cuda" else torch.float32
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = distributed.pick_dtype(trained.config.train.dtype, device, trained.config.model.router)
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)

@@ -274,7 +274,9 @@ def evaluate_run(args: argparse.Namespace) -> None:
     else:
         corpora = [open_prepared(trained.data_folder, trained, args)]
     device = distributed.pick_device(args.device)
-    dtype = distributed.pick_dtype(config.train.dtype, device) if device.type == "cuda" else torch.float32
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
     model, lengths = model.to(device), token_lengths(tokenizer)
     results = [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
     mean = f", mean of {trained.average} checkpoints" if trained.average > 1 else ""

@@ -65,18 +65,18 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
     """The compute type for "float16", "bfloat16", "float32" or "auto".
 
-    "auto" is bfloat16 where `device` has fast instructions for it, else float32.
+    "auto" is the paper's float16 on CUDA. On a CPU it is bfloat16 with AMX or, where `router` is "dense", AVX-512's
+    bfloat16 instructions, which gain nothing on small experts (docs/performance.md); else float32.
     """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        cpu = cpu_capabilities()
-        fast = cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False)
+        return torch.float16
+    cpu = cpu_capabilities()
+    fast = cpu.get("amx_bf16", False) or (cpu.get("avx512_bf16", False) and router == "dense")
     return torch.bfloat16 if fast else torch.float32
 
 

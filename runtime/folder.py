@@ -45,13 +45,26 @@ def changes(config: Config) -> list[str]:
                 f"over in a new folder (--fresh)"
             )
         return []
-    lines = configure.differences(configure.load(folder / "config.toml"), config)
+    lines = configure.differences(configure.load(folder / "config.toml"), keep_dtype(config))
     if refused := [line for line in lines if not line.startswith(MAY_CHANGE)]:
         raise RunError(
             f"{folder} holds a run with another config:\n  " + "\n  ".join(refused) + "\n"
             "Give this one another name (--run.name=NAME), or let it choose one (--fresh)"
         )
     return lines
+
+
+def keep_dtype(config: Config) -> Config:
+    """`config` with the train.dtype that the run in its folder began with, if it is "auto" and there is one."""
+    file = path_of(config) / "config.toml"
+    if config.train.dtype != "auto" or not file.exists():
+        return config
+    return set_dtype(config, configure.load(file).train.dtype)
+
+
+def set_dtype(config: Config, dtype: str) -> Config:
+    """`config` with another train.dtype."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
 
 
 def find_or_rename(config: Config) -> Config:
@@ -75,7 +88,8 @@ def find_or_rename(config: Config) -> Config:
         return config
     old = configure.load(own / "config.toml")
     fixed = {key: attrgetter(key) for key in configure.KEYS if not f"{key}:".startswith(MAY_CHANGE)}
-    differ = {key: read(config) for key, read in fixed.items() if read(config) != read(old)}
+    new = keep_dtype(config)
+    differ = {key: read(new) for key, read in fixed.items() if read(new) != read(old)}
     words = (
         value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}" for key, value in differ.items()
     )

@@ -35,6 +35,8 @@ class Guard:
     ) -> None:
         """`recompute` repeats a step's forward and backward pass, scaled as then: this rank's losses, and its rate."""
         self.plan, self.state, self.ranks, self.recompute = plan, state, ranks, recompute
+        narrow = plan.dtype == torch.float16
+        self.other_dtype = ", or use train.dtype = bfloat16 or float32" if narrow else ""
 
     def check(self) -> State:
         """What became of the steps so far. Waits for the device, so it is not called in every step.
@@ -51,15 +53,15 @@ class Guard:
             raise RunError(
                 f"{folder}: train loss {found.loss} in step {at + 1}, before its update: the weights are those of step "
                 f"{at}. {file} has its windows and, computed once more, its losses and the norms of layers and "
-                f"gradients. Start again {OTHER_RUN} with a lower optim.lr, a longer optim.warmup_steps or "
-                f"train.dtype = bfloat16"
+                f"gradients. Start again {OTHER_RUN} with a lower optim.lr or a longer optim.warmup_steps"
+                f"{self.other_dtype}"
             )
         if found.halted != RUNNING:
             why = "a loss spike" if found.halted == SPIKES else "gradients that are NaN or Inf"
             raise RunError(
                 f"{folder}: {found.skipped_in_row:.0f} steps in a row skipped, the last for {why} (step {at + 1}, loss "
                 f"{found.loss:.4g}, loss scale {found.scale:g}). The weights are those before the first of them. Lower "
-                f"optim.lr, lengthen optim.warmup_steps, or use train.dtype = bfloat16 or float32, {OTHER_RUN}"
+                f"optim.lr or lengthen optim.warmup_steps{self.other_dtype}, {OTHER_RUN}"
             )
         return found
 

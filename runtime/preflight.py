@@ -17,7 +17,7 @@ from runtime import folder as run_folder
 class Plan(NamedTuple):
     """What `preflight` found out about a run. Nothing of it has been written anywhere."""
 
-    config: Config
+    config: Config  # its train.dtype is never "auto"
     folder: Path  # runs/<name>
     changes: list[str]  # `key: old -> new` against the run that is resumed, all of them allowed
     last_step: int  # of the newest checkpoint; 0 if there is none
@@ -90,7 +90,8 @@ def preflight(config: Config) -> Plan:
     val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)
 
     device = distributed.pick_device(config.train.device)
-    dtype = distributed.pick_dtype(config.train.dtype, device)
+    dtype = distributed.pick_dtype(run_folder.keep_dtype(config).train.dtype, device, config.model.router)
+    config = run_folder.set_dtype(config, str(dtype).removeprefix("torch."))  # recorded: a resume keeps it
     parallel, needed = memory.choose_parallelism(
         config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
     )

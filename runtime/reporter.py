@@ -165,5 +165,10 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    if plan.device.type == "cpu" and plan.dtype == torch.float16:
+        print(
+            f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32; start again with "
+            f"--train.dtype=auto, under another run.name"
+        )
     if plan.changes:
         print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

@@ -72,7 +72,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
 
 def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
-    shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "bfloat16")
+    shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
     size = config.train.micro_batch_size
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node))
     plans = {

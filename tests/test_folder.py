@@ -7,7 +7,7 @@ import pytest
 import train
 from configure import is_name_chosen, load
 from runtime import RunError
-from runtime.folder import MAX_SUFFIX, find_or_rename, path_of, write_config
+from runtime.folder import MAX_SUFFIX, changes, find_or_rename, path_of, write_config
 
 
 @pytest.fixture
@@ -106,3 +106,13 @@ def test_an_edited_file_trains_beside_the_first_run(tiny_file, capsys):
     assert printed.count("runs/tiny-kern-lr0.001") >= 2
     assert train.main([str(tiny_file)]) == 0
     assert "runs/tiny-kern-lr0.001: finished already, 4 steps" in capsys.readouterr().out
+
+
+def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
+    begun = find_or_rename(config_of("train.dtype=bfloat16"))  # as preflight records it
+    path_of(begun).mkdir(parents=True)
+    write_config(path_of(begun), begun)
+    assert changes(config_of("train.dtype=auto")) == [] and find_or_rename(config_of()).run.name == "mine-kern"
+    assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
+    with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
+        changes(config_of("train.dtype=float32"))

@@ -80,7 +80,7 @@ def parameters(model):
 def test_runs_at_the_papers_length_on_8_gpus(stem):
     for config in runs(stem):
         model, train, optim = config.model, config.train, config.optim
-        assert (train.max_steps, train.dtype, model.dropout) == (50_000, "float16", 0)
+        assert (train.max_steps, train.dtype, model.dropout) == (50_000, "auto", 0)
         assert (optim.beta1, optim.beta2, optim.lr) == (0.9, 0.95, LEARNING_RATE[model.n_embd])
         tokens = train.max_steps * train.batch_size * model.block_size
         if stem == "downstream":

@@ -21,14 +21,16 @@ from runtime.validation import evaluate
 # ---- devices and ranks
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture
 def gpus(monkeypatch):
-    """`gpus(2, capability=(8, 0))` makes torch report these devices."""
+    """`gpus(2)` makes torch report these devices."""
 
-    def gpus(count, capability=(9, 0), name="NVIDIA H100 80GB HBM3"):
+    def gpus(count, name="NVIDIA H100 80GB HBM3"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.delenv("LOCAL_RANK", raising=False)
 
@@ -37,11 +39,11 @@ def gpus(monkeypatch):
 
 def test_pick_device(gpus, monkeypatch):
     gpus(0)
-    assert distributed.pick_device("auto") == distributed.pick_device("cpu") == torch.device("cpu")
+    assert distributed.pick_device("auto") == distributed.pick_device("cpu") == CPU
     with pytest.raises(RunError, match="--train.device=auto"):
         distributed.pick_device("cuda")
     gpus(2)
-    assert distributed.pick_device("cpu") == torch.device("cpu")
+    assert distributed.pick_device("cpu") == CPU
     assert distributed.pick_device("auto") == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert distributed.pick_device("cuda") == torch.device("cuda", 1)
@@ -51,44 +53,40 @@ def test_pick_device(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capabilities, dtype",
+    "capabilities, dense, mixture",
     [
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
-        ({"avx512_f": True, "amx_bf16": False}, torch.float32),
+        ({"amx_bf16": True, "avx512_bf16": True}, torch.bfloat16, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16, torch.float32),
+        ({"amx_bf16": False, "avx512_f": True}, torch.float32, torch.float32),
     ],
 )
-def test_dtype_auto_on_a_cpu(monkeypatch, capabilities, dtype):
+def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     monkeypatch.setattr(distributed, "cpu_capabilities", lambda: capabilities)
-    assert distributed.pick_dtype("auto", torch.device("cpu")) == dtype
-    assert distributed.pick_dtype("float16", torch.device("cpu")) == torch.float16
-
-
-@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_auto_on_a_gpu(gpus, capability, dtype):
-    gpus(1, capability)
-    assert distributed.pick_dtype("auto", torch.device("cuda", 0)) == dtype
+    assert distributed.pick_dtype("auto", CPU, "dense") == dense
+    assert distributed.pick_dtype("auto", CPU, "kern") == mixture
+    assert distributed.pick_dtype("float16", CPU, "kern") == torch.float16
+    assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16  # the paper's
 
 
 def test_cpu_without_capabilities_computes_in_float32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert distributed.pick_dtype("auto", torch.device("cpu")) == torch.float32
-    assert distributed.device_name(torch.device("cpu")) == "CPU"
+    assert distributed.pick_dtype("auto", CPU, "dense") == torch.float32
+    assert distributed.device_name(CPU) == "CPU"
 
 
 def test_peak_flops_are_known_for_some_devices(gpus):
     gpus(1)
     assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float32) is None
-    assert distributed.peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert distributed.peak_flops(CPU, torch.bfloat16) is None
     gpus(1, name="Some New Device")
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
 
 
 def test_one_process_needs_no_process_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with distributed.process_group(torch.device("cpu")) as ranks:
-        assert ranks == (0, 1, torch.device("cpu"), 1, None)
+    with distributed.process_group(CPU) as ranks:
+        assert ranks == (0, 1, CPU, 1, None)
         assert not torch.distributed.is_initialized()
         assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
 
@@ -100,12 +98,12 @@ def test_ranks_wait_for_each_other_as_long_as_the_config_says(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda *args, timeout, **more: timeouts.append(timeout))
     monkeypatch.setattr(distributed, "_abort_process_group", lambda: None)
     with pytest.raises(AssertionError):  # there is no group
-        distributed.process_group(torch.device("cpu"), 0.5).__enter__()
+        distributed.process_group(CPU, 0.5).__enter__()
     assert timeouts == [timedelta(seconds=30)] * 2
 
 
 def test_ranks_with_other_plans_are_refused(monkeypatch):
-    ranks = distributed.Ranks(0, 2, torch.device("cpu"))
+    ranks = distributed.Ranks(0, 2, CPU)
     monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "train.parallel = fsdp"])
     distributed.check_agreement("train.parallel = fsdp", ranks)
     with pytest.raises(RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."):
@@ -113,7 +111,7 @@ def test_ranks_with_other_plans_are_refused(monkeypatch):
 
 
 def test_what_one_rank_asks_for_or_fails_at_reaches_all(monkeypatch):
-    ranks = distributed.Ranks(0, 2, torch.device("cpu"), control=object())
+    ranks = distributed.Ranks(0, 2, CPU, control=object())
     monkeypatch.setattr(dist, "all_reduce", lambda counts, group: counts.add_(torch.tensor([0, 1, 0])))
     assert distributed.any_rank([True, False, False], ranks) == [True, True, False]
     monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "no space"])
@@ -126,8 +124,8 @@ def test_evaluation_is_split_across_ranks(tiny):
     """5 windows: the second of two ranks has none in the last round, takes another's, and counts it nowhere."""
     plan = preflight(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
     torch.manual_seed(SEED)
-    model, cpu = GPT(plan.config.model), torch.device("cpu")
-    alone, *parts = (evaluate(model, plan, Ranks(rank, n, cpu), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
+    model = GPT(plan.config.model)
+    alone, *parts = (evaluate(model, plan, Ranks(rank, n, CPU), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
     assert torch.equal(parts[0]["val/loads"] + parts[1]["val/loads"], alone["val/loads"])
     total = parts[0]["val/window_losses"] + parts[1]["val/window_losses"]
     assert_near(total, alone["val/window_losses"], tolerance(torch.float32, 257), "windows")

@@ -291,11 +291,26 @@ def test_finished_run_is_left_alone(tiny, capsys, max_steps):
     assert said.err == "" and state() == before
 
 
+def test_a_resume_keeps_the_type_that_auto_chose(tiny, monkeypatch, capsys):
+    """Another CPU would choose another one; so would another device."""
+    bf16 = {"amx_bf16": True}
+    for last, found, wanted in ((2, {}, "float32"), (4, bf16, "float32"), (6, bf16, "bfloat16")):
+        monkeypatch.setattr(distributed, "cpu_capabilities", lambda found=found: found)
+        name = "other" if last == 6 else "tiny"
+        config = tiny(f"train.max_steps={last}", "train.dtype=auto", f"run.name={name}")
+        run(config)
+        printed = capsys.readouterr().out
+        assert f", {wanted};" in printed and "train.dtype" not in printed
+        assert f'dtype = "{wanted}"' in (path_of(config) / "config.toml").read_text()
+    assert "from step 2" not in printed
+
+
 # ---- what a run leaves behind
 
 
-def test_metrics_have_the_keys_of_the_vocabulary(tiny):
+def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16"))
+    assert "warning: float16 on a CPU" in capsys.readouterr().out
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
     evaluated = {"val/loss", "val/window_losses", "val/loads", "val/load_imbalance", "val/dead_experts"}

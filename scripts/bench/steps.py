@@ -123,7 +123,7 @@ def start(
     """Start a benchmark of `config` on its device, in --dtype or its own."""
     title = f"{' '.join([args.config, *overrides])}, {count_tokens(config):,} tokens per step"
     bench = Benchmark(args, distributed.pick_device(config.train.device), title, *notes)
-    own = str(distributed.pick_dtype(config.train.dtype, bench.device)).removeprefix("torch.")
+    own = str(distributed.pick_dtype(config.train.dtype, bench.device, config.model.router)).removeprefix("torch.")
     return bench, {name: DTYPES[name] for name in getattr(args, "dtype", None) or [own]}
 
 
