@@ -100,30 +100,20 @@ def corpus_texts(n: int = 40) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command on sets below tmp_path/out, tokenizer bytes by default; returns (exit code, what it
-    printed)."""
+def call(tmp_path, capsys):
+    """What the command prints; its exit code must be `code`.
 
-    def run(*args, main=prepare.main) -> tuple[int, str]:
+    Sets are below tmp_path/out, and the tokenizer is bytes by default.
+    """
+
+    def call(*args, code=0, main=prepare.main) -> str:
         args = [*map(str, args), "--out", str(tmp_path / "out")]
         if main is prepare.main and "--tokenizer" not in args:
             args += ["--tokenizer", "bytes"]
-        code = main(args)
+        ended = main(args)
         printed = capsys.readouterr()
-        assert ("error: " in printed.err) == (code == 2), printed
-        return code, printed.out + printed.err
-
-    return run
-
-
-@pytest.fixture
-def call(run):
-    """What `run` prints; its exit code must be `code`."""
-
-    def call(*args, code=0, **more) -> str:
-        ended, printed = run(*args, **more)
-        assert ended == code, printed
-        return printed
+        assert ended == code and ("error: " in printed.err) == (code == 2), printed
+        return printed.out + printed.err
 
     return call
 

@@ -61,6 +61,13 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
 
 
+def test_split_depends_on_the_text_alone(call, tmp_path):
+    texts = [f"document {i} " * i for i in range(1, 99)]  # not on its length, for instance
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    call("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
+    assert documents_of(tmp_path / "out/text") == split_of(texts, 0.2)
+
+
 def test_the_set_is_the_same_for_any_number_of_workers(call, tmp_path, monkeypatch, small_units, many_workers):
     texts = corpus_texts()
     files = {"a.jsonl.gz": gzip.compress(jsonl(texts[:30])), "b.tar": tar({"x.txt": texts[30].encode()})}
