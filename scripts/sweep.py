@@ -7,8 +7,8 @@
 
 Each point is `train.py` with the point's overrides, on all GPUs of this machine or its share of them. A list for a key
 is one more axis. Finished points are skipped, interrupted ones resume from their last checkpoint. A point that fails is
-reported at the end and the others continue; the exit code is then 1. Asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C),
-all running points save and the sweep ends with exit code 75.
+reported at the end and the others continue; the exit code is then 1. The last lines are a table of all points. Asked to
+stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and the sweep ends with exit code 75.
 """
 
 import argparse
@@ -22,7 +22,8 @@ import time
 from contextlib import nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +36,7 @@ from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
+from runtime.output import text_table
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
 
@@ -44,6 +46,7 @@ SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
 # Multiplied by --scale; a 0, which disables, stays 0
 SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps", "eval.interval", "eval.windows")
 SCALED += ("log.interval",)
+SPEED = "perf/tokens_per_sec"
 
 
 class Point(NamedTuple):
@@ -161,7 +164,12 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             print(f"[{point.number}] finished already: {point.folder}")
         elif args.dry_run:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
-    return 0 if args.dry_run else run_points(file, left, shares, stop or Stop())
+    if args.dry_run:
+        return 0
+    code = run_points(file, left, shares, stop or Stop())
+    if code != EXIT_CODE:
+        print(f"\n{format_results(points)}", flush=True)
+    return code
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> None:
@@ -281,6 +289,28 @@ def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop
         log = f" ({job.point.folder}/train.log)" if parallel else ""
         print(f"failed: {job.point.command(file, len(job.gpus))}{log}", file=sys.stderr)
     return EXIT_CODE if stop.asked else 1 if failed else 0
+
+
+def format_results(points: list[Point]) -> str:
+    """A table of all points: router, values of the other axes, last losses, median tokens/s, folder."""
+    keys = dict.fromkeys(word.removeprefix("--").partition("=")[0] for point in points for word in point.overrides)
+    swept = [key for key in keys if len({attrgetter(key)(point.config) for point in points}) > 1]
+    swept = ["model.router", *(key for key in swept if key not in ("model.router", "run.name"))]
+    width = max(len(str(point.folder)) for point in points)
+    rows = []
+    for point in points:
+        lines: list[dict[str, Any]] = []
+        with suppress(RunError):  # the file is broken
+            lines = read_metrics(point.folder / "metrics.jsonl")
+        seen = {key: value for line in lines for key, value in line.items()}
+        speeds = [line[SPEED] for line in lines if SPEED in line]
+        step, max_steps = seen.get("step", 0), point.config.train.max_steps
+        row = [str(attrgetter(key)(point.config)) for key in swept]
+        row.append(f"{step:,}" + f" of {max_steps:,}" * (step < max_steps))
+        row += [f"{seen[key]:.4f}" if key in seen else "-" for key in ("train/loss", "val/loss")]
+        rows.append([*row, f"{median(speeds):,.0f}" if speeds else "-", f"{point.folder!s:<{width}}"])
+    axes = [key.split(".")[1] for key in swept]
+    return text_table([*axes, "step", "train loss", "val loss", "tokens/s", f"{'folder':<{width}}"], rows)
 
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> int:

@@ -96,6 +96,8 @@ def test_a_point_is_trained_and_then_skipped(sweep_file, tmp_path, monkeypatch, 
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
     out = call(sweep.main, *arguments)
     assert f"[1/1] finished already: {run}\n" in out and "1 point, 1 finished\n" in out
+    head, _, row = out.split("\n\n")[1].splitlines()
+    assert head.split()[:2] == ["router", "step"] and row.split()[:2] == ["kern", "2"] and row.endswith(str(run))
 
 
 def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_trainer, call):
@@ -141,7 +143,8 @@ def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monk
     monkeypatch.setenv("EXIT_CODE", str(EXIT_CODE))
     assert sweep.main([str(sweep_file)]) == EXIT_CODE
     assert [note["point"] for note in fake_trainer()] == ["dense 0"]
-    assert "failed" not in "".join(capfd.readouterr())
+    said = "".join(capfd.readouterr())
+    assert "failed" not in said and "train loss" not in said  # no table: it is not finished
 
 
 def test_sweep_refuses_bad_input(sweep_file, call, capsys):
@@ -270,6 +273,34 @@ def test_progress_is_the_last_of_each_value(sweep_file):
     lines = '{"step": 0, "tokens": 0, "val/loss": 5.5}\n{"step": 3, "tokens": 9, "train/loss": 5.25}\n'
     (point.folder / "metrics.jsonl").write_text(lines)
     assert point.progress() == f"{point.folder}: step 3 of 4, train/loss 5.2500, val/loss 5.5000"
+
+
+def test_the_table_of_a_sweep(sweep_file):
+    """What varies, in the order of the points; a point that has not got to its end says so."""
+    sweep_file.write_text(sweep_file.read_text().replace('"run.seed" = [0, 1]', '"optim.lr" = [1e-3, 0.002]'))
+    points = sweep.list_points(str(sweep_file), ["--run.seed=0", "--model.router=kern"])
+    (low, high) = (point.folder for point in points)
+    low.mkdir(parents=True)
+    lines = [{"train/loss": 3.0, "perf/tokens_per_sec": 5.0}, {"train/loss": 2.5, "perf/tokens_per_sec": 1000.0}]
+    lines += [{"train/loss": 2.25, "perf/tokens_per_sec": 2000.0}, {"val/loss": 2.75}]
+    text = "".join(json.dumps({"step": 4, "tokens": 0} | line) + "\n" for line in lines)
+    (low / "metrics.jsonl").write_text(text)
+    head, _, first, second = sweep.format_results(points).splitlines()
+    assert re.split("  +", head) == ["router", "lr", "step", "train loss", "val loss", "tokens/s", "folder"]
+    assert first.split() == ["kern", "0.001", "4", "2.2500", "2.7500", "1,000", str(low)]
+    assert second.split() == ["kern", "0.002", "0", "of", "4", "-", "-", "-", str(high)]
+    (low / "metrics.jsonl").write_text("broken\n" + text)
+    assert sweep.format_results(points).splitlines()[2].split() == [
+        "kern",
+        "0.001",
+        "0",
+        "of",
+        "4",
+        "-",
+        "-",
+        "-",
+        str(low),
+    ]
 
 
 @pytest.mark.parametrize(
