@@ -100,13 +100,13 @@ def corpus_texts(n: int = 40) -> list[str]:
 
 
 @pytest.fixture
-def call(tmp_path, capsys):
+def run(tmp_path, capsys):
     """What the command prints; its exit code must be `code`.
 
     Sets are below tmp_path/out, and the tokenizer is bytes by default.
     """
 
-    def call(*args, code=0, main=prepare.main) -> str:
+    def run(*args, code=0, main=prepare.main) -> str:
         args = [*map(str, args), "--out", str(tmp_path / "out")]
         if main is prepare.main and "--tokenizer" not in args:
             args += ["--tokenizer", "bytes"]
@@ -115,15 +115,15 @@ def call(tmp_path, capsys):
         assert ended == code and ("error: " in printed.err) == (code == 2), printed
         return printed.out + printed.err
 
-    return call
+    return run
 
 
 @pytest.fixture
-def run_alone(call, tmp_path):
+def run_alone(run, tmp_path):
     """A function: the files of a set that one command makes undisturbed. They are removed again."""
 
     def run_alone(*args) -> dict[str, bytes]:
-        call(*args)
+        run(*args)
         files = snapshot(tmp_path / "out")
         shutil.rmtree(tmp_path / "out")
         return files
@@ -194,12 +194,12 @@ def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
 
 
 @pytest.fixture
-def stop_at(call, monkeypatch):
+def stop_at(run, monkeypatch):
     """A function: run the command, stopped at the unit of this number; what it prints."""
 
     def stop_at(count: int, *args) -> str:
         with monkeypatch.context() as patch:
             fail_after(patch, count)
-            return call(*args, code=130)
+            return run(*args, code=130)
 
     return stop_at

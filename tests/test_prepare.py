@@ -61,14 +61,14 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
 
 
-def test_split_depends_on_the_text_alone(call, tmp_path):
+def test_split_depends_on_the_text_alone(run, tmp_path):
     texts = [f"document {i} " * i for i in range(1, 99)]  # not on its length, for instance
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    call("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
+    run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
     assert documents_of(tmp_path / "out/text") == split_of(texts, 0.2)
 
 
-def test_the_set_is_the_same_for_any_number_of_workers(call, tmp_path, monkeypatch, small_units, many_workers):
+def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatch, small_units, many_workers):
     texts = corpus_texts()
     files = {"a.jsonl.gz": gzip.compress(jsonl(texts[:30])), "b.tar": tar({"x.txt": texts[30].encode()})}
     write_tree(tmp_path / "in", files)
@@ -80,22 +80,22 @@ def test_the_set_is_the_same_for_any_number_of_workers(call, tmp_path, monkeypat
     for workers in (1, 3):
         monkeypatch.setattr(prepare, "cores", lambda workers=workers: workers)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        out = call("text", "--source", tmp_path / "in", "--shard-tokens", 997, "--val-fraction", 0.2)
+        out = run("text", "--source", tmp_path / "in", "--shard-tokens", 997, "--val-fraction", 0.2)
         assert f" {workers} worker" in out
         sets.append(snapshot(tmp_path / "out"))
     assert processes == [3]
     assert sets[0] == sets[1] and len(sets[0]) > 10
 
 
-def test_more_workers_than_the_work_is_worth_are_not_started(call, tmp_path):
+def test_more_workers_than_the_work_is_worth_are_not_started(run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(corpus_texts()))
-    assert " 1 worker\n" in call("text", "--source", tmp_path / "a.jsonl", "--val-fraction", 0.2, "--workers", 64)
+    assert " 1 worker\n" in run("text", "--source", tmp_path / "a.jsonl", "--val-fraction", 0.2, "--workers", 64)
 
 
 # the command
 
 
-def test_a_folder_becomes_a_set(call, tmp_path):
+def test_a_folder_becomes_a_set(run, tmp_path):
     files = {
         "b.txt": b"bee\n",
         "a.md": "# naïve\r\n".encode(),
@@ -105,7 +105,7 @@ def test_a_folder_becomes_a_set(call, tmp_path):
         "rows.jsonl.gz": gzip.compress(jsonl(["one", "two", "", "<|endoftext|>"])),
     }
     source = write_tree(tmp_path / "in", files)
-    out = call("text", "--source", source, "--name", "mine", "--val-fraction", 0.4)
+    out = run("text", "--source", source, "--name", "mine", "--val-fraction", 0.4)
     assert "prepared:" in out and "left out: 2 empty documents, 0 that cannot be read" in out
     found = documents_of(tmp_path / "out/mine")
     assert found["train"] and found["val"]
@@ -116,37 +116,37 @@ def test_a_folder_becomes_a_set(call, tmp_path):
     assert os.listdir(tmp_path / "out") == ["mine"]
 
 
-def test_stdlib_is_prepared_from_the_running_python(call, tmp_path, monkeypatch):
+def test_stdlib_is_prepared_from_the_running_python(run, tmp_path, monkeypatch):
     library = tmp_path / "lib"
     for name in ("b.py", "a/c.py", "a/test/t.py", "site-packages/p.py", "latin.py", "notes.txt", "d.py", "e.py"):
         write_tree(library, {name: f"# {name}".encode()})
     (library / "latin.py").write_bytes(b"\xe9")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    out = call("stdlib", "--val-fraction", 0.15)
+    out = run("stdlib", "--val-fraction", 0.15)
     assert "0 empty documents, 1 that cannot be read" in out and "latin.py" in out
     assert documents_of(tmp_path / "out/stdlib") == split_of(["# a/c.py", "# b.py", "# d.py", "# e.py"], 0.15)
 
 
-def test_python_sources_below_other_roots(call, tmp_path):
+def test_python_sources_below_other_roots(run, tmp_path):
     """All of them, those of tests too; of two roots each under its own name."""
     files = {"one/a.py": "# a", "one/test/b.py": "# b", "two/a.py": "# c", "two/d.txt": "d", "two/e/f.py": "# f"}
     write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
     (tmp_path / "none").mkdir()
     args = ("stdlib", "--roots", tmp_path / "two", tmp_path / "one", "--name", "code", "--val-fraction", 0.4)
-    call(*args)
+    run(*args)
     assert documents_of(tmp_path / "out/code") == split_of(["# c", "# f", "# a", "# b"], 0.4)
-    assert "already there" in call(*args)
+    assert "already there" in run(*args)
     (tmp_path / "one/a.py").write_text("# other")
-    assert "its files have changed" in call(*args, code=2)
-    assert "none: no .py file in it: name another --roots" in call("stdlib", "--roots", tmp_path / "none", code=2)
-    assert "absent: no such folder" in call("stdlib", "--roots", tmp_path / "absent", code=2)
+    assert "its files have changed" in run(*args, code=2)
+    assert "none: no .py file in it: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
+    assert "absent: no such folder" in run("stdlib", "--roots", tmp_path / "absent", code=2)
 
 
-def test_a_set_that_is_prepared_again_is_already_there(call, books, tmp_path):
-    call(*books)
+def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
+    run(*books)
     before = snapshot(tmp_path / "out")
     modified = (tmp_path / "out/text/meta.json").stat().st_mtime_ns
-    assert "already there" in call(*books)
+    assert "already there" in run(*books)
     assert (tmp_path / "out/text/meta.json").stat().st_mtime_ns == modified
 
     for changed, message in (
@@ -155,11 +155,11 @@ def test_a_set_that_is_prepared_again_is_already_there(call, books, tmp_path):
         (("--text-field", "body"), "text_field 'text', now 'body'"),
         (("--shard-tokens", 500), "shard_tokens 999, now 500"),
     ):
-        out = call(*books, *changed, code=2)
+        out = run(*books, *changed, code=2)
         assert message in out and "--force" in out and "--name" in out
     assert snapshot(tmp_path / "out") == before
 
-    call(*books, "--val-fraction", 0.5, "--force")
+    run(*books, "--val-fraction", 0.5, "--force")
     assert "--force" not in read_meta(tmp_path / "out/text").prepare
     texts = corpus_texts()[:20] + [f"{i} green bottles" for i in range(10)]
     assert documents_of(tmp_path / "out/text")["val"] == split_of(texts, 0.5)["val"]
@@ -167,24 +167,24 @@ def test_a_set_that_is_prepared_again_is_already_there(call, books, tmp_path):
 
     damaged = tmp_path / "out/text/train-00000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-2])
-    assert "train-00000.bin: expected" in call(*books, "--val-fraction", 0.5, code=2)
+    assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
 
 
-def test_source_files_changed_since_are_noticed(call, books, tmp_path):
-    call(*books)
+def test_source_files_changed_since_are_noticed(run, books, tmp_path):
+    run(*books)
     changed = tmp_path / "in/b.jsonl"
     content = changed.read_bytes()
     for other in (content.replace(b"green", b"white"), content + b"\n"):
         changed.write_bytes(other)
-        out = call(*books, code=2)
+        out = run(*books, code=2)
         assert "its files have changed (the input files differ)" in out and "--force" in out
     changed.rename(tmp_path / "in/c.jsonl")
-    call(*books, code=2)
+    run(*books, code=2)
     write_tree(tmp_path / "in", {"b.jsonl": content})
     (tmp_path / "in/c.jsonl").unlink()
-    call(*books)
+    run(*books)
     shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
-    assert "already there" in call(*books)
+    assert "already there" in run(*books)
 
 
 def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
@@ -213,39 +213,39 @@ LIKE_OURS = ["main.c", "units-of-measure/si.txt", "units-0123456789ab/0.npz", "b
 
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
 @pytest.mark.parametrize("names", [["thesis.txt"], LIKE_OURS], ids=["thesis", "like ours"])
-def test_a_foreign_folder_is_not_changed(call, books, tmp_path, folder, names):
+def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder, names):
     """Whatever the command says."""
     write_tree(tmp_path / "out" / folder, {name: b"{}" for name in names})
     before = snapshot(tmp_path / "out")
     for args in (books, ("text", "--source", "/none"), ("text", *books[1:], "--name", "text", "--workers", 0)):
         for more in ([], ["--force"], ["--shard", "1/2"], ["--shard", "1/2", "--force"]):
-            out = call(*args, *more, code=2)
+            out = run(*args, *more, code=2)
             if args is books and names is not LIKE_OURS:
                 assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
             assert snapshot(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("place", ["out", "out/text", "out/text.partial"])
-def test_a_file_where_a_folder_is_needed(call, books, tmp_path, place):
+def test_a_file_where_a_folder_is_needed(run, books, tmp_path, place):
     path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
     for more in ([], ["--force"], ["--shard", "1/2"]):
-        out = call(*books, *more, code=2)
+        out = run(*books, *more, code=2)
         assert f"{path} is a file where a folder is needed: move it, or choose another --out" in out
     assert path.read_text() == "mine"
 
 
-def test_files_of_others_in_a_set_are_kept(call, books, tmp_path):
-    call(*books)
+def test_files_of_others_in_a_set_are_kept(run, books, tmp_path):
+    run(*books)
     write_tree(tmp_path / "out/text", {"thesis.txt": b"precious", "units-of-measure/si.txt": b"m"})
     before = snapshot(tmp_path / "out")
-    assert "already there" in call(*books)
+    assert "already there" in run(*books)
     assert snapshot(tmp_path / "out") == before
 
 
-def test_files_that_others_added_meanwhile_are_kept(call, books, tmp_path, monkeypatch):
-    call(*books)
+def test_files_that_others_added_meanwhile_are_kept(run, books, tmp_path, monkeypatch):
+    run(*books)
     join = prepare._join_units
 
     def add_and_join(*args):
@@ -253,12 +253,12 @@ def test_files_that_others_added_meanwhile_are_kept(call, books, tmp_path, monke
         return join(*args)
 
     monkeypatch.setattr(prepare, "_join_units", add_and_join)
-    assert "text holds 'thesis.txt', which does not belong to a data set" in call(*books, "--force", code=2)
+    assert "text holds 'thesis.txt', which does not belong to a data set" in run(*books, "--force", code=2)
     assert (tmp_path / "out/text/thesis.txt").read_bytes() == b"precious"
 
 
-def test_a_set_on_a_read_only_file_system_is_already_there(call, books, monkeypatch):
-    call(*books)
+def test_a_set_on_a_read_only_file_system_is_already_there(run, books, monkeypatch):
+    run(*books)
 
     def refuse(*args, **more):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -266,15 +266,15 @@ def test_a_set_on_a_read_only_file_system_is_already_there(call, books, monkeypa
     for name in ("unlink", "remove", "rename", "replace", "mkdir", "rmdir"):
         monkeypatch.setattr(os, name, refuse)
         monkeypatch.setattr(Path, name, refuse, raising=False)
-    assert "already there" in call(*books)
+    assert "already there" in run(*books)
 
 
-def test_a_set_behind_a_link_is_replaced_in_place(call, books, tmp_path):
+def test_a_set_behind_a_link_is_replaced_in_place(run, books, tmp_path):
     (tmp_path / "disk/text").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/text").symlink_to(tmp_path / "disk/text")
-    call(*books)
-    call(*books, "--val-fraction", 0.3, "--force")
+    run(*books)
+    run(*books, "--val-fraction", 0.3, "--force")
     assert read_meta(tmp_path / "disk/text").source["val_fraction"] == 0.3
     assert (tmp_path / "out/text").is_symlink() and os.listdir(tmp_path / "disk") == ["text"]
 
@@ -282,7 +282,7 @@ def test_a_set_behind_a_link_is_replaced_in_place(call, books, tmp_path):
 # durability
 
 
-def test_everything_is_on_the_disk_before_a_set_has_its_name(call, tmp_path, disk_calls):
+def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk_calls):
     """So that a power cut leaves a complete set or one that resumes."""
     texts = corpus_texts()
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
@@ -290,7 +290,7 @@ def test_everything_is_on_the_disk_before_a_set_has_its_name(call, tmp_path, dis
     (tmp_path / "out").mkdir()
     disk_calls.clear()
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
-    call(*args, "--shard-tokens", size // 2 + 1)
+    run(*args, "--shard-tokens", size // 2 + 1)
     (units_folder,) = {call for call in disk_calls if call.startswith("sync units-")}
     unit = "00000000-00000000-last.npz"
     assert disk_calls == [
@@ -380,13 +380,13 @@ SAMPLE = (sources.FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"
         ("pg19", {"revision": "v1"}, "emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet),
     ],
 )
-def test_a_corpus_of_the_hub(call, hub, tmp_path, corpus, options, repo, names, write):
+def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, write):
     texts, revision = corpus_texts(), options.get("revision", REVISION)
     upload(hub, repo, names, texts, write, revision)
     others = [f"validation-{Path(name).name}" for name in names] + ["data/test-0.parquet"] * (corpus == "pg19")
     upload(hub, repo, others, ["no"], write, revision)
     args = [corpus, "--val-fraction", 0.2, *[word for name in options for word in (f"--{name}", options[name])]]
-    assert "2 files" in call(*args)
+    assert "2 files" in run(*args)
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
     source = check_dataset(tmp_path / "out" / corpus, 257).source
     assert source["revision"] == revision
@@ -396,11 +396,11 @@ def test_a_corpus_of_the_hub(call, hub, tmp_path, corpus, options, repo, names, 
         assert hub.opened == [("a.jsonl.zst", 0), ("b.jsonl.zst", 0)]
 
     hub.reachable = False  # what is there needs no hub
-    assert "already there" in call(*args)
-    assert f"revision '{revision}', now 'other'" in call(*args, "--revision", "other", code=2)
+    assert "already there" in run(*args)
+    assert f"revision '{revision}', now 'other'" in run(*args, "--revision", "other", code=2)
 
 
-def test_only_the_arxiv_rows_of_the_pile(call, hub, tmp_path):
+def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
     texts = corpus_texts()
 
     def write(path, texts):
@@ -411,18 +411,18 @@ def test_only_the_arxiv_rows_of_the_pile(call, hub, tmp_path):
         write_tree(path.parent, {path.name: zstd(b"\n".join(rows))})
 
     upload(hub, "monology/pile-uncopyrighted", ["train/00.jsonl.zst", "train/01.jsonl.zst"], texts, write)
-    call("arxiv", "--config", "pile", "--val-fraction", 0.2)
+    run("arxiv", "--config", "pile", "--val-fraction", 0.2)
     assert documents_of(tmp_path / "out/arxiv") == split_of(texts, 0.2)
     meta = read_meta(tmp_path / "out/arxiv")
     assert (meta.source["empty"], meta.source["bad"]) == (2, 0)
     local = hub.root / f"datasets/monology/pile-uncopyrighted@{REVISION}/train"
-    call("arxiv", "--config", "pile", "--val-fraction", 0.2, "--source", local, "--name", "copy")
+    run("arxiv", "--config", "pile", "--val-fraction", 0.2, "--source", local, "--name", "copy")
     assert documents_of(tmp_path / "out/copy") == documents_of(tmp_path / "out/arxiv")
 
 
 @pytest.mark.parametrize(("corpus", "repo", "names", "write"), [("arxiv", *PROOF_PILE), ("fineweb-edu", *SAMPLE)])
 def test_a_lost_connection_resumes_with_the_same_revision(
-    call, run_alone, hub, tmp_path, small_units, corpus, repo, names, write
+    run, run_alone, hub, tmp_path, small_units, corpus, repo, names, write
 ):
     upload(hub, repo, names, corpus_texts(), write)
     args = (corpus, "--val-fraction", 0.2, "--shard-tokens", 999)
@@ -430,7 +430,7 @@ def test_a_lost_connection_resumes_with_the_same_revision(
 
     name = names[1].rpartition("/")[2]
     hub.cut[name] = (hub.root / f"datasets/{repo}@{REVISION}" / names[1]).stat().st_size // 2
-    out = call(*args, code=2)
+    out = run(*args, code=2)
     assert "start again to resume" in out and "connection lost" in out
     assert f"hf://datasets/{repo}@{REVISION}/{names[1]}: reading from the hub failed" in out
     hub.cut.clear()
@@ -438,15 +438,15 @@ def test_a_lost_connection_resumes_with_the_same_revision(
     hub.newest = "newer"  # the corpus changes
     upload(hub, repo, names, ["another"] * 4, write, revision="newer")
 
-    assert f"revision '{REVISION}', now 'newer'" in call(*args, "--revision", "newer", code=2)
-    assert "resuming after" in call(*args) and hub.asked[-1] == (repo, REVISION)
+    assert f"revision '{REVISION}', now 'newer'" in run(*args, "--revision", "newer", code=2)
+    assert "resuming after" in run(*args) and hub.asked[-1] == (repo, REVISION)
     assert snapshot(tmp_path / "out") == complete
     assert read_meta(tmp_path / "out" / corpus).source["revision"] == REVISION
 
 
-def test_the_hub_is_unreachable(call, hub, tmp_path):
+def test_the_hub_is_unreachable(run, hub, tmp_path):
     hub.reachable = False
-    out = call("fineweb-edu", code=2)
+    out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
     assert "OfflineModeIsEnabled" in out and "HF_ENDPOINT" in out
     command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
@@ -454,9 +454,9 @@ def test_the_hub_is_unreachable(call, hub, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_hub_without_such_files(call, hub, tmp_path):
+def test_hub_without_such_files(run, hub, tmp_path):
     upload(hub, sources.FINEWEB, ["sample/10BT/000.parquet"], corpus_texts(), parquet)
-    out = call("fineweb-edu", "--config", "sample-100BT", code=2)
+    out = run("fineweb-edu", "--config", "sample-100BT", code=2)
     assert f"has no files 'sample/100BT/*.parquet' at revision {REVISION}: choose another --config" in out
 
 
@@ -471,67 +471,67 @@ def five_files(tmp_path) -> tuple:
 
 
 @pytest.mark.parametrize("n", [1, 3, 9])
-def test_parts_make_the_set_of_one_command(call, run_alone, stop_at, five_files, tmp_path, monkeypatch, small_units, n):
+def test_parts_make_the_set_of_one_command(run, run_alone, stop_at, five_files, tmp_path, monkeypatch, small_units, n):
     """Also where there are more parts than files; a part that was stopped resumes."""
     single = run_alone(*five_files)
     stop_at(3, *five_files, "--shard", f"1/{n}")
     for i in range(n, 0, -1):
-        out = call(*five_files, "--shard", f"{i}/{n}")
+        out = run(*five_files, "--shard", f"{i}/{n}")
         assert f"part {i} of {n} is tokenized" in out and "resuming after" in out
         assert os.listdir(tmp_path / "out") == ["text.partial"]
     fail_after(monkeypatch, 1)  # nothing is left to tokenize
-    call(*five_files)
+    run(*five_files)
     assert snapshot(tmp_path / "out") == single
-    assert "already there" in call(*five_files, "--shard", f"1/{n}")
+    assert "already there" in run(*five_files, "--shard", f"1/{n}")
 
 
-def test_parts_are_balanced(call, five_files, tmp_path, small_units):
+def test_parts_are_balanced(run, five_files, tmp_path, small_units):
     done = []
     for i in (1, 2):
-        call(*five_files, "--shard", f"{i}/2")
+        run(*five_files, "--shard", f"{i}/2")
         done.append(len(units.unit_files(next((tmp_path / "out/text.partial").glob("units-*")))))
     assert done[0] >= 3 and done[1] - done[0] >= 3
 
 
-def test_parts_may_be_tokenized_at_a_time_but_not_joined(call, five_files, tmp_path):
+def test_parts_may_be_tokenized_at_a_time_but_not_joined(run, five_files, tmp_path):
     with open_partial(tmp_path / "out/text", shared=True):
-        call(*five_files, "--shard", "1/2")
-        assert "another process is preparing this set" in call(*five_files, code=2)
+        run(*five_files, "--shard", "1/2")
+        assert "another process is preparing this set" in run(*five_files, code=2)
     with open_partial(tmp_path / "out/text"):
-        call(*five_files, "--shard", "2/2", code=2)
-    call(*five_files)
+        run(*five_files, "--shard", "2/2", code=2)
+    run(*five_files)
 
 
 # disk space
 
 
-def test_space_is_checked_before_units_are_joined(call, books, tmp_path, monkeypatch):
+def test_space_is_checked_before_units_are_joined(run, books, tmp_path, monkeypatch):
     free = 100
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    out = call(*books, code=2)
+    out = run(*books, code=2)
     assert "No space left on device (1e-07 GB are free): about" in out
     assert f"'{tmp_path}/out/text.partial'. Finished units are kept: make room and start again to resume" in out
     needed = 1e9 * float(re.search(r"about (\S+) GB of free space are needed", out)[1])
     free = 0.9 * needed
-    call(*books, code=2)
+    run(*books, code=2)
     assert not list((tmp_path / "out").rglob("*.bin"))
     free = 1.05 * needed  # it is rounded
-    call(*books)
+    run(*books)
     size = sum(path.stat().st_size for path in (tmp_path / "out/text").glob("*.bin"))
     assert size < free < 1.1 * size + 3000
 
 
-def test_a_full_disk_while_units_are_written(call, books, tmp_path, small_units, monkeypatch):
+def test_a_full_disk_while_units_are_written(run, books, tmp_path, small_units, monkeypatch):
     """The message estimates the space for the other units and for all shards."""
     write = units._write_unit
     fail_after(monkeypatch, 20, OSError(errno.ENOSPC, "No space left on device"))
-    out = call(*books, code=2)
+    out = run(*books, code=2)
     assert f"'{tmp_path}/out/text.partial'. Finished units are kept: make room" in out
     needed = float(re.search(r"about (\S+) GB of free space are needed", out)[1]) * 1e9
     monkeypatch.setattr("data.units._write_unit", write)
     monkeypatch.setattr("data.writer.remove_units", lambda folder: None)
     done = sum(path.stat().st_size for path in tmp_path.rglob("*.npz"))
-    call(*books)
+    run(*books)
     rest = sum(path.stat().st_size for path in tmp_path.rglob("*.npz")) - done
     assert 0.7 < needed / (done + 2 * rest) < 1.4
 
@@ -539,14 +539,14 @@ def test_a_full_disk_while_units_are_written(call, books, tmp_path, small_units,
 # small corpora
 
 
-def test_advice_for_a_corpus_too_small_can_be_followed(call, tmp_path):
+def test_advice_for_a_corpus_too_small_can_be_followed(run, tmp_path):
     texts = ["a text", "another"]
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
-    out = call(*args, 1e-6, code=2)
+    out = run(*args, 1e-6, code=2)
     assert "the corpus is too small: none of its documents fell into validation" in out
     assert not list((tmp_path / "out").iterdir())
-    call(*args, re.search(r"--val-fraction (\S+) gives it one", out)[1])
+    run(*args, re.search(r"--val-fraction (\S+) gives it one", out)[1])
     assert documents_of(tmp_path / "out/text")["val"] == [min(texts, key=place)]
 
 
@@ -556,35 +556,35 @@ def test_advice_is_just_above_the_lowest_position(lowest):
     assert lowest < float(re.search(r"--val-fraction (\S+) gives it one", said)[1]) < 1.02 * lowest
 
 
-def test_one_document(call, tmp_path):
+def test_one_document(run, tmp_path):
     """No --val-fraction helps: the command in the message does."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_bytes(b"".join(b"word %d of a text; " % i for i in range(400)))
-    out = call("text", "--source", tmp_path / "in", code=2)
+    out = run("text", "--source", tmp_path / "in", code=2)
     assert "there is one document to read" in out
     command = re.search(r"split -n l/100 --additional-suffix=.txt FILE part-", out)[0]
     (tmp_path / "parts").mkdir()
     lines = b"".join(b"line %d of a text\n" % i for i in range(2000))
     (tmp_path / "in/a.txt").write_bytes(lines)
     subprocess.run(command.replace("FILE", "../in/a.txt").split(), cwd=tmp_path / "parts", check=True)
-    call("text", "--source", tmp_path / "parts")
+    run("text", "--source", tmp_path / "parts")
     found = documents_of(tmp_path / "out/text")
     assert len(found["train"]) + len(found["val"]) == 100
     assert len("".join(found["train"] + found["val"])) == len(lines)
 
 
-def test_everything_in_validation(call, tmp_path):
+def test_everything_in_validation(run, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(["a", "b"]))
-    out = call("text", "--source", tmp_path / "in.jsonl", "--val-fraction", "0.999999", code=2)
+    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", "0.999999", code=2)
     assert "all documents fell into validation: lower --val-fraction (now 0.999999)" in out
     assert not list((tmp_path / "out").iterdir())
-    call("text", "--source", tmp_path / "in.jsonl", "--val-fraction", (place("a") + place("b")) / 2)
+    run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", (place("a") + place("b")) / 2)
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(b"", "0 empty, 0 bad"), (jsonl(BLANK) + b"{}\n", "3 empty, 1 bad")])
-def test_no_documents(call, tmp_path, rows, counts):
+def test_no_documents(run, tmp_path, rows, counts):
     (tmp_path / "in.jsonl").write_bytes(rows)
-    out = call("text", "--source", tmp_path / "in.jsonl", "--skip-bad", code=2)
+    out = run("text", "--source", tmp_path / "in.jsonl", "--skip-bad", code=2)
     assert f"no documents to read ({counts}): name other files" in out
     assert not list((tmp_path / "out").iterdir())
 
@@ -592,8 +592,8 @@ def test_no_documents(call, tmp_path, rows, counts):
 # arguments
 
 
-def test_list_names_every_corpus_with_its_licence(call):
-    out = call("--list")
+def test_list_names_every_corpus_with_its_licence(run):
+    out = run("--list")
     parts = dict(zip(SOURCES, re.split("^(?=[a-z0-9-]+: )", out, flags=re.M)[1:], strict=True))
     for name, part in parts.items():
         assert part.startswith(f"{name}: {SOURCES[name].about}\n")
@@ -633,16 +633,16 @@ def test_list_names_every_corpus_with_its_licence(call):
         (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
     ],
 )
-def test_bad_arguments(call, tmp_path, args, message):
-    assert re.search(message, call(*args, code=2), re.S)
+def test_bad_arguments(run, tmp_path, args, message):
+    assert re.search(message, run(*args, code=2), re.S)
     assert not (tmp_path / "out").exists()
 
 
-def test_books3_from_a_local_tar(call, tmp_path):
+def test_books3_from_a_local_tar(run, tmp_path):
     texts = [text for text in corpus_texts() if text.strip()]
     archive = tar({"books3/": b""} | {f"books3/the-eye/{i}.epub.txt": text.encode() for i, text in enumerate(texts)})
     (tmp_path / "books3.tar.gz").write_bytes(gzip.compress(archive))
-    call("books3", "--source", tmp_path / "books3.tar.gz", "--val-fraction", 0.2)
+    run("books3", "--source", tmp_path / "books3.tar.gz", "--val-fraction", 0.2)
     assert documents_of(tmp_path / "out/books3") == split_of(texts, 0.2)
 
 
@@ -650,13 +650,13 @@ def test_books3_from_a_local_tar(call, tmp_path):
 
 
 @pytest.fixture
-def prepared(call, books, tmp_path) -> Path:
-    call(*books, "--name", "books")
+def prepared(run, books, tmp_path) -> Path:
+    run(*books, "--name", "books")
     return tmp_path / "out/books"
 
 
-def test_verify_describes_the_set(call, prepared):
-    out = call("books", main=verify.main)
+def test_verify_describes_the_set(run, prepared):
+    out = run("books", main=verify.main)
     assert "books: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
     for split, texts in documents_of(prepared).items():
         tokens = sum(len(text.encode()) + 1 for text in texts)
@@ -679,44 +679,44 @@ def forge_hashes(folder: Path) -> None:
     edit_meta(folder, forge)
 
 
-def test_verify_finds_a_file_cut_short(call, prepared):
+def test_verify_finds_a_file_cut_short(run, prepared):
     os.truncate(prepared / "train-00001.bin", 100)
-    out = call("books", main=verify.main, code=2)
+    out = run("books", main=verify.main, code=2)
     assert re.search(r"train-00001.bin: expected 1998 bytes \(999 tokens\), found 100.*--force", out)
 
 
-def test_verify_finds_flipped_bits_in_every_file(call, prepared):
+def test_verify_finds_flipped_bits_in_every_file(run, prepared):
     good = (prepared / "train-00001.bin").read_bytes()
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")
-    out = call("books", main=verify.main, code=2)
+    out = run("books", main=verify.main, code=2)
     assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out
     found = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert found == ["train-00001.bin", "val-00000.bin"]
 
 
 @pytest.mark.parametrize("chunk", [2**22, 100])
-def test_verify_finds_ids_beyond_the_vocabulary(call, prepared, monkeypatch, chunk):
+def test_verify_finds_ids_beyond_the_vocabulary(run, prepared, monkeypatch, chunk):
     monkeypatch.setattr(bins, "CHUNK_BYTES", chunk)
     edit(prepared / "train-00001.bin", 2 * 517, (257).to_bytes(2, "little"))
     edit(prepared / "train-00001.bin", 2 * 800, (65535).to_bytes(2, "little"))
     forge_hashes(prepared)
-    out = call("books", main=verify.main, code=2)
+    out = run("books", main=verify.main, code=2)
     assert "train-00001.bin: id 257 at token 517, expected below 257" in out
     assert "sha256" not in out
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_verify_counts_documents(call, prepared, more):
+def test_verify_counts_documents(run, prepared, more):
     first = documents_of(prepared)["train"][0]
     position = 2 * len(first.encode()) if more < 0 else 0  # its end of text, or its first byte
     edit(prepared / "train-00000.bin", position, b"a\0" if more < 0 else (256).to_bytes(2, "little"))
     forge_hashes(prepared)
     said = read_meta(prepared).splits["train"].documents
-    out = call("books", main=verify.main, code=2)
+    out = run("books", main=verify.main, code=2)
     assert f"train: {said + more} end-of-text tokens, meta.json says {said} documents" in out
 
 
-def test_verify_without_a_set(call, prepared):
-    out = call("absent", main=verify.main, code=2)
+def test_verify_without_a_set(run, prepared):
+    out = run("absent", main=verify.main, code=2)
     assert "absent: no such data set. Prepare it: python -m data.prepare text --source FILES --name absent" in out

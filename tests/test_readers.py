@@ -98,24 +98,24 @@ def test_files_named_are_read_in_the_order_named_and_folders_sorted(tmp_path):
     assert [file.name for file in local_inputs(args)] == ["b.txt", "10.txt", "2.txt", "a/x.txt", "a.txt", "a.txt"]
 
 
-def test_bom_blank_lines_and_crlf_in_json_lines(call, tmp_path):
+def test_bom_blank_lines_and_crlf_in_json_lines(run, tmp_path):
     lines = (
         b"\xef\xbb\xbf"
         + corpora.jsonl(["one", "two"]).replace(b"\n", b"\r\n\r\n \n")
         + b'{"text": "no end of line\\r\\n"}'
     )
     (tmp_path / "a.jsonl").write_bytes(lines)
-    assert "left out" not in call("text", "--source", tmp_path / "a.jsonl", "--val-fraction", 0.5)
+    assert "left out" not in run("text", "--source", tmp_path / "a.jsonl", "--val-fraction", 0.5)
     assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(["one", "two", "no end of line\r\n"], 0.5)
 
 
-def test_text_field(call, tmp_path):
+def test_text_field(run, tmp_path):
     """Of JSON lines and parquet alike."""
     texts = ["one", "two", "three", "four"]
     rows = b"".join(json.dumps({"text": "no", "body": text}).encode() + b"\n" for text in texts)
     corpora.write_tree(tmp_path / "in", {"a.jsonl": rows})
     corpora.parquet(tmp_path / "in/b.parquet", ["no"] * 4, body=[text.upper() for text in texts])
-    call("text", "--source", tmp_path / "in", "--val-fraction", 0.5, "--text-field", "body")
+    run("text", "--source", tmp_path / "in", "--val-fraction", 0.5, "--text-field", "body")
     found = corpora.documents_of(tmp_path / "out/text")
     assert found == corpora.split_of([*texts, *map(str.upper, texts)], 0.5)
 
@@ -156,14 +156,14 @@ BAD_DOCUMENTS = {
 
 
 @pytest.mark.parametrize("case", BAD_DOCUMENTS)
-def test_bad_documents(call, tmp_path, case):
+def test_bad_documents(run, tmp_path, case):
     files, message = BAD_DOCUMENTS[case]
     source = corpora.write_tree(tmp_path, files) / next(iter(files)).partition("/")[0]
-    out = call("text", "--source", source, "--val-fraction", 0.3, code=2)
+    out = run("text", "--source", source, "--val-fraction", 0.3, code=2)
     assert re.search(message, out) and "leave such documents out with --skip-bad" in out
     assert not (tmp_path / "out/text").exists()
 
-    out = call("text", "--source", source, "--val-fraction", 0.3, "--skip-bad")
+    out = run("text", "--source", source, "--val-fraction", 0.3, "--skip-bad")
     assert "left out: 0 empty documents, 1 that cannot be read" in out and re.search(message, out)
     meta = check_dataset(tmp_path / "out/text", 257)
     assert (meta.source["bad"], meta.source["empty"]) == (1, 0)
@@ -172,7 +172,7 @@ def test_bad_documents(call, tmp_path, case):
     assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(wanted, 0.3)
 
 
-def test_links_in_a_tar_are_not_documents(call, tmp_path):
+def test_links_in_a_tar_are_not_documents(run, tmp_path):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
@@ -180,25 +180,25 @@ def test_links_in_a_tar_are_not_documents(call, tmp_path):
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
     corpora.write_tree(tmp_path / "in", {"a.jsonl": ROWS, "b.tar": stream.getvalue()})
-    call("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+    run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
     assert sum(map(len, corpora.documents_of(tmp_path / "out/text").values())) == 30
 
 
-def test_many_bad_documents_are_counted_and_three_shown(call, tmp_path, small_units):
+def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_units):
     rows = ROWS.replace(b'"text": "row 1', b'"text": {"row 1')
     (tmp_path / "in.jsonl").write_bytes(rows + corpora.jsonl(corpora.BLANK))
-    out = call("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
+    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
     assert "left out: 3 empty documents, 11 that cannot be read" in out
     assert re.findall(r"line (\d+) is not JSON", out) == ["2", "11", "12"]
     assert (read_meta(tmp_path / "out/text").source["bad"], read_meta(tmp_path / "out/text").source["empty"]) == (11, 3)
 
 
-def test_parquet_without_the_text(call, tmp_path):
+def test_parquet_without_the_text(run, tmp_path):
     corpora.parquet(tmp_path / "in.parquet", ["a"] * 20)
     args = ("text", "--source", tmp_path / "in.parquet", "--text-field")
-    out = call(*args, "body", code=2)
+    out = run(*args, "body", code=2)
     assert "in.parquet has no field 'body'; it has 'id', 'text': choose one with --text-field" in out
-    out = call(*args, "id", "--skip-bad", code=2)
+    out = run(*args, "id", "--skip-bad", code=2)
     assert "field 'id' is of type int64, expected string: choose another --text-field" in out
 
 
@@ -252,22 +252,22 @@ DAMAGED = damaged_files()
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_files(call, tmp_path, case):
+def test_damaged_files(run, tmp_path, case):
     """A damaged file is never taken for an intact one, nor with --skip-bad."""
     name, data = DAMAGED[case]
     corpora.write_tree(tmp_path / "in", {"a.jsonl": ROWS, name: data})
     for more in ((), ("--skip-bad",)):
-        out = call("text", "--source", tmp_path / "in", "--val-fraction", 0.3, *more, code=2)
+        out = run("text", "--source", tmp_path / "in", "--val-fraction", 0.3, *more, code=2)
         assert re.search(rf"in/{name}: damaged or cut short \(.+\): fetch it again", out)
         assert "Traceback" not in out and not (tmp_path / "out/text").exists()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.tar", "a.parquet"])
-def test_files_without_documents_beside_others_are_accepted(call, tmp_path, name):
+def test_files_without_documents_beside_others_are_accepted(run, tmp_path, name):
     """A writer that filters may leave a parquet file without rows."""
     empty = {"a.tar": corpora.tar({}), "a.parquet": parquet_bytes([])}.get(name, b"")
     corpora.write_tree(tmp_path / "in", {name: empty, "b.jsonl": ROWS})
-    call("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
+    run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
     assert sum(map(len, corpora.documents_of(tmp_path / "out/text").values())) == 30
 
 
@@ -279,8 +279,8 @@ def test_files_without_documents_beside_others_are_accepted(call, tmp_path, name
         ("absent", r"absent: no such file or folder: correct --source"),
     ],
 )
-def test_wrong_sources(call, tmp_path, name, message):
+def test_wrong_sources(run, tmp_path, name, message):
     if name != "absent":
         corpora.write_tree(tmp_path, {name: b"a"})
-    out = call("text", "--source", tmp_path / name.partition("/")[0], code=2)
+    out = run("text", "--source", tmp_path / name.partition("/")[0], code=2)
     assert re.search(message, out) and not (tmp_path / "out").exists()

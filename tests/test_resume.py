@@ -36,16 +36,16 @@ def undisturbed(run_alone, books, small_units):
     return run_alone(*books)
 
 
-def test_stopped_it_resumes(call, books, tmp_path, undisturbed, stop_at):
+def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     stop_at(13, *books)
     with pytest.raises(DataError, match="text: half-prepared. Resume with the command that began it"):
         check_dataset(tmp_path / "out/text", 257)
-    call("text", main=verify.main, code=2)
+    run("text", main=verify.main, code=2)
     unfinished = snapshot(tmp_path / "out")
     assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
 
     def refuse(what, *changed):
-        out = call(*books, *changed, code=2)
+        out = run(*books, *changed, code=2)
         assert "text.partial holds an unfinished set made with other arguments" in out
         assert all(words in out for words in (what, "--force", "--name"))
         assert snapshot(tmp_path / "out") == unfinished
@@ -58,12 +58,12 @@ def test_stopped_it_resumes(call, books, tmp_path, undisturbed, stop_at):
     refuse("the input files differ")
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
-    out = call(*books)
+    out = run(*books)
     assert re.search(r", resuming after 1\d units", out)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_complete_groups_of_files_are_not_read_again(call, books, tmp_path, undisturbed, monkeypatch):
+def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, undisturbed, monkeypatch):
     opened, read = [], units.read_documents
     monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
     with monkeypatch.context() as patch:
@@ -75,36 +75,36 @@ def test_complete_groups_of_files_are_not_read_again(call, books, tmp_path, undi
             return real(path, *args, **more)
 
         patch.setattr(units, "write_atomic", stop_at_b)
-        call(*books, code=130)
+        run(*books, code=130)
     opened.clear()
-    call(*books)
+    run(*books)
     assert opened == ["b.jsonl"]
     assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
-def test_force_starts_an_unfinished_set_over(call, books, tmp_path, undisturbed, stop_at, damage):
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
     stop_at(13, *books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
     if damage == "begun.json":
         (tmp_path / "out/text.partial/begun.json").write_text("{")
-        out = call(*books, code=2)
+        out = run(*books, code=2)
         assert "begun.json cannot be read" in out and "--force" in out
-    assert "resuming" not in call(*books, "--force")
+    assert "resuming" not in run(*books, "--force")
     assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", None])
-def test_a_damaged_unit_is_rebuilt(call, stop_at, books, tmp_path, undisturbed, garbage):
+def test_a_damaged_unit_is_rebuilt(run, stop_at, books, tmp_path, undisturbed, garbage):
     stop_at(22, *books)  # in b.jsonl: the group of a.jsonl is complete
     unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
     unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
-    assert f"damaged and now removed: {unit}. Start again to rebuild" in call(*books, code=2)
-    call(*books)
+    assert f"damaged and now removed: {unit}. Start again to rebuild" in run(*books, code=2)
+    run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError])
-def test_damaged_units_cost_one_restart(call, stop_at, books, tmp_path, undisturbed, monkeypatch, error):
+def test_damaged_units_cost_one_restart(run, stop_at, books, tmp_path, undisturbed, monkeypatch, error):
     """Whatever numpy raises at them; but a unit that may not be read is not damaged."""
     stop_at(22, *books)
     paths = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))
@@ -118,33 +118,33 @@ def test_damaged_units_cost_one_restart(call, stop_at, books, tmp_path, undistur
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "load", fail_at_bad)
-        out = call(*books, code=2)
+        out = run(*books, code=2)
     assert all(path.exists() == (error is PermissionError) for path in bad)
     if error is not PermissionError:
         assert f"damaged and now removed: {paths[3]} and 1 more. Start again to rebuild" in out
-    call(*books)
+    run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_skip_bad_belongs_to_an_unfinished_set(call, run_alone, stop_at, books, tmp_path, small_units):
+def test_skip_bad_belongs_to_an_unfinished_set(run, run_alone, stop_at, books, tmp_path, small_units):
     """Units without bad documents serve both; units that left some out serve only --skip-bad."""
     with (tmp_path / "in/a.jsonl").open("ab") as file:
         file.write(b"not JSON\n")
     undisturbed = run_alone(*books, "--skip-bad")
-    assert "--skip-bad" in call(*books, code=2)
+    assert "--skip-bad" in run(*books, code=2)
     stop_at(3, *books, "--skip-bad")  # in b.jsonl
-    assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in call(*books, code=2)
-    assert "resuming after 25 units" in call(*books, "--skip-bad")
+    assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in run(*books, code=2)
+    assert "resuming after 25 units" in run(*books, "--skip-bad")
     assert read_meta(tmp_path / "out/text").source["bad"] == 1
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_two_commands_at_once(call, books, tmp_path, small_units):
+def test_two_commands_at_once(run, books, tmp_path, small_units):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
         for force in ([], ["--force"]):
-            assert "another process is preparing this set: wait for it, or stop it" in call(*books, *force, code=2)
-    call(*books)
+            assert "another process is preparing this set: wait for it, or stop it" in run(*books, *force, code=2)
+    run(*books)
 
 
 def test_a_process_that_finishes_leaves_the_next_one_alone(tmp_path):
@@ -171,18 +171,18 @@ def test_a_lock_of_a_folder_that_was_replaced_is_none(tmp_path, monkeypatch):
         Writer(tmp_path / "text", BYTES)
 
 
-def test_another_process_finishes_before_this_one_begins(call, books, tmp_path, monkeypatch):
+def test_another_process_finishes_before_this_one_begins(run, books, tmp_path, monkeypatch):
     def finish_first(*args):
         with monkeypatch.context() as patch:
             patch.setattr(prepare, "load_tokenizer", load)
-            call(*books)
+            run(*books)
         return load(*args)
 
     load = prepare.load_tokenizer
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "load_tokenizer", finish_first)
-        assert "another process has just finished this set: start again" in call(*books, code=2)
-    assert "already there" in call(*books) and os.listdir(tmp_path / "out") == ["text"]
+        assert "another process has just finished this set: start again" in run(*books, code=2)
+    assert "already there" in run(*books) and os.listdir(tmp_path / "out") == ["text"]
 
 
 # killed
@@ -353,7 +353,7 @@ def prepare_and_pause(paused, argv):
 
 @pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
-def test_killed_while_its_workers_write(call, books, tmp_path, undisturbed, many_workers):
+def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_workers):
     """No worker outlives the command, and a later start resumes."""
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
@@ -367,7 +367,7 @@ def test_killed_while_its_workers_write(call, books, tmp_path, undisturbed, many
         while any(map(alive, children)):
             time.sleep(0.01)
     assert not (tmp_path / "out/text").exists()
-    assert "resuming after" in call(*books)
+    assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -386,7 +386,7 @@ def at_most(seconds: int):
 
 
 @pytest.mark.integration
-def test_killed_workers_are_an_error(call, books, tmp_path, undisturbed, many_workers, monkeypatch):
+def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
     """By the kernel, for instance, when memory is short."""
     cuts, cut = itertools.count(1), units._cut_group
 
@@ -399,15 +399,15 @@ def test_killed_workers_are_an_error(call, books, tmp_path, undisturbed, many_wo
 
     with monkeypatch.context() as patch, at_most(600):
         patch.setattr(units, "_cut_group", kill_workers)
-        out = call(*books, "--workers", 2, code=2)
+        out = run(*books, "--workers", 2, code=2)
     assert "a worker process died" in out and "start again to resume, with fewer --workers" in out
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
-    assert "resuming after" in call(*books)
+    assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
 @pytest.mark.parametrize("name", ["00000000-00000007.npz", "train-00000.bin", "the last shard", "meta.json"])
-def test_the_disk_is_full(call, books, tmp_path, undisturbed, monkeypatch, name):
+def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     """A file takes no more: its flush fails, and so does its close."""
     if name == "the last shard":
         name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
@@ -423,13 +423,13 @@ def test_the_disk_is_full(call, books, tmp_path, undisturbed, monkeypatch, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_)
-        out = call(*books, code=2)
+        out = run(*books, code=2)
     assert "No space left on device" in out and "make room and start again to resume" in out
     left = {path.name for path in (tmp_path / "out/text.partial").iterdir()}
     assert {re.sub("-.*", "", name) for name in left} == {"begun.json", "lock", "units"}
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
-    assert "resuming after" in call(*books)
+    assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
