@@ -114,8 +114,10 @@ class Train(Section):
     )
     spike_sigma: float = Field(6.0, gt=0, description="threshold of a spike, in standard deviations above their mean")
     max_skipped_steps: int = Field(20, ge=1, description="consecutive skipped steps that stop the run")
-    checkpoint_interval: int = Field(5000, ge=0, description="steps between checkpoints; 0 disables")
-    checkpoint_minutes: float = Field(30.0, ge=0, description="minutes between checkpoints; 0 disables")
+    checkpoint_interval: int = Field(
+        -1, ge=-1, description="steps between checkpoints; -1: a tenth of max_steps, 0 disables"
+    )
+    checkpoint_minutes: float = Field(10.0, ge=0, description="minutes between checkpoints; 0 disables")
     keep_checkpoints: int = Field(2, ge=1, description="number of latest checkpoints kept on disk")
     on_save_error: Literal["stop", "warn"] = Field(
         "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"

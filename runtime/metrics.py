@@ -56,6 +56,10 @@ class Metrics:
         self.late = False  # they could not be written
         lines, old = read_metrics(self.path), self.path.with_suffix(".old.jsonl")
         kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
+        done, last = max(resume_step, 0), max((line["step"] for line in lines), default=0)
+        if last > done:
+            where = f"resumed from the checkpoint of step {done}" if done else "no checkpoint"
+            print(f"{self.path}: {where}, so its steps {done + 1:,} to {last:,} begin again")
         with describe_write_errors(self.path):
             if resume_step < 0 and len(lines) > len(read_metrics(old)):
                 write_atomic(old, self.path.read_bytes())

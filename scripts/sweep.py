@@ -43,7 +43,7 @@ from scripts import plan
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
 SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
-# Multiplied by --scale; a 0, which disables, stays 0
+# Multiplied by --scale; 0, which disables, and -1, a tenth of the run, stay
 SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps", "eval.interval", "eval.windows")
 SCALED += ("log.interval",)
 SPEED = "perf/tokens_per_sec"
@@ -208,7 +208,7 @@ def choose_folder(point: Point, file: str) -> Point:
 def scale_down(config: Config, scale: float) -> list[str]:
     """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
     values = {key: attrgetter(key)(config) for key in SCALED}
-    overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value]
+    overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0]
     name = f"rehearsal-{scale:g}"
     return [*overrides, f"--run.dir={config.run.dir}/{name}", f"--log.group={config.log.group}-{name}"]
 

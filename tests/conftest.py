@@ -63,6 +63,7 @@ dir = "{data}"
 batch_size = 8
 micro_batch_size = 8
 max_steps = 4
+checkpoint_interval = 5000
 dtype = "float32"
 device = "cpu"
 

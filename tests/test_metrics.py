@@ -211,13 +211,18 @@ def test_full_disk_is_a_warning_with_on_error_warn(tmp_path, capsys):
             metrics.close()  # numbers are lost
 
 
-def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path):
+def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, capsys):
     metrics = Metrics(tmp_path, -1)
     for step in range(3):
         metrics.log(step, step)
     metrics.close()
-    for _ in range(2):  # the second run is shorter and does not replace the first
+    Metrics(tmp_path, 2).close()
+    assert capsys.readouterr().out == ""  # nothing is lost
+    Metrics(tmp_path, 1).log(2, 2)
+    assert "from the checkpoint of step 1, so its steps 2 to 2 begin again" in capsys.readouterr().out
+    for run in range(2):  # the second run is shorter and does not replace the first
         Metrics(tmp_path, -1).log(0, 0)
+        assert ("no checkpoint, so its steps 1 to 2 begin again" in capsys.readouterr().out) == (run == 0)
         assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2]
         assert steps(tmp_path) == [0]
 

@@ -208,7 +208,7 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
     assert "327.68 M tokens" in out  # a hundredth of 32.77 B
     for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
-        assert (config.train.max_steps, config.optim.warmup_steps, config.train.checkpoint_interval) == (500, 5, 50)
+        assert (config.train.max_steps, config.optim.warmup_steps, config.train.checkpoint_interval) == (500, 5, -1)
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
         assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith("-rehearsal-0.01")
         assert config.run.name == f"books3_512-{config.model.router}"

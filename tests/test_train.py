@@ -190,6 +190,10 @@ def test_cadence_by_hand(tiny, monkeypatch):
     assert due.at(8) == (False, True, True) and due.interrupt(8) == (False, True, True)
     due.note_save(8)
     assert due.at(8) == due.interrupt(8) == (False, False, True)
+    for last, tenths in ((40, [4, 8, 12]), (7, [1, 2, 3])):
+        plan.config = tiny(f"train.max_steps={last}", "train.checkpoint_interval=-1")
+        by_default = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
+        assert [step for step in range(1, last) if by_default.at(step).save][:3] == tenths
     plan.config = tiny("train.checkpoint_interval=0", "train.checkpoint_minutes=0")
     never = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
     now[0] += 1e6
