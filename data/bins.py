@@ -8,7 +8,6 @@ data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the 
 import hashlib
 import json
 import mmap
-import os
 import resource
 import shlex
 from bisect import bisect_left, bisect_right
@@ -25,6 +24,7 @@ from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 from data import DataError
 from data.sources import SOURCES
 from data.tokenizer import RANKS_FILE, Tokenizer, load_tokenizer
+from runtime.output import plural, short_path
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 DTYPE = "uint16"
@@ -291,10 +291,10 @@ def _remedy(meta: Meta) -> str:
 def describe_set(meta: Meta, folder: Path) -> str:
     """Tokens, documents and place of a set, in a line."""
     train, val = meta.splits["train"], meta.splits["val"]
-    return (
-        f"{train.tokens:,} train and {val.tokens:,} val tokens of {train.documents:,} and {val.documents:,} documents "
-        f"in {os.path.relpath(folder)}"
-    )
+    of = f"{train.documents:,} and {val.documents:,} documents"
+    if meta.source.get("split") == "ends":
+        of = f"the beginnings and ends of {plural(val.documents, 'document')}"
+    return f"{train.tokens:,} train and {val.tokens:,} val tokens of {of} in {short_path(folder)}"
 
 
 def partial_folder(folder: str | Path) -> Path:
@@ -306,7 +306,7 @@ def _prepare_command(folder: Path) -> str:
     """The command that makes `folder`, guessed from its name."""
     corpus = folder.name if folder.name in SOURCES else "text"
     command = ["python", "-m", "data.prepare", corpus]
-    command += ["--source", "FILES"] if corpus in ("text", "books3") else []  # there is nothing to download
+    command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]  # nothing to stream
     command += ["--name", folder.name] if corpus != folder.name else []
     command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
     return shlex.join(command)

@@ -14,16 +14,24 @@ from data.tokenizer import Tokenizer
 class Encoded(NamedTuple):
     """What a list of raw documents became."""
 
-    train: np.ndarray  # (n,) uint16, an end-of-text token after each document
+    train: np.ndarray  # (n,) uint16, an end-of-text token after each document (before it where the split is "ends")
     val: np.ndarray  # the same for validation
     empty: int  # documents of white space only
     bad: int  # documents that could not be read
-    examples: list[str]  # the first three of those: where and why
-    lowest: float  # of the documents' positions, see `split_position`; 1 if there are none
+    links: int  # in archives, which have no content of their own
+    examples: list[str]  # the first three of bad documents and links: where and why
+    val_files: list[str]  # the first two input files with documents in validation
 
 
 class Encoder(NamedTuple):
-    """Turns a list of raw documents into ids; picklable, so that worker processes can share one."""
+    """Turns a list of raw documents into ids; picklable, so that worker processes can share one.
+
+    Which documents are for validation depends on the split of their input file:
+
+    - "documents": those whose text hashes below the validation fraction
+    - "ends": of each document that fraction of its characters, at its end
+    - "val": all
+    """
 
     tokenizer: Tokenizer
     val_fraction: float
@@ -33,27 +41,47 @@ class Encoder(NamedTuple):
 
     def __call__(self, documents: list[Raw]) -> Encoded:
         """Encodes documents in their order. Raises DataError at a bad one unless `skip_bad` is set."""
-        texts: list[str] = []
-        empty, bad = 0, []
+        pieces: list[tuple[str, str, str]] = []  # split of the file, train or val, text
+        val_files: dict[str, None] = {}
+        empty, bad, links, examples = 0, 0, 0, []
         for raw in documents:
-            try:
-                text = self.text(raw)
-            except ValueError as error:
-                bad.append(f"{raw.where} {error}")
-                if not self.skip_bad:
-                    raise DataError(f"{bad[0]}; or leave such documents out with --skip-bad") from error
-                continue
-            if text is not None and text.strip():
-                texts.append(text)
+            text, fault = self.try_text(raw)
+            if fault:
+                bad, links = bad + (not raw.link_to), links + bool(raw.link_to)
+                examples.append(fault)
+            elif text is not None and text.strip():
+                train, val = self.divide(text, raw.file.split)
+                pieces += [(raw.file.split, name, part) for name, part in (("train", train), ("val", val)) if part]
+                val_files |= {raw.file.url: None} if val else {}
             elif text is not None:
                 empty += 1
-        positions = [split_position(text) for text in texts]
-        train, val = [np.empty(0, np.uint16)], [np.empty(0, np.uint16)]
+        ids: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.uint16)] for name in ("train", "val")}
         end = np.array([self.tokenizer.eot], np.uint16)
-        for position, ids in zip(positions, self.tokenizer.encode_batch(texts), strict=True):
-            (val if position < self.val_fraction else train).extend([ids, end])
-        lowest = min(positions, default=1.0)
-        return Encoded(np.concatenate(train), np.concatenate(val), empty, len(bad), bad[:3], lowest)
+        encoded = self.tokenizer.encode_batch([text for _, _, text in pieces])
+        for (split, name, _), new in zip(pieces, encoded, strict=True):
+            ids[name].extend([end, new] if split == "ends" else [new, end])
+        train, val = map(np.concatenate, ids.values())
+        return Encoded(train, val, empty, bad, links, examples[:3], list(val_files)[:2])
+
+    def divide(self, text: str, split: str) -> tuple[str, str]:
+        """The parts of a document for training and for validation."""
+        if split == "ends":
+            cut = int(len(text) * (1 - self.val_fraction))
+            return text[:cut], text[cut:]
+        val = split == "val" or split_position(text) < self.val_fraction
+        return ("", text) if val else (text, "")
+
+    def try_text(self, raw: Raw) -> tuple[str | None, str]:
+        """`text`, or why a document is left out. Raises DataError at an unreadable one unless `skip_bad` is set."""
+        if raw.link_to:
+            return None, f"{raw.where} is a link to {raw.link_to}"
+        try:
+            return self.text(raw), ""
+        except ValueError as error:
+            fault = f"{raw.where} {error}"
+            if not self.skip_bad:
+                raise DataError(f"{fault}; or leave such documents out with --skip-bad") from error
+            return None, fault
 
     def text(self, raw: Raw) -> str | None:
         """The text of a document; None if it belongs to another corpus. Raises ValueError naming the fault."""

@@ -29,8 +29,9 @@ from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoder
 from data.readers import Input
-from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
-from data.tokenizer import TOKENIZERS, load_tokenizer
+from data.sources import SHAKESPEARE, SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
+from data.split import choose_split, explain_empty_split, validation_inputs, warn_of_weak_validation
+from data.tokenizer import TOKENIZERS, Tokenizer, TokenizerError, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
 from runtime.output import plural
@@ -77,6 +78,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
+    add("--val-source", nargs="+", default=[], metavar="PATH", help="validation files; all of --source is for training")
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
     add("--text-field", default="text", metavar="FIELD", help="field of JSON rows or parquet (default: %(default)s)")
     add("--name", help="name of the data set (default: the corpus')")
@@ -99,7 +101,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         args.config = args.config or next(iter(source.hub))
     args.name = args.name or args.corpus
     args.tokenizer = args.tokenizer or source.tokenizer
-    args.val_fraction = source.val_fraction if args.val_fraction is None else args.val_fraction
+    if args.val_fraction is None:
+        args.val_fraction = 0.0 if args.val_source else source.val_fraction
     args.skip_bad |= args.corpus == "stdlib"
     _check_arguments(args)
     args.shard = tuple(map(int, args.shard.split("/"))) if args.shard else None
@@ -115,7 +118,12 @@ def _check_arguments(args: argparse.Namespace) -> None:
         f"books3 was withdrawn from the hub for copyright: name your own copy with --source ({source.local}), or "
         f"prepare pg19, books in the public domain, instead": corpus == "books3" and not args.source,
         "text needs files: add --source PATH ...": corpus == "text" and not args.source,
+        f"shakespeare needs its text: download {SHAKESPEARE} and add --source input.txt": (
+            corpus == "shakespeare" and not args.source
+        ),
         f"--roots belongs to the corpus stdlib: {corpus} takes --source": args.roots and corpus != "stdlib",
+        "--val-source needs --source, the files for training": args.val_source and not args.source,
+        "--val-source replaces --val-fraction: leave one of them out": args.val_source and args.val_fraction,
         f"{corpus} takes no --source: leave it out, or prepare the corpus `text`": args.source and not source.local,
         f"{corpus} has no --config {args.config}: {variants}": args.config and args.config not in source.hub,
         "--revision belongs to a data set on the hub, and these files are local: leave it out": args.revision
@@ -124,7 +132,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
             not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial")
         ),
         f"--name {args.name} is the name of a corpus: choose another": args.name != corpus and args.name in SOURCES,
-        f"--val-fraction {args.val_fraction}: expected a number between 0 and 1": not 0 < args.val_fraction < 1,
+        f"--val-fraction {args.val_fraction}: expected a number between 0 and 1": not (
+            args.val_source or 0 < args.val_fraction < 1
+        ),
         f"--shard-tokens {args.shard_tokens}: expected at least 1": args.shard_tokens < 1,
         f"--workers {args.workers}: expected at least 1": args.workers < 1,
         f"--shard {args.shard}: expected I/N with I from 1 to N, for instance 1/4": not shard
@@ -150,16 +160,22 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
         remove_leftovers(folder)
         return
 
-    tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     hub = SOURCES[args.corpus].hub.get(args.config)
-    if hub and not args.source:
+    streamed = hub if not args.source else None
+    inputs = [] if streamed else _local_files(args)
+    val_inputs = validation_inputs(args.val_source, inputs)
+    tokenizer = _load_tokenizer(args)
+    if streamed:
         begun = read_begun(partial_folder(folder))
         resumed = begun.get("revision") if made_from.items() <= begun.items() else None
-        made_from["revision"], inputs = hub_inputs(hub, args.revision or resumed)
-    else:
-        inputs = _local_files(args)
+        made_from["revision"], inputs = hub_inputs(streamed, args.revision or resumed)
     made_from |= {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
+    made_from |= {"val_inputs": hash_inputs(val_inputs)} if val_inputs else {}
     encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
+    if not streamed:
+        split = choose_split(inputs, val_inputs, encoder)
+        made_from |= {"split": split} if split != "documents" else {}
+        inputs = [file._replace(split=split) for file in inputs] + val_inputs
     if args.shard:
         with open_partial(folder, shared=True):
             units = open_units(partial_folder(folder), made_from, args.force)
@@ -173,7 +189,7 @@ def prepare_dataset(args: argparse.Namespace, command: str) -> None:
         units = open_units(writer.partial, made_from, args.force)
         _tokenize(units, inputs, encoder, args)
         with _state_space(writer.partial, lambda: _size_of(units)):
-            left_out = _join_units(units, writer, args)
+            left_out = _join_units(units, writer, inputs, args)
             meta = writer.finish(args.name, made_from | left_out, command)
     print(f"prepared: {describe_set(meta, folder)}")
 
@@ -217,45 +233,44 @@ def _state_space(folder: Path, needed: Callable[[], float]) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror}: {amount}", str(folder)) from error
 
 
-def _join_units(folder: Path, writer: Writer, args: argparse.Namespace) -> dict[str, int]:
-    """All units of `folder` into the shards of `writer`; returns the number of empty and of bad documents."""
+def _join_units(folder: Path, writer: Writer, inputs: list[Input], args: argparse.Namespace) -> dict[str, int]:
+    """All units of `folder` into the shards of `writer`; returns the number of each kind of documents left out."""
     needed, free = _size_of(folder), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.2g} GB are free)")
-    empty, bad, examples, lowest = 0, 0, [], 1.0
+    empty, bad, links, examples, val_files = 0, 0, 0, [], set()
     for unit in read_units(folder):
         for split, ids in (("train", unit.train), ("val", unit.val)):
-            writer.write(split, ids, int(np.count_nonzero(ids == writer.tokenizer.eot)))
-        empty, bad, examples = empty + unit.empty, bad + unit.bad, (examples + unit.examples)[:3]
-        lowest = min(lowest, unit.lowest)
-    if empty or bad:
-        print("\n  ".join([f"left out: {plural(empty, 'empty document')}, {bad:,} that cannot be read", *examples]))
+            documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
+            between = inputs[0].split == "ends" and not writer.splits[split].tokens  # end-of-text only between parts
+            writer.write(split, ids[1:] if between else ids, documents)
+        empty, bad, links = empty + unit.empty, bad + unit.bad, links + unit.links
+        examples = (examples + unit.examples)[:3]
+        val_files |= set(unit.val_files)
+    if empty or bad or links:
+        counts = f"{plural(empty, 'empty document')}, {bad:,} that cannot be read"
+        counts += f", {plural(links, 'link')} in archives" if links else ""
+        print("\n  ".join([f"left out: {counts}", *examples]))
     if bad and not args.skip_bad:
         raise DataError(
             f"{folder} was begun with --skip-bad and lacks {plural(bad, 'bad document')}: add --skip-bad, or remove it"
         )
     train, val = (writer.splits[split].documents for split in ("train", "val"))
-    if not (train and val):
+    if not (train and val):  # of the hub's files; local ones were looked through before
         remove_units(writer.partial)  # other arguments are needed
         if not train and not val:
             raise DataError(f"no documents to read ({empty:,} empty, {bad:,} bad): name other files")
-        raise DataError(_explain_empty_split(train, val, lowest, args.val_fraction))
-    return {"empty": empty, "bad": bad}
+        raise DataError(explain_empty_split(train, val, args.val_fraction))
+    warn_of_weak_validation(inputs, val, val_files)
+    return {"empty": empty, "bad": bad, "links": links}
 
 
-def _explain_empty_split(train: int, val: int, lowest: float, val_fraction: float) -> str:
-    """What is wrong, and the remedy, where training or validation got no document."""
-    several = "To make several documents of one: split -n l/100 --additional-suffix=.txt FILE part-"
-    if train + val == 1:
-        return f"there is one document to read, and training and validation need one each. {several}"
-    if val:
-        return f"all documents fell into validation: lower --val-fraction (now {val_fraction})"
-    enough = 1.01 * lowest  # more than `lowest` also when rounded to three digits
-    remedy = f"--val-fraction {enough:.3g} gives it one" if enough < 1 else "there are too few"
-    return (
-        f"the corpus is too small: none of its documents fell into validation at --val-fraction {val_fraction}; "
-        f"{remedy}. {several}"
-    )
+def _load_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    try:
+        return load_tokenizer(args.tokenizer, args.bpe_ranks)
+    except TokenizerError as error:
+        remedy = "" if args.bpe_ranks else "\nor do without it: --tokenizer bytes makes a token of each byte"
+        raise DataError(f"{error}{remedy}") from error
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:
@@ -290,7 +305,10 @@ def _check_existing(folder: Path, made_from: dict, args: argparse.Namespace) -> 
     now |= {"revision": args.revision} if args.revision else {}
     if (args.source or not args.config) and all(map(os.path.exists, args.source)):
         now["inputs"] = hash_inputs(_local_files(args))
-    not_asked = {"empty", "bad", "inputs", "revision"} - set(now)
+    if args.val_source and all(map(os.path.exists, args.val_source)):
+        now["val_inputs"] = hash_inputs(local_inputs(map(Path, args.val_source)))
+    follow = {"empty", "bad", "links", "split", "inputs", "revision"} | ({"val_inputs"} if args.val_source else set())
+    not_asked = follow - set(now)  # what follows from the rest, and what is not known now
     changes = describe_changes({key: value for key, value in meta.source.items() if key not in not_asked}, now)
     if changes:
         raise DataError(

@@ -4,6 +4,7 @@ Files may be local or on the Hugging Face hub, plain or compressed; nothing is e
 does not grow with the file. Decoding and parsing happen in encode.py, in the workers.
 """
 
+import gzip
 import io
 import tarfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Input(NamedTuple):
     url: str  # a local path, or hf://datasets/<repository>@<revision>/<path>
     name: str  # relative to its folder or repository
     size: int  # bytes
+    split: str = "documents"  # how validation is chosen from it, see encode.py
 
 
 class Raw(NamedTuple):
@@ -35,6 +37,8 @@ class Raw(NamedTuple):
     data: bytes
     is_json: bool  # one row of JSON, else text
     done: int  # bytes of the input read so far
+    file: Input
+    link_to: str = ""  # a link in an archive, without content of its own: what it points to
 
 
 def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
@@ -59,7 +63,7 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
             elif stem.endswith(".tar") or end == ".tgz":
                 yield from _read_members(file, raw, stream)
             else:
-                yield Raw(file.url, stream.read().removeprefix(BYTE_ORDER_MARK), False, file.size)
+                yield Raw(file.url, stream.read().removeprefix(BYTE_ORDER_MARK), False, file.size, file)
     except (DataError, MemoryError):
         raise
     except Exception as error:
@@ -83,7 +87,9 @@ def _open(url: str, sequential: bool = True) -> IO[bytes]:
 
 
 def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
-    """Decodes any number of frames in sequence; raises OSError if the last one is cut short."""
+    """Decodes any number of frames in sequence; raises OSError or EOFError if the last one is cut short."""
+    if compression == "gzip":  # pyarrow takes zeros after the end, with which tapes and disk images pad, for damage
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)  # pyrefly: ignore[bad-argument-type]
     import pyarrow
 
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), 2**20)
@@ -94,7 +100,7 @@ def _read_lines(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Raw]
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         if line.strip():
-            yield Raw(f"{file.url}: line {number}", line, True, raw.tell())
+            yield Raw(f"{file.url}: line {number}", line, True, raw.tell(), file)
 
 
 class _Member(tarfile.TarInfo):
@@ -114,11 +120,15 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
         for member in archive:
             archive.members = []  # pyrefly: ignore[missing-attribute] (or it would remember every member)
-            if member.isreg() and member.name.lower().endswith(TEXT):
+            if not member.name.lower().endswith(TEXT):
+                continue
+            where = f"{file.url}: {member.name}"
+            if member.islnk() or member.issym():
+                yield Raw(where, b"", False, raw.tell(), file, link_to=member.linkname)
+            elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
-                data = content.read().removeprefix(BYTE_ORDER_MARK)
-                yield Raw(f"{file.url}: {member.name}", data, False, raw.tell())
+                yield Raw(where, content.read().removeprefix(BYTE_ORDER_MARK), False, raw.tell(), file)
 
 
 def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
@@ -134,12 +144,19 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
             fields = ", ".join(map(repr, schema.names))
             raise DataError(f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field")
         kind = schema.field(text_field).type
-        if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        is_dictionary = isinstance(kind, pyarrow.DictionaryType)
+        if (kind.value_type if is_dictionary else kind) not in (
+            pyarrow.string(),
+            pyarrow.large_string(),
+            pyarrow.string_view(),
+        ):
             raise DataError(
                 f"{file.url}: field {text_field!r} is of type {kind}, expected string: choose another --text-field"
             )
         number = 0
         for batch in parquet.iter_batches(256, columns=[text_field], use_threads=False):
-            for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+            column = batch.column(0)
+            texts = column.dictionary_decode() if is_dictionary else column
+            for data in texts.cast(pyarrow.large_binary()).to_pylist():
                 number += 1
-                yield Raw(f"{file.url}: row {number}", data or b"", False, file.size * number // rows)
+                yield Raw(f"{file.url}: row {number}", data or b"", False, file.size * number // rows, file)

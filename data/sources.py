@@ -4,8 +4,10 @@ Sizes and counts come from the corpora's own pages and scripts as stored in 2026
 estimates from them. The hub may have changed since.
 """
 
+import os
+import stat
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,7 @@ ODC_BY = "ODC-By 1.0, Common Crawl's terms of use"
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 PROOF_PILE, PILE = "EleutherAI/proof-pile-2", "monology/pile-uncopyrighted"
 PILE_ARXIV = ("meta.pile_set_name", "ArXiv")
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 COMMON_PILE = "CC BY, CC BY-SA or CC0, row by row"
 SOURCES = {
     "stdlib": Source(
@@ -52,6 +55,13 @@ SOURCES = {
     ),
     "text": Source(
         f"your own files and folders of them: {' '.join(KINDS)}", val_fraction=0.05, local="files and folders"
+    ),
+    "shakespeare": Source(
+        "nanoGPT's character-level text, 1.1 MB in one file; the last tenth is validation",
+        val_fraction=0.1,
+        tokenizer="bytes",
+        local="input.txt",
+        notes=f"for config/shakespeare.toml; a token is a character, for the text is ASCII; download it: {SHAKESPEARE}",
     ),
     "fineweb-edu": Source(
         "web pages of educational value",
@@ -117,27 +127,54 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
     return inputs
 
 
-def local_inputs(paths: Iterable[Path]) -> list[Input]:
-    """The files named, and those below the folders named in sorted order.
+def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]:
+    """The files named, and those below the folders named in sorted order; links are followed.
 
-    Raises DataError at a missing path, a file of unknown kind, or a folder without files of a known kind.
+    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind, a folder without files
+    of a known kind or one that may not be read, or a link in a folder that leads nowhere.
     """
     inputs = []
     for path in paths:
         if path.is_dir():
-            files = _list_files(path, KINDS)
+            files = list(_walk(path, {}))
             if not files:
                 raise DataError(
-                    f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another --source"
+                    f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another {option}"
                 )
             inputs += [_input(file, path) for file in files]
         elif not path.is_file():
-            raise DataError(f"{path}: no such file or folder: correct --source")
+            raise DataError(f"{path}: no such file or folder: correct {option}")
         elif not path.name.lower().endswith(KINDS):
             raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
         else:
             inputs.append(_input(path, path.parent))
     return inputs
+
+
+def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
+    """The files of known kinds below `folder`, sorted by the parts of their paths.
+
+    Args:
+        folder: where to begin.
+        read: device and inode of the folders read so far, none of which is read again: links may lead back to them.
+    """
+    state = folder.stat()
+    if read.setdefault((state.st_dev, state.st_ino), folder) != folder:
+        return
+    path = folder
+    try:
+        for path in sorted(folder.iterdir()):
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                yield from _walk(path, read)
+            elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
+                yield path
+    except OSError as error:
+        target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
+        raise DataError(
+            f"{path}{target} cannot be read ({error.strerror}): repair or remove it, or name files "
+            f"instead of the folder"
+        ) from error
 
 
 def _list_modules(root: Path) -> list[Path]:

@@ -35,6 +35,11 @@ from runtime.output import write_atomic
 UNIT_BYTES = 2**23  # of raw documents; about a second of work
 UNITS_NAME = "units-[0-9a-f]{12}"  # of their folder, a pattern
 UNIT_FILE = r"\d{8}-\d{8}(-last)?\.npz"  # of its name, a pattern
+CHANGES = {  # of arguments whose values say nothing
+    "inputs": "the input files differ",
+    "val_inputs": "the files of --val-source differ",
+    "unit_fields": "another version of this program",
+}
 BEGUN_FILE = "begun.json"  # the arguments of the preparation that the units belong to
 
 
@@ -44,7 +49,7 @@ def open_units(partial: Path, made_from: dict, force: bool) -> Path:
     Raises:
         DataError: the units there belong to other arguments, and `force`, which deletes them, is not set.
     """
-    begun, was = made_from | {"unit_bytes": UNIT_BYTES}, read_begun(partial)
+    begun, was = made_from | {"unit_bytes": UNIT_BYTES, "unit_fields": list(Encoded._fields)}, read_begun(partial)
     if was != begun:
         if has_units(partial):
             if not force:
@@ -73,10 +78,7 @@ def read_begun(partial: Path) -> dict:
 def describe_changes(was: dict, now: dict) -> str:
     """The keys whose values differ, in words; empty if none."""
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
-    return "; ".join(
-        "the input files differ" if key == "inputs" else f"{key} {was.get(key)!r}, now {now.get(key)!r}"
-        for key in changed
-    )
+    return "; ".join(CHANGES.get(key, f"{key} {was.get(key)!r}, now {now.get(key)!r}") for key in changed)
 
 
 def has_units(partial: Path) -> bool:

@@ -71,3 +71,9 @@ def require_packages(*names: str, requirements: str = "requirements-report.txt")
 def plural(count: int, noun: str) -> str:
     """A count with its noun: `1 file`, `2,000 files`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def short_path(path: str | Path) -> str:
+    """A path relative to the working directory if it lies below, else absolute."""
+    relative = os.path.relpath(path)
+    return os.path.abspath(path) if Path(relative).parts[:1] == (os.pardir,) else relative

@@ -100,11 +100,12 @@ def corpus_texts(n: int = 40) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
+def run(tmp_path, capsys, monkeypatch):
     """What the command prints; its exit code must be `code`.
 
-    Sets are below tmp_path/out, and the tokenizer is bytes by default.
+    Sets are below tmp_path/out, and the tokenizer is bytes by default. A few documents are split as many are.
     """
+    monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
 
     def run(*args, code=0, main=prepare.main) -> str:
         args = [*map(str, args), "--out", str(tmp_path / "out")]

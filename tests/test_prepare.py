@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +51,7 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(bins, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(units, "UNIT_BYTES", steps)
+    monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in.jsonl").write_bytes(jsonl(texts))
         args = f"--source {folder}/in.jsonl --out {folder} --shard-tokens {9 * steps} --val-fraction {val_fraction}"
@@ -539,54 +539,28 @@ def test_a_full_disk_while_units_are_written(run, books, tmp_path, small_units, 
 # small corpora
 
 
-def test_advice_for_a_corpus_too_small_can_be_followed(run, tmp_path):
-    texts = ["a text", "another"]
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
-    out = run(*args, 1e-6, code=2)
-    assert "the corpus is too small: none of its documents fell into validation" in out
+@pytest.mark.parametrize(
+    ("fraction", "message"),
+    [
+        (
+            1e-6,
+            "none of 38 documents fell into validation at --val-fraction 1e-06: --val-fraction 0.026 makes about 1 ",
+        ),
+        (0.999999, "none of 38 documents fell into training at --val-fraction 0.999999: --val-fraction 0.026 makes"),
+    ],
+)
+def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fraction, message):
+    upload(hub, "emozilla/pg19", ["data/train-0.parquet"], corpus_texts(), parquet)
+    assert message in run("pg19", "--val-fraction", fraction, code=2)
     assert not list((tmp_path / "out").iterdir())
-    run(*args, re.search(r"--val-fraction (\S+) gives it one", out)[1])
-    assert documents_of(tmp_path / "out/text")["val"] == [min(texts, key=place)]
-
-
-@given(lowest=st.floats(1e-9, 0.98))
-def test_advice_is_just_above_the_lowest_position(lowest):
-    said = prepare._explain_empty_split(9, 0, lowest, 1e-12)
-    assert lowest < float(re.search(r"--val-fraction (\S+) gives it one", said)[1]) < 1.02 * lowest
-
-
-def test_one_document(run, tmp_path):
-    """No --val-fraction helps: the command in the message does."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_bytes(b"".join(b"word %d of a text; " % i for i in range(400)))
-    out = run("text", "--source", tmp_path / "in", code=2)
-    assert "there is one document to read" in out
-    command = re.search(r"split -n l/100 --additional-suffix=.txt FILE part-", out)[0]
-    (tmp_path / "parts").mkdir()
-    lines = b"".join(b"line %d of a text\n" % i for i in range(2000))
-    (tmp_path / "in/a.txt").write_bytes(lines)
-    subprocess.run(command.replace("FILE", "../in/a.txt").split(), cwd=tmp_path / "parts", check=True)
-    run("text", "--source", tmp_path / "parts")
-    found = documents_of(tmp_path / "out/text")
-    assert len(found["train"]) + len(found["val"]) == 100
-    assert len("".join(found["train"] + found["val"])) == len(lines)
-
-
-def test_everything_in_validation(run, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(jsonl(["a", "b"]))
-    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", "0.999999", code=2)
-    assert "all documents fell into validation: lower --val-fraction (now 0.999999)" in out
-    assert not list((tmp_path / "out").iterdir())
-    run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", (place("a") + place("b")) / 2)
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(b"", "0 empty, 0 bad"), (jsonl(BLANK) + b"{}\n", "3 empty, 1 bad")])
 def test_no_documents(run, tmp_path, rows, counts):
     (tmp_path / "in.jsonl").write_bytes(rows)
     out = run("text", "--source", tmp_path / "in.jsonl", "--skip-bad", code=2)
-    assert f"no documents to read ({counts}): name other files" in out
-    assert not list((tmp_path / "out").iterdir())
+    assert f"no documents to read ({counts}): name other files with --source" in out
+    assert not (tmp_path / "out").exists()
 
 
 # arguments
@@ -608,7 +582,7 @@ def test_list_names_every_corpus_with_its_licence(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], r"which corpus\? One of stdlib, text, fineweb-edu.*--list describes"),
+        ([], r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes"),
         (["stdlbi"], "invalid choice: 'stdlbi'.*stdlib"),
         (["text"], "text needs files: add --source"),
         (["books3"], r"books3 was withdrawn from the hub for copyright.*--source.*pg19"),

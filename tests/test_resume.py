@@ -52,7 +52,6 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
 
     refuse("val_fraction", "--val-fraction", 0.5)
     refuse("shard_tokens", "--shard-tokens", 500)
-    refuse("text_field", "--text-field", "body")
     rows = (tmp_path / "in/b.jsonl").read_bytes()
     (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
     refuse("the input files differ")

@@ -1,0 +1,104 @@
+"""Which documents are for validation, decided before anything is tokenized; see also Encoder in encode.py."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from data import DataError
+from data.encode import Encoder
+from data.readers import Input, read_documents
+from data.sources import local_inputs
+from runtime.output import plural
+
+FEW_DOCUMENTS = 10  # fewer are not enough to split by document, or to validate on
+
+
+def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
+    """The files of --val-source. Raises DataError as `local_inputs` does, and if one is among `inputs`."""
+    val_inputs = [file._replace(split="val") for file in local_inputs(map(Path, paths), "--val-source")]
+    train = {os.path.realpath(file.url) for file in inputs}
+    for file in val_inputs:
+        if os.path.realpath(file.url) in train:
+            raise DataError(f"{file.url} is in --source and in --val-source: take it out of one")
+    return val_inputs
+
+
+def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
+    """How validation is chosen from local `inputs`: by "documents", or at their "ends" where there are too few.
+
+    Reads no more documents than it needs to know.
+
+    Raises:
+        DataError: there is nothing to train on or nothing to validate on.
+    """
+    if val_inputs:
+        for option, files in (("--source", inputs), ("--val-source", val_inputs)):
+            next(_read_texts(files, encoder, option))
+        return "documents"
+    train = val = divisible = 0
+    for text in _read_texts(inputs, encoder, "--source"):
+        in_val = bool(encoder.divide(text, "documents")[1])
+        train, val = train + (not in_val), val + in_val
+        if train and val and train + val >= FEW_DOCUMENTS:
+            return "documents"
+        divisible += bool(encoder.divide(text, "ends")[0])
+    share = f"{100 * encoder.val_fraction:.3g}%"
+    if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
+        raise DataError(explain_empty_split(train, val, encoder.val_fraction))
+    if not divisible:
+        raise DataError(f"too little text to train on where {share} is validation: name more files with --source")
+    print(
+        f"warning: {plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of "
+        f"each; --val-source names other text for it",
+        file=sys.stderr,
+    )
+    return "ends"
+
+
+def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
+    """What is wrong, and the remedy, where training or validation got none of many documents."""
+    missing, total = "validation" if train else "training", train + val
+    return (
+        f"none of {plural(total, 'document')} fell into {missing} at --val-fraction {val_fraction}: "
+        f"--val-fraction {min(0.5, FEW_DOCUMENTS / total):.2g} makes about {FEW_DOCUMENTS} of them validation"
+    )
+
+
+def warn_of_weak_validation(inputs: list[Input], val: int, val_files: set[str]) -> None:
+    """Print a warning where validation has few documents, or those of one file although there are several.
+
+    Args:
+        inputs: of the whole set.
+        val: the number of documents in validation.
+        val_files: where they are from; two files are enough to know.
+    """
+    splits = {file.split for file in inputs}
+    if "ends" in splits:
+        return  # choose_split has warned
+    faults = [f"only {plural(val, 'document')}"] if val < FEW_DOCUMENTS else []
+    remedy = "name more with --val-source"
+    if "val" not in splits:
+        remedy = "raise --val-fraction, or name a validation set with --val-source"
+        if len(val_files) == 1 < len(inputs):
+            faults += [f"documents of one of {len(inputs):,} files only ({next(iter(val_files))})"]
+    if faults:
+        print(f"warning: validation has {', '.join(faults)}: it says little of other text; {remedy}", file=sys.stderr)
+
+
+def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
+    """The documents that are not empty. At the end, raises DataError if there was none."""
+    found, empty, bad, examples = False, 0, 0, []
+    for file in inputs:
+        for raw in read_documents(file, encoder.text_field):
+            text, fault = encoder.try_text(raw)
+            if text and text.strip():
+                found = True
+                yield text
+            elif fault:
+                bad, examples = bad + 1, [*examples, fault][:3]
+            else:
+                empty += text is not None
+    if not found:
+        counts = f"no documents to read ({empty:,} empty, {bad:,} bad): name other files with {option}"
+        raise DataError("\n  ".join([counts, *examples]))

@@ -1,0 +1,344 @@
+"""data/: a text of one's own, in one file or a few: how validation is split off, and sources that would vanish."""
+
+import gzip
+import io
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, place, split_of, tar, write_tree, zstd
+
+from configure import load
+from data import prepare, split, verify
+from data.bins import check_dataset, open_tokens, read_meta
+from data.sources import local_inputs
+from data.units import open_units
+
+pytest_plugins = ["corpora"]  # its fixtures
+LINES = "".join(f"line {i} of a naïve text\n" for i in range(100))
+
+
+@pytest.fixture
+def run(run, monkeypatch):
+    """The command as it is, few documents included."""
+    monkeypatch.setattr(split, "FEW_DOCUMENTS", 10)
+    return run
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    tokens = {name: open_tokens(folder, name) for name in ("train", "val")}
+    return {name: BYTES.decode(each.read(0, len(each))) for name, each in tokens.items()}
+
+
+# the end of each document
+
+
+@pytest.mark.parametrize("name", ["input.txt", "input.md.gz", "input.jsonl", "input.parquet", "input.tar"])
+def test_one_document_is_cut(run, tmp_path, name):
+    if name == "input.parquet":
+        parquet(tmp_path / name, [LINES])
+    else:
+        kinds = {".txt": str.encode, ".gz": lambda text: gzip.compress(text.encode())}
+        kinds |= {".jsonl": lambda text: jsonl([text]), ".tar": lambda text: tar({"a.txt": text.encode()})}
+        (tmp_path / name).write_bytes(kinds[Path(name).suffix](LINES))
+    out = run("text", "--source", tmp_path / name)
+    assert "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
+    assert "of the beginnings and ends of 1 document in" in out
+    cut = int(0.95 * len(LINES))
+    assert texts_of(tmp_path / "out/text") == {"train": LINES[:cut], "val": LINES[cut:]}  # and no end-of-text
+    assert check_dataset(tmp_path / "out/text", 257).source["split"] == "ends"
+    run("text", main=verify.main)
+    out = run("text", "--source", tmp_path / name)
+    assert "already there" in out and "warning" not in out
+
+
+def test_a_few_documents_are_cut_each(run, tmp_path, small_units, many_workers):
+    """With end-of-text between the parts of different documents, and in the order of the documents."""
+    texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
+    (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
+    out = run("text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25)
+    assert "warning: 9 documents" in out and "2 empty documents" in out
+    cuts = [150 * i for i in range(1, 10)]
+    assert texts_of(tmp_path / "out/text") == {
+        "train": "<|endoftext|>".join(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
+        "val": "<|endoftext|>".join(text[cut:] for text, cut in zip(texts, cuts, strict=True)),
+    }
+    assert {name: split.documents for name, split in read_meta(tmp_path / "out/text").splits.items()} == {
+        "train": 9,
+        "val": 9,
+    }
+    run("text", main=verify.main)
+
+
+def test_ten_documents_are_not_cut(run, tmp_path):
+    texts = [f"{i} text" for i in range(10)]
+    fraction = sorted(map(place, texts))[3]  # three are below
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", fraction)
+    assert documents_of(tmp_path / "out/text") == split_of(texts, fraction)
+    assert "warning: validation has only 3 documents: it says little of other text; raise --val-fraction" in out
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_documents_are_cut_where_a_split_would_be_empty(run, tmp_path, fraction):
+    texts = [f"{i} text " * 1000 for i in range(20)]
+    assert fraction < min(map(place, texts)) or max(map(place, texts)) < fraction
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", fraction)
+    assert f"warning: 20 documents, too few to set some aside: validation is the last {fraction:.1%}" in out
+    meta = read_meta(tmp_path / "out/text")
+    assert meta.source["split"] == "ends" and meta.splits["val"].documents == 20
+
+
+def test_very_many_documents_are_not_cut(run, tmp_path):
+    """A part of each would be a letter."""
+    (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(1000)))
+    args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
+    out = run(*args, 1e-5, code=2)
+    assert "none of 1,000 documents fell into validation at --val-fraction 1e-05" in out
+    assert not (tmp_path / "out").exists()  # nothing was tokenized
+    run(*args, re.search(r"--val-fraction (\S+) makes about 10 of them validation", out)[1])
+    assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
+
+
+def test_parts_of_a_set_that_is_cut(run, tmp_path):
+    args = ("text", "--source", write_tree(tmp_path / "in", {f"{i}.txt": LINES.encode() for i in range(3)}))
+    for i in (1, 2):
+        run(*args, "--shard", f"{i}/2")
+    run(*args)
+    assert texts_of(tmp_path / "out/text")["train"].count("<|endoftext|>") == 2
+
+
+# what cannot work is said before anything is tokenized
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "message"),
+    [
+        (
+            {"in/a.txt": b" \n", "in/b.txt": b""},
+            (),
+            r"no documents to read \(2 empty, 0 bad\): name other files with --so",
+        ),
+        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read \(0 empty, 1 bad\).*\n  .*a.txt is not UTF-8"),
+        ({"in/a.txt": b"\xff"}, (), r"a.txt is not UTF-8 at byte 0"),
+        ({"in/a.txt": b"x"}, (), r"too little text to train on where 5% is validation: name more files with --source"),
+        (
+            {"in/a.txt": b"x", "val.txt": b" "},
+            ("--val-source", "val.txt"),
+            r"no documents to read \(1 empty.*--val-source",
+        ),
+        ({"in/a.txt": b" ", "val.txt": b"x"}, ("--val-source", "val.txt"), r"no documents to read.* with --source"),
+        (
+            {"in/a.txt": b"x"},
+            ("--val-source", "in/a.txt"),
+            r"in/a.txt is in --source and in --val-source: take it out of",
+        ),
+        ({"in/a.txt": b"x"}, ("--val-source", "absent"), r"absent: no such file or folder: correct --val-source"),
+        ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
+    ],
+)
+def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
+    monkeypatch.chdir(write_tree(tmp_path, files))
+    out = run("text", "--source", "in", *more, code=2)
+    assert re.search(message, out) and not (tmp_path / "out").exists()
+
+
+def test_missing_files_are_named_before_a_missing_bpe_file(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokenizer.RANKS_URL", "http://localhost:1/none")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    out = run("text", "--source", tmp_path / "absent", "--tokenizer", "gpt2", code=2)
+    assert "absent: no such file or folder" in out
+    (tmp_path / "in.txt").write_text("text")
+    out = run("text", "--source", tmp_path / "in.txt", "--tokenizer", "gpt2", code=2)
+    assert "cannot read GPT-2's BPE file" in out and "or do without it: --tokenizer bytes" in out
+
+
+def test_val_source_needs_source(run):
+    assert "--val-source needs --source, the files for training" in run("fineweb-edu", "--val-source", "x", code=2)
+
+
+# a validation set that is given
+
+
+def test_val_source(run, tmp_path, small_units, many_workers):
+    train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
+    write_tree(
+        tmp_path, {"in/a.jsonl": jsonl(train), "val/b.jsonl.zst": zstd(jsonl(val[:11])), "c.txt": val[11].encode()}
+    )
+    args = ("text", "--source", tmp_path / "in", "--val-source", tmp_path / "val", tmp_path / "c.txt")
+    out = run(*args)
+    assert "warning" not in out and "of 40 and 12 documents" in out
+    assert documents_of(tmp_path / "out/text") == {"train": train, "val": val}
+    run("text", main=verify.main)
+    assert "already there" in run(*args)
+
+    out = run(*args[:3], code=2)
+    assert "val_fraction 0.0, now 0.05; the files of --val-source differ" in out
+    (tmp_path / "c.txt").write_text("other")
+    out = run(*args, code=2)
+    assert "(the files of --val-source differ)" in out
+    (tmp_path / "c.txt").unlink()  # a set does not need the files that it was made of
+    assert "already there" in run(*args)
+
+
+def test_val_source_of_one_document(run, tmp_path):
+    write_tree(tmp_path, {"train.txt": LINES.encode(), "val.txt": b"other"})
+    out = run("text", "--source", tmp_path / "train.txt", "--val-source", tmp_path / "val.txt")
+    assert documents_of(tmp_path / "out/text") == {"train": [LINES], "val": ["other"]}
+    assert "warning: validation has only 1 document: it says little of other text; name more with --val-source" in out
+
+
+def test_validation_of_one_file_only(run, tmp_path):
+    texts = [f"text {i}" for i in range(400)]
+    val, train = split_of(texts, 0.2)["val"], split_of(texts, 0.2)["train"]
+    write_tree(tmp_path, {"a.jsonl": jsonl(train[:9] + val), "b.jsonl": jsonl(train[9:])})
+    out = run("text", "--source", tmp_path / "b.jsonl", tmp_path / "a.jsonl", "--val-fraction", 0.2)
+    assert f"warning: validation has documents of one of 2 files only ({tmp_path}/a.jsonl)" in out
+    write_tree(tmp_path, {"a.jsonl": jsonl(train[:9] + val[:30]), "b.jsonl": jsonl(train[9:] + val[30:])})
+    args = ("text", "--source", tmp_path / "b.jsonl", tmp_path / "a.jsonl", "--val-fraction", 0.2, "--force")
+    assert "warning" not in run(*args)
+
+
+def test_units_of_another_version_are_not_resumed(tmp_path, monkeypatch):
+    made_from = {"corpus": "text"}
+    folder = open_units(tmp_path, made_from, force=False)
+    (folder / "00000000-00000000-last.npz").write_bytes(b"")
+    monkeypatch.setattr("data.units.Encoded", type("Encoded", (), {"_fields": ("train", "val")}))
+    with pytest.raises(ValueError, match=r"made with other arguments \(another version of this program\)"):
+        open_units(tmp_path, made_from, force=False)
+
+
+# nanoGPT's run
+
+
+def test_shakespeare_is_nanogpts_characters(run, tmp_path):
+    """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for training."""
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
+    (tmp_path / "input.txt").write_text(text)
+    args = ("shakespeare", "--source", str(tmp_path / "input.txt"), "--out", str(tmp_path / "out"))
+    assert prepare.main(args) == 0
+    meta = check_dataset(tmp_path / "out/shakespeare", load(REPO_ROOT / "config/shakespeare.toml").model.vocab_size)
+    ids = np.fromfile(tmp_path / "out/shakespeare/train-00000.bin", "<u2")
+    assert bytes(ids.astype(np.uint8)).decode() == text[: int(0.9 * len(text))]
+    assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
+    out = run("shakespeare", code=2)
+    assert "shakespeare needs its text: download https://" in out and "add --source input.txt" in out
+
+
+def test_config_is_nanogpts_cpu_run():
+    """config/train_shakespeare_char.py of nanoGPT with the options of its README for a CPU."""
+    config = load(REPO_ROOT / "config/shakespeare.toml")
+    model, train, optim = config.model, config.train, config.optim
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size, model.dropout) == (4, 4, 128, 64, 0)
+    assert model.router == "dense" and model.top_k * model.expert_hidden == 4 * model.n_embd
+    assert (model.bias, model.pos, model.tie_embeddings, model.init_std) == (False, "learned", True, 0.02)
+    assert (train.batch_size, train.max_steps, train.dtype) == (12, 2000, "float32")
+    assert (optim.lr, optim.lr * optim.min_lr_ratio, optim.warmup_steps, optim.beta1, optim.beta2) == (
+        pytest.approx((1e-3, 1e-4, 100, 0.9, 0.99))
+    )
+    assert (optim.weight_decay, optim.grad_clip) == (0.1, 1.0)
+
+
+# sources that would vanish
+
+
+def test_linked_folders_are_read_and_loops_end(tmp_path):
+    write_tree(tmp_path, {"in/a.txt": b"a", "in/m/b.txt": b"b", "disk/c.txt": b"c", "disk/d/d.txt": b"d"})
+    for link, target in {"in/k": "../disk", "in/m/up": "..", "in/z": "../disk/d", "disk/d/self": "."}.items():
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "in/e.txt").symlink_to("../disk/c.txt")
+    (tmp_path / "folder").symlink_to("in")
+    for root in ("in", "folder"):
+        found = [file.name for file in local_inputs([tmp_path / root])]
+        assert found == ["a.txt", "e.txt", "k/c.txt", "k/d/d.txt", "m/b.txt"]
+
+
+@pytest.mark.parametrize("name", ["in/b.txt", "in/books", "in/deep/b.txt"])
+@pytest.mark.parametrize("target", ["../gone", "b.txt"])
+def test_dangling_links_are_named(run, tmp_path, name, target):
+    write_tree(tmp_path, {"in/a.txt": b"a", "in/deep/c.txt": b"c"})
+    (tmp_path / name).symlink_to(target if target != "b.txt" else Path(name).name)
+    out = run("text", "--source", tmp_path / "in", code=2)
+    assert f"{tmp_path}/{name}, a link to " in out and "remove it, or name files instead of the" in out
+
+
+@pytest.mark.parametrize("place", ["in", "in/deep"])
+def test_unreadable_folders_are_named(run, tmp_path, monkeypatch, place):
+    write_tree(tmp_path, {"in/a.txt": b"a", "in/deep/b.txt": b"b"})
+    scandir, listdir = os.scandir, os.listdir
+
+    def refuse(function, path):
+        if Path(path) == tmp_path / place:
+            raise PermissionError(13, "Permission denied", str(path))
+        return function(path)
+
+    monkeypatch.setattr(os, "scandir", lambda path=".": refuse(scandir, path))  # Path.iterdir uses one or the other
+    monkeypatch.setattr(os, "listdir", lambda path=".": refuse(listdir, path))
+    out = run("text", "--source", tmp_path / "in", code=2)
+    assert f"{tmp_path}/{place} cannot be read (Permission denied)" in out
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.tar.gz"])
+@pytest.mark.parametrize("zeros", [1, 511, 2**17])
+def test_gzip_padded_with_zeros(run, tmp_path, name, zeros):
+    data = {"a.txt.gz": LINES.encode(), "a.jsonl.gz": jsonl([LINES]), "a.tar.gz": tar({"a.txt": LINES.encode()})}[name]
+    half = len(data) // 2
+    padded = gzip.compress(data[:half]) + bytes(7) + gzip.compress(data[half:]) + bytes(zeros)
+    (tmp_path / name).write_bytes(padded)
+    run("text", "--source", tmp_path / name)
+    assert "".join(texts_of(tmp_path / "out/text").values()) == LINES
+    (tmp_path / name).write_bytes(padded + b"garbage")
+    out = run("text", "--source", tmp_path / name, "--force", code=2)
+    assert "damaged or cut short" in out
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_parquet_dictionaries(run, tmp_path, kind):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    texts = ["one", None, "two", "one", "naïve"] * 60
+    column = pyarrow.array(texts, getattr(pyarrow, kind)()).dictionary_encode()
+    write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    args = ("text", "--source", tmp_path / "a.parquet", "--val-fraction", 0.5)
+    run(*args)
+    assert documents_of(tmp_path / "out/text") == split_of([text for text in texts if text], 0.5)
+
+
+def test_links_in_a_tar_count_as_skipped(run, tmp_path):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for i in range(20):
+            member = tarfile.TarInfo(f"{i}.txt")
+            member.size = 20
+            archive.addfile(member, io.BytesIO(b"document number   %02d" % i))
+        for name, kind in {"hard.txt": tarfile.LNKTYPE, "soft.md": tarfile.SYMTYPE, "no.pdf": tarfile.LNKTYPE}.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "3.txt"
+            archive.addfile(member)
+    (tmp_path / "a.tar").write_bytes(stream.getvalue())
+    args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
+    out = run(*args)
+    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in out
+    assert f"\n  {tmp_path}/a.tar: hard.txt is a link to 3.txt\n  {tmp_path}/a.tar: soft.md is a link" in out
+    assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
+    assert read_meta(tmp_path / "out/text").source["links"] == 2
+    assert "already there" in run(*args)
+
+
+# what is printed
+
+
+def test_paths_outside_the_working_directory_are_absolute(run, tmp_path, monkeypatch):
+    write_tree(tmp_path, {"in.txt": LINES.encode(), "elsewhere/x": b""})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    args = ("text", "--source", tmp_path / "in.txt")
+    assert f" in {tmp_path}/out/text\n" in run(*args)
+    assert f"{tmp_path}/out/text: intact" in run("text", main=verify.main)
+    monkeypatch.chdir(tmp_path)
+    assert " in out/text\n" in run(*args) and "out/text: intact" in run("text", main=verify.main)
