@@ -146,12 +146,13 @@ class Eval(Section):
 
 
 class Log(Section):
-    """Metrics and Weights & Biases."""
+    """Metrics, Weights & Biases, TensorBoard."""
 
     interval: int = Field(10, ge=1, description="steps between lines of metrics")
     wandb: Literal["online", "offline", "disabled"] = Field("disabled", description="Weights & Biases mode")
     project: str = Field("nanokern", min_length=1, description="Weights & Biases project")
     group: str = Field("", description="Weights & Biases group; empty: the config file's name")
+    tensorboard: bool = Field(False, description="TensorBoard files in runs/NAME/tensorboard, too")
 
 
 class Config(Section):

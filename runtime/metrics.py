@@ -1,4 +1,4 @@
-"""A run's numbers: metrics.jsonl and arrays/ in its folder, a tracker (runtime/tracker.py) on request; what loads say.
+"""A run's numbers: metrics.jsonl and arrays/ in its folder, trackers (wandb, TensorBoard) on request; what loads say.
 
 Numbers, and lists of them by layer, are in metrics.jsonl: a short JSON object per line. Larger arrays, by window or by
 expert (ARRAYS), are in arrays/val_STEP.npz and arrays/router_STEP.npz, which np.load reads: `step` (n,) and each name
@@ -30,20 +30,22 @@ LINES = {"val": "val/loss", "router": "train/loss"}  # names in the lines to whi
 class Metrics:
     """Writes both, each line with `step` and `tokens` (seen in training so far). Rank 0 alone has one.
 
-    Inf and NaN are written `Infinity` and `NaN`, as Python's json writes and reads them. A tracker gets the lines that
+    Inf and NaN are written `Infinity` and `NaN`, as Python's json writes and reads them. Trackers get the lines that
     exist and each new one, the new ones with their arrays; one that fails is dropped with one printed line. Where a
     file cannot be written, methods raise RunError or, if `on_error` is "warn", print it once and try again with the
     next line; `close` raises it in any case.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int, tracker: Any = None, on_error: str = "stop") -> None:
+    def __init__(
+        self, folder: str | Path, resume_step: int, trackers: Sequence[Any] = (), on_error: str = "stop"
+    ) -> None:
         """Open the files and drop what the resumed run will write again.
 
         Args:
             folder: of the run.
             resume_step: lines and arrays after this step are dropped; below 0 all are, into metrics.old.jsonl and
                 arrays.old. Of lines with the same step and names the last is kept.
-            tracker: a runtime.tracker.Tracker; None: no wandb.
+            trackers: each a runtime.tracker.Tracker or a runtime.tensorboard.TensorBoard.
             on_error: "stop" or "warn".
 
         Raises:
@@ -51,7 +53,7 @@ class Metrics:
         """
         self.path = Path(folder, "metrics.jsonl")
         self.arrays = Path(folder, "arrays")
-        self.tracker, self.on_error, self.waiting = tracker, on_error, b""
+        self.trackers, self.on_error, self.waiting = [*trackers], on_error, b""
         self.rows: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}, not yet written
         self.late = False  # they could not be written
         lines, old = read_metrics(self.path), self.path.with_suffix(".old.jsonl")
@@ -90,7 +92,7 @@ class Metrics:
         self._write(b"", sync=True)
 
     def close(self, failed: bool = False) -> None:
-        """Write what is waiting, close the file and end the tracker's run, which is marked as `failed`."""
+        """Write what is waiting, close the file and end the trackers' run, which is marked as `failed`."""
         self.on_error = "stop"
         try:
             self.sync()
@@ -141,16 +143,13 @@ class Metrics:
             self.waiting = lines
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        if not self.tracker:
-            return
-        try:
-            getattr(self.tracker, method)(*arguments)
-        except Exception as error:  # whatever it is: the numbers are in the file
-            self.tracker = None
-            tqdm.write(
-                f"wandb: {method} failed ({first_line(error)}): continuing without it. {self.path} has every number; "
-                f"`wandb sync {self.path.parent}/wandb/*run-*` sends what wandb has got of them"
-            )
+        for tracker in [*self.trackers]:
+            try:
+                getattr(tracker, method)(*arguments)
+            except Exception as error:  # whatever it is: the numbers are in the file
+                self.trackers.remove(tracker)
+                words = f"{tracker.name}: {method} failed ({first_line(error)}): continuing without it. "
+                tqdm.write(f"{words}{self.path} has every number{tracker.remedy}")
 
 
 def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from data.loader import Loader, fixed_windows
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
+from runtime.tensorboard import require_tensorboard
 
 
 class Plan(NamedTuple):
@@ -76,10 +77,11 @@ def preflight(config: Config) -> Plan:
     """Read, check and plan a run, without changing anything on disk or on a device.
 
     Raises:
-        RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice, or
-            train.init_from does not fit.
+        RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
+            train.init_from does not fit, or a package is missing.
         DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
     """
+    require_tensorboard(config)
     folder, changes = run_folder.path_of(config), run_folder.changes(config)
     last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
 

@@ -1,4 +1,4 @@
-"""What rank 0 says of a run: the header, the progress bar, lines of metrics, wandb. Other ranks have a silent one."""
+"""What rank 0 says of a run: the header, the progress bar, lines of metrics. Other ranks have a silent one."""
 
 import time
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from runtime.preflight import Plan
 from runtime.progress import progress_bar
 from runtime.state import TrainState
 from runtime.statistics import Statistics
+from runtime.tensorboard import start_tensorboard
 from runtime.tracker import start_wandb
 from runtime.updates import State
 
@@ -51,7 +52,7 @@ class SilentReporter:
 
 
 class Reporter:
-    """Writes config.toml, metrics.jsonl and wandb, the header to stdout and a progress bar to stderr.
+    """Writes config.toml, the metrics with wandb and TensorBoard, the header to stdout and a progress bar to stderr.
 
     Attributes:
         metadata: what a checkpoint records of it: the id of its wandb run.
@@ -71,7 +72,9 @@ class Reporter:
         tags = (config.model.router, config.data.name, sizes[0], f"{sizes[1]} active")
         tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
         self.metadata = {"wandb": tracker.id} if tracker else {}
-        self.metrics = Metrics(plan.folder, state.step or -1, tracker, config.train.on_save_error)
+        trackers = [tracker, start_tensorboard(config, plan.folder, state.step or -1)]
+        trackers = [tracker for tracker in trackers if tracker]
+        self.metrics = Metrics(plan.folder, state.step or -1, trackers, config.train.on_save_error)
         total = config.train.max_steps
         self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first

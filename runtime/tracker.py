@@ -30,8 +30,11 @@ BINS = np.r_[0, 1e-12, 2 ** ((np.arange(24) - 11.5) / 4), np.inf]  # of histogra
 class Tracker:
     """Sends lines of metrics.jsonl to a wandb run. Raises whatever wandb raises, except in drawing pictures."""
 
-    def __init__(self, run: Any, to_image: Callable, to_table: Callable) -> None:
-        """`run` is what wandb.init returned; `to_image` is wandb.Image, `to_table` wandb.Table."""
+    name = "wandb"
+
+    def __init__(self, run: Any, to_image: Callable, to_table: Callable, folder: Path) -> None:
+        """`run` is what wandb.init returned; `to_image` is wandb.Image, `to_table` wandb.Table; `folder` the run's."""
+        self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run, self.id, self.to_image, self.to_table = run, run.id, to_image, to_table
         self.best, self.draws = math.inf, True
 
@@ -94,7 +97,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
             with suppress(Exception):
                 wandb.teardown()  # otherwise it refuses the id as in use
             run = _init_wandb(wandb, "offline", config, folder, id, tags)
-        return Tracker(run, wandb.Image, wandb.Table)
+        return Tracker(run, wandb.Image, wandb.Table, folder)
     except Exception as error:
         print(f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every number")
         return None

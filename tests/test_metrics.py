@@ -232,11 +232,11 @@ def test_metrics_go_to_the_tracker_too(tmp_path):
     tracker = SimpleNamespace(recall=sent.append, log=sent.append, finish=lambda code: sent.append(("finish", code)))
     kept, late = ({"step": step, "tokens": 32 * step, "val/loss": 2.0} for step in (2, 4))
     write_lines(tmp_path, kept, late)
-    metrics = Metrics(tmp_path, 3, tracker)
+    metrics = Metrics(tmp_path, 3, [tracker])
     metrics.log(3, 96, **{"train/loss": torch.tensor(1.0), "router/loads": torch.tensor([[1, 2]])})
     metrics.close()
     assert sent == [[kept], {"step": 3, "tokens": 96, "train/loss": 1.0, "router/loads": [[1, 2]]}, ("finish", 0)]
-    Metrics(tmp_path, 3, tracker).close(failed=True)
+    Metrics(tmp_path, 3, [tracker]).close(failed=True)
     assert sent[-1] == ("finish", 1)
 
 

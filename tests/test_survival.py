@@ -522,7 +522,16 @@ def test_same_data_in_another_place_with_another_history_is_the_same(tiny, own_d
 # ---- the config, changed
 
 MAY_CHANGE = {
-    *("run.dir", "data.dir", "eval.interval", "log.interval", "log.wandb", "log.project", "log.group"),
+    *(
+        "run.dir",
+        "data.dir",
+        "eval.interval",
+        "log.interval",
+        "log.wandb",
+        "log.project",
+        "log.group",
+        "log.tensorboard",
+    ),
     *("train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile", "train.activation_checkpointing"),
     *("train.device", "train.deterministic", "train.timeout_minutes", "train.checkpoint_interval"),
     *("train.checkpoint_minutes", "train.keep_checkpoints", "train.on_save_error"),

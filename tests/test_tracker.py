@@ -59,7 +59,7 @@ def test_lists_by_layer_become_numbers():
 
 def test_summary_has_best_and_last_val_loss():
     run = SimpleNamespace(id="1", summary={}, log=lambda values, step: None)
-    sender = Tracker(run, None, None)
+    sender = Tracker(run, None, None, Path())
     sender.recall([{"step": 0, "tokens": 0, "train/loss": 1.0}])
     assert run.summary == {}
     sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 2.0), (4, 3.0))])
@@ -74,7 +74,7 @@ def test_summary_has_best_and_last_val_loss():
 def test_summarize_adds_to_the_summary_and_a_table():
     lines, summary = [], {"val/loss_final": 3.0}
     run = SimpleNamespace(id="1", summary=summary, log=lambda values, step: lines.append((step, values)))
-    sender = Tracker(run, None, lambda columns, data: (columns, data))
+    sender = Tracker(run, None, lambda columns, data: (columns, data), Path())
     sender.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
     assert run.summary == {"val/loss_final": 3.0, "downstream/piqa/acc": 0.5}
     assert lines == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
