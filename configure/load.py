@@ -9,7 +9,7 @@ its values, or several linked keys with rows of values. The points of the sweep 
     "run.seed" = [0, 1, 2]
 
 An override of its keys closes an axis; a run needs all axes closed. A run without a name is named after the file, the
-router, and the values of axes and seed that differ from the file's, so its name stays the same when axes are added.
+router, the axes' values, and the seed where it differs from the file's.
 """
 
 import difflib
@@ -63,7 +63,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
         )
     defaults = {key: schema["default"] for key, schema in KEYS.items()}
     values, stem = defaults | settings, Path(path).stem
-    settings["run.name"] = values["run.name"] or _name_run(stem, values, defaults | in_file, axes)
+    settings["run.name"] = values["run.name"] or _name_run(stem, values, (defaults | in_file)["run.seed"], axes)
     settings["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
     config = Config.model_validate(_nest(settings))
     _raise_if(find_conflicts(config, world_size), path, overrides)
@@ -101,17 +101,16 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
     return points
 
 
-def _name_run(stem: str, values: dict[str, Any], in_file: dict[str, Any], axes: Iterable[tuple[str, ...]]) -> str:
-    """Name a run's folder: file, router, the axes' values that differ from the file's, the seed if it does.
+def _name_run(stem: str, values: dict[str, Any], seed: int, axes: Iterable[tuple[str, ...]]) -> str:
+    """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if not the file's.
 
-    So a run keeps its name when an axis is added that includes the file's value. Linked keys show the first one's.
+    So seeds may be added to a finished run. `folder.find_or_rename` finds a run of before another axis was added.
     """
     parts = [stem, values["model.router"]]
     others = [[key for key in keys if key not in ("model.router", "run.seed")] for keys in axes]
-    for keys in [*others, ["run.seed"]]:
-        if any(values[key] != in_file[key] for key in keys):
-            value = values[keys[0]]
-            parts.append(value if isinstance(value, str) else keys[0].split(".")[1] + _as_override(value))
+    for key in [*(keys[0] for keys in others if keys), *["run.seed"] * (values["run.seed"] != seed)]:
+        value = values[key]
+        parts.append(value if isinstance(value, str) else key.split(".")[1] + _as_override(value))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 

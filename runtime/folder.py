@@ -70,15 +70,17 @@ def set_dtype(config: Config, dtype: str) -> Config:
 def find_or_rename(config: Config) -> Config:
     """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
 
-    The same config always finds its own folder. If another config's run is in NAME, this one goes to NAME followed by
-    what differs, such as NAME-lr0.001, or by a hash of that where it is long; one line says so.
+    The same config always finds its own folder, be it one of a shorter name (its sweep had fewer axes then). If
+    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001, or by a hash
+    of that where it is long; one line says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
         ConfigError: NAME's config cannot be read.
     """
     own = path_of(config)
-    for folder in [own, *sorted(own.parent.glob(f"{glob.escape(own.name)}-*"))]:
+    shorter = [folder for folder in own.parent.glob("*") if own.name.startswith(f"{folder.name}-")]
+    for folder in [own, *sorted(own.parent.glob(f"{glob.escape(own.name)}-*")), *sorted(shorter)]:
         with suppress(RunError, configure.ConfigError):  # another config's run, or one of other code
             if (folder / "config.toml").exists():
                 changes(named := _rename(config, folder.name))

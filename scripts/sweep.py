@@ -134,6 +134,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs")
     parser.add_argument("--scale", type=float, metavar="X", help="a rehearsal: steps and intervals times X, 0 < X < 1")
+    parser.add_argument("--fresh", action="store_true", help="start every point over, in a new folder")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and totals, run nothing")
     parser.add_argument("--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point")
     parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for the estimate of hours (%(default)s)")
@@ -145,10 +146,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """The command; returns the exit status."""
     args, rest = parse_arguments(argv)
     try:
-        if "--fresh" in rest:
-            raise ConfigError("--fresh: a sweep resumes its runs; for new ones set another --run.dir")
         file, overrides = configure.split_command_line(rest)
-        points = list_points(file, overrides, args.scale)
+        points = list_points(file, overrides, args.scale, args.fresh)
         left = [point for point in points if point.steps_done() < point.config.train.max_steps]
         shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
         if not args.slurm:
@@ -156,8 +155,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         print(format_totals(points, left, args, shares), flush=True)
         if args.slurm:
             return write_slurm_array(args.slurm, file, left, args.parallel)
-    except (ConfigError, DataError, OSError) as error:
-        print(error, file=sys.stderr)
+    except (ConfigError, DataError, RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for point in points:
         if point not in left:
@@ -181,28 +180,31 @@ def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> N
         check_dataset(data, vocab_size)
 
 
-def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
-    """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError."""
+def list_points(file: str, overrides: list[str], scale: float | None = None, fresh: bool = False) -> list[Point]:
+    """Every point of the sweep, made smaller by `scale` if it is given, in new folders if `fresh`. Raises ConfigError.
+
+    Raises RunError if a launcher restarts a `fresh` sweep: it would begin new runs each time.
+    """
     if scale is not None and not 0 < scale < 1:
         raise ConfigError(f"--scale {scale:g}: expected a number between 0 and 1, such as 0.01")
     found = configure.sweep_points(file, overrides)
     if scale is not None:
         found = [[*point, *scale_down(configure.load(file, point), scale)] for point in found]
-    return [
-        choose_folder(Point(f"{i}/{len(found)}", point, configure.load(file, point)), file)
-        for i, point in enumerate(found, 1)
-    ]
+    points = []
+    for i, point in enumerate(found, 1):
+        plain = configure.load(file, point)
+        config = folder.renamed(plain) if fresh else choose_folder(plain, file, point)
+        name = [f"--run.name={config.run.name}"] * (config.run.name != plain.run.name)
+        points.append(Point(f"{i}/{len(found)}", [*point, *name], config))
+    return points
 
 
-def choose_folder(point: Point, file: str) -> Point:
-    """`point` in the folder that train.py would take for it: another one if a run of an edited config has its own."""
-    if configure.is_name_chosen(file, point.overrides):
-        return point
-    with suppress(RunError, ConfigError):  # train.py explains it better
-        config = folder.find_or_rename(point.config)
-        if config != point.config:
-            return point._replace(overrides=[*point.overrides, f"--run.name={config.run.name}"], config=config)
-    return point
+def choose_folder(config: Config, file: str, overrides: list[str]) -> Config:
+    """`config` in the folder that train.py would take for it: another one if a run of an edited config has its own."""
+    if not configure.is_name_chosen(file, overrides):
+        with suppress(RunError, ConfigError):  # train.py explains it better
+            return folder.find_or_rename(config)
+    return config
 
 
 def scale_down(config: Config, scale: float) -> list[str]:

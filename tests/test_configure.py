@@ -302,9 +302,8 @@ def test_linked_keys_take_their_values_row_by_row(write):
         (32, 4, 768), (64, 8, 384), (256, 32, 96)
     ]  # fmt: skip
     assert [c.run.name for c in configs] == [
-        "g-kern-n_expert32", "g-kern-n_expert32-arxiv", "g-kern", "g-kern-arxiv", "g-kern-n_expert256",
-        "g-kern-n_expert256-arxiv",
-    ]  # fmt: skip
+        f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")
+    ]
 
 
 def test_linked_keys_are_overridden_together(write):
@@ -361,17 +360,17 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     assert "command line: run.seed: found [0, 1] (list), expected int" in message(file, "--run.seed=[0, 1]")
 
 
-def test_names_stay_when_axes_are_added(write):
-    """The added axis holds the value that the file has without it."""
-    names = set()
-    for sweep in ("", SWEEP.replace("optim.lr = [1e-3, 1]", ""), SWEEP.replace("1e-3", "6e-4"), None):
-        if sweep is None:
-            sweep = SWEEP.replace("1e-3", "6e-4") + "data.name = ['arxiv', 'books3']\nrun.seed = [0, 1]\n"
-        file = write(sweep, "s.toml")
-        now = {load(file, point).run.name for point in sweep_points(file)}
-        assert names < now
-        names = now
-    assert len(names) == 16 and "s-kern-lr1-arxiv-seed1" in names and "s-kern" in names
+def test_values_of_axes_are_in_the_name_also_where_the_file_has_them(write):
+    file = write('data.name = "arxiv"\nrun.seed = 1\n' + SWEEP.replace("1e-3", "6e-4") + """
+        data.name = ["arxiv", "books3"]
+        run.seed = [0, 1]
+        "model.n_expert, model.top_k" = [[64, 8]]""", "s.toml")  # fmt: skip
+    names = {load(file, point).run.name for point in sweep_points(file)}
+    ends = ("-seed0", "")
+    assert names == {
+        f"s-{router}-lr{lr}-{text}-n_expert64{end}"
+        for router in ("dense", "kern") for lr in ("0.0006", "1") for text in ("arxiv", "books3") for end in ends
+    }  # fmt: skip
 
 
 def test_router_and_seed_are_in_the_name_without_a_sweep(write):

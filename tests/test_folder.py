@@ -47,6 +47,12 @@ def test_the_same_config_finds_its_own_folder_again(config_of):
     assert find_or_rename(config_of("optim.lr=2")).run.name == "mine-kern"
 
 
+def test_a_run_of_before_an_axis_was_added_is_found(config_of):
+    begin(config_of("run.name=mine-kern"))
+    assert find_or_rename(config_of("run.name=mine-kern-lr0.0006")).run.name == "mine-kern"
+    assert find_or_rename(config_of("run.name=mine-kern-lr1", "optim.lr=1")).run.name == "mine-kern-lr1"
+
+
 def test_long_names_become_a_hash(config_of):
     begin(config_of())
     many = [
