@@ -34,7 +34,7 @@ from data.split import choose_split, explain_empty_split, validation_inputs, war
 from data.tokenizer import TOKENIZERS, Tokenizer, TokenizerError, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
-from runtime.output import plural
+from runtime.output import format_size, plural
 from runtime.progress import progress_bar
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -200,7 +200,7 @@ def _tokenize(folder: Path, inputs: list[Input], encoder: Encoder, args: argpars
     workers = min(args.workers, 1 + total // WORKER_BYTES)
     done = len(unit_files(folder))
     resuming = f", resuming after {plural(done, 'unit')}" if done else ""
-    size = f"{plural(len(inputs), 'file')}, {total / 1e9:.3g} GB"
+    size = f"{plural(len(inputs), 'file')}, {format_size(total)}"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
 

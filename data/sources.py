@@ -4,6 +4,7 @@ Sizes and counts come from the corpora's own pages and scripts as stored in 2026
 estimates from them. The hub may have changed since.
 """
 
+import errno
 import os
 import stat
 import sysconfig
@@ -170,7 +171,8 @@ def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
             elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
                 yield path
     except OSError as error:
-        target = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
+        leads_nowhere = error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()
+        target = f", a link to {os.readlink(path)}," if leads_nowhere else ""
         raise DataError(
             f"{path}{target} cannot be read ({error.strerror}): repair or remove it, or name files "
             f"instead of the folder"

@@ -80,7 +80,7 @@ def warn_of_weak_validation(inputs: list[Input], val: int, val_files: set[str]) 
     remedy = "name more with --val-source"
     if "val" not in splits:
         remedy = "raise --val-fraction, or name a validation set with --val-source"
-        if len(val_files) == 1 < len(inputs):
+        if len(val_files) == 1 < len(inputs) and val > 1:
             faults += [f"documents of one of {len(inputs):,} files only ({next(iter(val_files))})"]
     if faults:
         print(f"warning: validation has {', '.join(faults)}: it says little of other text; {remedy}", file=sys.stderr)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
-from runtime.output import plural, short_path
+from runtime.output import format_size, plural, short_path
 from runtime.progress import progress_bar
 
 SAMPLE_TOKENS = 60
@@ -71,7 +71,7 @@ def _describe(folder: Path, meta: Meta) -> str:
         mean = split.tokens / max(1, split.documents)
         lines.append(
             f"  {name}: {split.tokens:,} tokens, {plural(split.documents, 'document')} ({mean:,.0f} tokens each), "
-            f"{plural(len(split.files), 'file')}, {2 * split.tokens / 1e9:.3g} GB"
+            f"{plural(len(split.files), 'file')}, {format_size(2 * split.tokens)}"
         )
         tokens = open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())

@@ -77,3 +77,8 @@ def short_path(path: str | Path) -> str:
     """A path relative to the working directory if it lies below, else absolute."""
     relative = os.path.relpath(path)
     return os.path.abspath(path) if Path(relative).parts[:1] == (os.pardir,) else relative
+
+
+def format_size(size: int) -> str:
+    """A number of bytes in decimal units, such as `1.12 MB`."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

@@ -338,7 +338,8 @@ def test_paths_outside_the_working_directory_are_absolute(run, tmp_path, monkeyp
     write_tree(tmp_path, {"in.txt": LINES.encode(), "elsewhere/x": b""})
     monkeypatch.chdir(tmp_path / "elsewhere")
     args = ("text", "--source", tmp_path / "in.txt")
-    assert f" in {tmp_path}/out/text\n" in run(*args)
+    out = run(*args)
+    assert f" in {tmp_path}/out/text\n" in out and f"1 file, {len(LINES.encode()) / 1e6:.3g} MB, bytes" in out
     assert f"{tmp_path}/out/text: intact" in run("text", main=verify.main)
     monkeypatch.chdir(tmp_path)
     assert " in out/text\n" in run(*args) and "out/text: intact" in run("text", main=verify.main)
