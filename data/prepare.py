@@ -238,7 +238,7 @@ def _join_units(folder: Path, writer: Writer, inputs: list[Input], args: argpars
     needed, free = _size_of(folder), shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.2g} GB are free)")
-    empty, bad, links, examples, val_files = 0, 0, 0, [], set()
+    empty, bad, links, examples, val_sources = 0, 0, 0, [], set()
     for unit in read_units(folder):
         for split, ids in (("train", unit.train), ("val", unit.val)):
             documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
@@ -246,7 +246,7 @@ def _join_units(folder: Path, writer: Writer, inputs: list[Input], args: argpars
             writer.write(split, ids[1:] if between else ids, documents)
         empty, bad, links = empty + unit.empty, bad + unit.bad, links + unit.links
         examples = (examples + unit.examples)[:3]
-        val_files |= set(unit.val_files)
+        val_sources |= set(unit.val_sources)
     if empty or bad or links:
         counts = f"{plural(empty, 'empty document')}, {bad:,} that cannot be read"
         counts += f", {plural(links, 'link')} in archives" if links else ""
@@ -261,7 +261,7 @@ def _join_units(folder: Path, writer: Writer, inputs: list[Input], args: argpars
         if not train and not val:
             raise DataError(f"no documents to read ({empty:,} empty, {bad:,} bad): name other files")
         raise DataError(explain_empty_split(train, val, args.val_fraction))
-    warn_of_weak_validation(inputs, val, val_files)
+    warn_of_weak_validation(inputs, val, val_sources)
     return {"empty": empty, "bad": bad, "links": links}
 
 

@@ -134,7 +134,7 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
     Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind, a folder without files
     of a known kind or one that may not be read, or a link in a folder that leads nowhere.
     """
-    inputs = []
+    inputs, paths = [], list(paths)
     for path in paths:
         if path.is_dir():
             files = list(_walk(path, {}))
@@ -149,6 +149,8 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
             raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
         else:
             inputs.append(_input(path, path.parent))
+        if paths[1:]:
+            inputs = [file if file.source else file._replace(source=str(path)) for file in inputs]
     return inputs
 
 

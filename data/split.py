@@ -65,13 +65,13 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     )
 
 
-def warn_of_weak_validation(inputs: list[Input], val: int, val_files: set[str]) -> None:
-    """Print a warning where validation has few documents, or those of one file although there are several.
+def warn_of_weak_validation(inputs: list[Input], val: int, val_sources: set[str]) -> None:
+    """Print a warning where validation has few documents, or those of one source although there are several.
 
     Args:
         inputs: of the whole set.
         val: the number of documents in validation.
-        val_files: where they are from; two files are enough to know.
+        val_sources: where they are from; two are enough to know.
     """
     splits = {file.split for file in inputs}
     if "ends" in splits:
@@ -80,8 +80,9 @@ def warn_of_weak_validation(inputs: list[Input], val: int, val_files: set[str]) 
     remedy = "name more with --val-source"
     if "val" not in splits:
         remedy = "raise --val-fraction, or name a validation set with --val-source"
-        if len(val_files) == 1 < len(inputs) and val > 1:
-            faults += [f"documents of one of {len(inputs):,} files only ({next(iter(val_files))})"]
+        sources = {file.source or file.url for file in inputs}
+        if len(val_sources) == 1 < len(sources) and val > 1:
+            faults += [f"documents of one of {len(sources):,} sources only ({next(iter(val_sources))})"]
     if faults:
         print(f"warning: validation has {', '.join(faults)}: it says little of other text; {remedy}", file=sys.stderr)
 

@@ -193,15 +193,19 @@ def test_val_source_of_one_document(run, tmp_path):
     assert "warning: validation has only 1 document: it says little of other text; name more with --val-source" in out
 
 
-def test_validation_of_one_file_only(run, tmp_path):
-    texts = [f"text {i}" for i in range(400)]
-    val, train = split_of(texts, 0.2)["val"], split_of(texts, 0.2)["train"]
-    write_tree(tmp_path, {"a.jsonl": jsonl(train[:9] + val), "b.jsonl": jsonl(train[9:])})
-    out = run("text", "--source", tmp_path / "b.jsonl", tmp_path / "a.jsonl", "--val-fraction", 0.2)
-    assert f"warning: validation has documents of one of 2 files only ({tmp_path}/a.jsonl)" in out
-    write_tree(tmp_path, {"a.jsonl": jsonl(train[:9] + val[:30]), "b.jsonl": jsonl(train[9:] + val[30:])})
-    args = ("text", "--source", tmp_path / "b.jsonl", tmp_path / "a.jsonl", "--val-fraction", 0.2, "--force")
-    assert "warning" not in run(*args)
+def test_validation_of_one_source_only(run, tmp_path):
+    """A source is a file, or what is named after --source if that is several."""
+    parts = split_of([f"text {i}" for i in range(400)], 0.2)
+    val, train = parts["val"], parts["train"]
+    files = {"x/a.jsonl": val[:30] + train[:9], "x/c.jsonl": val[30:], "y/b.jsonl": train[9:]}
+    write_tree(tmp_path / "in", {name: jsonl(texts) for name, texts in files.items()})
+    a, b, x, y = (tmp_path / "in" / name for name in ("x/a.jsonl", "y/b.jsonl", "x", "y"))
+    for i, (sources, only) in enumerate(
+        [((b, a), a), ((y, x), x), ((tmp_path / "in",), None), ((x,), None), ((a,), None)]
+    ):
+        out = run("text", "--source", *sources, "--val-fraction", 0.2, "--name", f"set{i}")
+        assert (f"warning: validation has documents of one of 2 sources only ({only}): it" in out) == bool(only)
+        assert ("warning" in out) == bool(only)
 
 
 def test_units_of_another_version_are_not_resumed(tmp_path, monkeypatch):
