@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -13,11 +15,14 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from runs import Forked
 
+import train
 from runtime.metrics import Metrics
+from runtime.signals import Stop
 from scripts.watch import __main__ as watch
+from scripts.watch import server
 from scripts.watch.runs import WatchedRun, find_runs, format_seconds, is_alive, thin
-from scripts.watch.server import make_server
 
 CONFIG = """\
 [model]
@@ -211,7 +216,9 @@ def test_the_table(make_run, tmp_path, capsys):
     assert b.split()[1:] == ["running", "10", "of", "100", "10%", "2.5000", "80", "45", "s"]
 
 
-def test_no_runs_yet_and_wrong_places(tmp_path, capsys):
+def test_no_runs_yet_and_wrong_places(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert watch.main([]) == 0 and "no runs in runs yet" in capsys.readouterr().out  # nor such a folder
     assert watch.main([str(tmp_path)]) == 0
     assert f"no runs in {tmp_path} yet" in capsys.readouterr().out
     assert watch.main([str(tmp_path / "typo")]) == 2
@@ -228,14 +235,14 @@ def test_a_broken_config_hides_only_its_run(make_run, tmp_path, capsys):
 
 @contextmanager
 def serving(*places):
-    server = make_server(0, watch.Watcher(places).as_json)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    found = server.make_server(0, watch.Watcher(places).as_json)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{found.server_port}"
     finally:
-        server.shutdown()
-        server.server_close()
+        found.shutdown()
+        found.server_close()
         thread.join()
 
 
@@ -262,20 +269,103 @@ def test_the_server_answers_this_machine_alone(make_run, tmp_path):
         assert watch.main([str(tmp_path), "--serve", port]) == 2  # taken
 
 
+# ---- the page in a browser
+
+browser = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+
+
+def show_page(url):
+    """The page as it is after some seconds in a browser: what it says, and its charts by title."""
+    budget = ["--virtual-time-budget=4000", "--dump-dom", url]
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *budget]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    charts = dict(re.findall(r'aria-label="(.*?)">(.*?)</section>', dom, re.S))
+    return dom.partition("<main")[0], charts, dom.partition("<main")[2]
+
+
 @pytest.mark.integration
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@browser
 def test_the_page_in_a_browser(make_run, tmp_path):
     folder = make_run("a<b>x</b>", [(step, TRAINING | {"val/loss": 2.0}) for step in (10, 20)])
     make_run("soft", [(10, TRAINING | {"val/loads": [[1, 2]]})], os.getpid(), router="softmax")
+    with serving(tmp_path / "runs") as url:
+        table, charts, rest = show_page(url)
+        assert "2 found, 1 running" in table and "20 of 100" in table and "a&lt;b&gt;x&lt;" in table
+        assert "MFU" not in table and "trouble" not in table  # columns without a value
+        assert charts.keys() == {"Loss", "Speed"} and rest.count("<canvas") == 1
+        append(folder, (30, TRAINING))
+        assert "30 of 100" in show_page(url)[0]
 
-    def page():
-        budget = ["--virtual-time-budget=4000", "--dump-dom", url]
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *budget]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+@pytest.mark.integration
+@browser
+def test_the_page_refreshes_by_itself(make_run, monkeypatch):
+    """Each time that it asks, there is one line more."""
+    folder, steps, read = make_run("a"), iter(range(10, 100)), watch.Watcher.as_json
+
+    def read_more(watcher):
+        append(folder, (next(steps), TRAINING))
+        return read(watcher)
+
+    monkeypatch.setattr(watch.Watcher, "as_json", read_more)
+    with serving(folder) as url:
+        assert re.search(r">1[1-9] of 100<", show_page(url)[0])
+
+
+@pytest.mark.integration
+@browser
+def test_hovering_and_hiding(make_run, tmp_path, monkeypatch):
+    """A script in the page stands for the hand: the values at a step, and curves without the runs of a sweep."""
+    curve = [(step, {"val/loss": 3 - step / 100}) for step in range(0, 101, 10)]
+    for group, names in {"one": ("a", "b"), "two": ("c",)}.items():
+        for name in names:
+            make_run(name, curve, group=group)
+    hand = """setTimeout(() => {
+      const svg = document.querySelector("main svg"), box = svg.getBoundingClientRect();
+      svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
+      document.title = document.querySelector(".tip").textContent;
+      document.querySelector("tr.group input").click();
+    }, 2000);</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(server.PAGE.read_text().replace("</script>", hand))
+    with serving(tmp_path / "runs") as url:
+        assert show_page(url)[1]["Loss"].count("<path") == 3
+        assert len(set(re.findall(r'stroke-dasharray="(.*?)"', show_page(url)[0]))) == 3  # of one router, so one colour
+        monkeypatch.setattr(server, "PAGE", page)
+        table, charts, _ = show_page(url)
+    assert re.search(r"<title>step 46a val 2.5b val 2.5c val 2.5</title>", table)
+    assert charts["Loss"].count("<path") == 1
+
+
+def train_point(file, name, *words):
+    train.main([file, f"--run.name={name}", "--log.group=sweep", "--eval.interval=10", *words], Stop().listen())
+
+
+@pytest.mark.integration
+@browser
+def test_the_page_of_a_run_that_trains(tiny_file, tmp_path):
+    """Beside a finished one of its sweep; then it is asked to stop."""
+    assert Forked(train_point, str(tiny_file), "dense", "--model.router=dense").wait(300)[0] == 0
+    process = Forked(train_point, str(tiny_file), "long", "--train.max_steps=100000")
+    watched, ends = tmp_path / "runs/long", time.monotonic() + 300
+
+    def wait_for_step(step):
+        while not (watched / "config.toml").exists() or status_of(watched).step < step:
+            assert process.process.is_alive() and time.monotonic() < ends, process.wait(0)
+            time.sleep(0.05)
 
     with serving(tmp_path / "runs") as url:
-        dom = page()
-        assert "2 found, 1 running" in dom and "20 of 100" in dom and "a&lt;b&gt;x&lt;" in dom
-        assert dom.count("<section") == 3 and "<canvas" in dom  # loss, speed, loads
-        append(folder, (30, TRAINING))
-        assert "30 of 100" in page()
+        steps = [0]
+        for _ in range(2):
+            wait_for_step(steps[-1] + 20)
+            table, charts, rest = show_page(url)
+            steps.append(int(re.search(r">([\d,]+) of 100,000<", table)[1].replace(",", "")))
+            assert "2 found, 1 running" in table and "4 of 4" in table and table.count('class="group"') == 1
+            assert {title: body.count("<path") for title, body in charts.items()} == {
+                "Loss": 4, "Gate norm": 1, "Load imbalance": 1, "Speed": 2,
+            }  # fmt: skip
+            assert rest.count("<canvas") == 1 and "long: busiest" in rest
+        assert steps[0] < steps[1] < steps[2]
+        os.kill(process.process.pid, signal.SIGTERM)
+        assert process.wait(300)[0] == 0
+        assert "2 found, 0 running" in (table := show_page(url)[0]) and ">stopped<" in table

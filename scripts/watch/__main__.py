@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help="folders of runs, or above them")
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)")
     parser.add_argument("--serve", nargs="?", type=int, const=6060, metavar="PORT", help="a page, at 6060 by default")
     parser.add_argument("--every", type=float, default=5, metavar="SECONDS", help="between two tables (%(default)s)")
     parser.add_argument("--once", action="store_true", help="print the table once")
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     if missing := [str(place) for place in args.runs if not place.is_dir()]:
         print(f"error: {', '.join(missing)}: no such folder", file=sys.stderr)
         return 2
-    watcher = Watcher(args.runs)
+    watcher = Watcher(args.runs or [Path("runs")])  # which the first run will make
     try:
         return serve(watcher, args.serve) if args.serve is not None else show(watcher, args.every, args.once)
     except KeyboardInterrupt:
