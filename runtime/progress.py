@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar:20}| {elapsed}, {remaining} left{postfix}"
+FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
 def progress_bar(every: float | None = None, **options: Any) -> Any:

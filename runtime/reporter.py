@@ -21,7 +21,7 @@ from runtime.tensorboard import start_tensorboard
 from runtime.tracker import start_wandb
 from runtime.updates import State
 
-BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar:10}| {elapsed}, {remaining} left{postfix}"
+BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
 def start_reporter(plan: Plan, state: TrainState, ranks: Ranks) -> "Reporter | SilentReporter":

@@ -251,7 +251,7 @@ def fetch(url, **headers):
         return reply.headers, reply.read().decode()
 
 
-def test_the_server_answers_this_machine_alone(make_run, tmp_path):
+def test_the_server_answers_this_machine_alone(make_run, tmp_path, capsys):
     make_run("a", [(10, TRAINING | {"val/loss": float("inf"), "val/loads": [[1, 3], [0, 0]]})])
     with serving(tmp_path / "runs") as url:
         headers, page = fetch(url)
@@ -267,6 +267,12 @@ def test_the_server_answers_this_machine_alone(make_run, tmp_path):
             assert error.value.code == code
         port = url.rsplit(":", 1)[1]
         assert watch.main([str(tmp_path), "--serve", port]) == 2  # taken
+        assert watch.main([str(tmp_path), "--serve", "99999"]) == 2
+        assert watch.main([str(tmp_path), "--every", "-1"]) == 2
+        taken, too_high, negative = capsys.readouterr().err.splitlines()
+    assert taken == f"error: port {port}: Address already in use; name another: --serve 6061"
+    assert too_high == "error: port 99999: expected 1 to 65535; name another: --serve 6061"
+    assert negative == "error: --every -1: expected a number of seconds above 0"
 
 
 # ---- the page in a browser

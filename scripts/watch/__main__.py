@@ -91,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     if missing := [str(place) for place in args.runs if not place.is_dir()]:
         print(f"error: {', '.join(missing)}: no such folder", file=sys.stderr)
         return 2
+    if args.every <= 0:
+        print(f"error: --every {args.every:g}: expected a number of seconds above 0", file=sys.stderr)
+        return 2
     watcher = Watcher(args.runs or [Path("runs")])  # which the first run will make
     try:
         return serve(watcher, args.serve) if args.serve is not None else show(watcher, args.every, args.once)
@@ -116,8 +119,9 @@ def serve(watcher: Watcher, port: int) -> int:
 
     try:
         server = make_server(port, watcher.as_json)
-    except OSError as error:
-        print(f"error: port {port}: {error.strerror}; name another: --serve {port + 1}", file=sys.stderr)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "expected 1 to 65535"
+        print(f"error: port {port}: {reason}; name another: --serve {6061 if port != 6061 else 6062}", file=sys.stderr)
         return 2
     print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
