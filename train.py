@@ -183,6 +183,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         distributed.print_once(str(stopped))
         return EXIT_CODE
     except (RunError, DataError, configure.ConfigError, OSError) as error:
+        configure.tell_torchrun(str(error))
         rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -9,10 +9,11 @@ from configure.load import (
     load,
     split_command_line,
     sweep_points,
+    tell_torchrun,
 )
 from configure.schema import KEYS, Config
 
 __all__ = [
     "KEYS", "Config", "ConfigError", "differences", "dumps", "from_command_line", "is_name_chosen", "load",
-    "split_command_line", "sweep_points"
+    "split_command_line", "sweep_points", "tell_torchrun"
 ]  # fmt: skip

@@ -19,8 +19,11 @@ import os
 import re
 import sys
 import textwrap
+import time
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +31,9 @@ from pydantic import ValidationError
 
 from configure.schema import KEYS, SECTIONS, Config, find_conflicts
 
+CHECKOUT = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
+BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}  # in overrides, in upper case too
 USAGE = """\
 usage: python train.py FILE [--section.key=value ...]
 
@@ -65,9 +70,22 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     values, stem = defaults | settings, Path(path).stem
     settings["run.name"] = values["run.name"] or _name_run(stem, values, (defaults | in_file)["run.seed"], axes)
     settings["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
+    given = {_parse_override(text)[0] for text in overrides}
+    steps, warmup = values["train.max_steps"], values["optim.warmup_steps"]
+    shortened = "train.max_steps" in given or "optim.warmup_steps" not in in_file
+    if warmup > steps and shortened and "optim.warmup_steps" not in given:
+        settings["optim.warmup_steps"] = steps // 10
+        _say(f"note: train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {steps // 10}")
     config = Config.model_validate(_nest(settings))
     _raise_if(find_conflicts(config, world_size), path, overrides)
     return config
+
+
+@cache
+def _say(note: str) -> None:
+    """Print a note to stderr, once in this process, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(note, file=sys.stderr)
 
 
 def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
@@ -155,13 +173,21 @@ def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
     try:
         return load(*split_command_line(argv), world_size)
     except ConfigError as error:
-        _exit(2, str(error))
+        tell_torchrun(str(error))
+        _exit(2, f"error: {error}")
 
 
 def _exit(status: int, text: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr if status else sys.stdout)
     raise SystemExit(status)
+
+
+def tell_torchrun(error: str) -> None:
+    """Leave an error for torchrun, which prints it after its own trace."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
 
 
 def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -252,6 +278,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
+        if not path.is_absolute() and (CHECKOUT / path).is_file() and Path.cwd() != CHECKOUT:
+            raise ConfigError(f"{path}: {error.strerror}; start from the checkout: cd {CHECKOUT}") from None
         nearby = sorted(map(str, path.parent.glob("*.toml"))) or sorted(map(str, Path("config").glob("*.toml")))
         raise ConfigError(f"{path}: {error.strerror}; found nearby: {', '.join(nearby) or 'none'}") from None
     except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets
@@ -266,8 +294,11 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     key, equals, value = text.lstrip("-").partition("=")
     if not equals:
         raise ConfigError(f"{COMMAND_LINE}: {text} has no value; write --{key}=VALUE")
-    if key in KEYS and KEYS[key]["type"] == "string" and not (lists and value.startswith("[")):
+    kind = KEYS.get(key, {}).get("type")
+    if kind == "string" and not (lists and value.startswith("[")):
         return key, value
+    if kind == "boolean" and value.lower() in BOOLEANS:
+        return key, BOOLEANS[value.lower()]
     try:
         table = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):

@@ -142,6 +142,9 @@ def read_meta(folder: str | Path) -> Meta:
             raise DataError(
                 f"{folder}: half-prepared. Resume with the command that began it: {_prepare_command(folder)}"
             )
+        checkout = Path(__file__).resolve().parents[1]
+        if not folder.is_absolute() and (checkout / folder).is_dir():
+            raise DataError(f"{folder}: no such data set here; start from the checkout, which has it: cd {checkout}")
         raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
     path = folder / "meta.json"
     if not path.is_file():

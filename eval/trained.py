@@ -59,7 +59,14 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
         raise RunError(f"{folder}: no config.toml, so not a run; give a folder such as runs/quickstart-kern")
     config = configure.load(folder / "config.toml")
     checkpoints = folder / "checkpoints"
-    steps = checkpoint.steps(checkpoints)
+    steps, damaged = checkpoint.steps(checkpoints), checkpoint.damaged_steps(checkpoints)
+    if damaged and not steps:
+        raise RunError(
+            f"{folder}: all its checkpoints are damaged (steps {', '.join(map(str, damaged))}); restore a copy of one "
+            f"under its name, without .damaged, or train again"
+        )
+    if step is None and damaged and damaged[-1] > steps[-1]:
+        print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         raise RunError(

@@ -57,6 +57,11 @@ def steps(folder: str | Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
 
 
+def damaged_steps(folder: str | Path) -> list[int]:
+    """Steps of the quarantined checkpoints in `folder`, ascending."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.damaged"))
+
+
 def folder_of(folder: str | Path, step: int) -> Path:
     """Where in `folder` the checkpoint of `step` is."""
     return Path(folder, f"step_{step:08d}")

@@ -47,9 +47,11 @@ def changes(config: Config) -> list[str]:
         return []
     lines = configure.differences(configure.load(folder / "config.toml"), keep_dtype(config))
     if refused := [line for line in lines if not line.startswith(MAY_CHANGE)]:
+        data = Path(config.data.dir, config.data.name)
         raise RunError(
             f"{folder} holds a run with another config:\n  " + "\n  ".join(refused) + "\n"
             "Give this one another name (--run.name=NAME), or let it choose one (--fresh)"
+            + ("" if data.is_dir() else f"\n{data}: no such data set either: prepare it, or correct data.name")
         )
     return lines
 
@@ -148,6 +150,19 @@ def renamed(config: Config) -> Config:
     return _rename(config, name)
 
 
+def find_owner(folder: Path) -> str | None:
+    """Who trains the run in `folder` now, such as `process 12 on host`; None if nobody does."""
+    if not (folder / "lock").exists():
+        return None
+    with (folder / "lock").open("a+") as file, suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            return file.read(200).strip() or "unknown"
+    return None
+
+
 @contextmanager
 def claim(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Within it, no other job writes to `folder`. Rank 0 makes the folder, holds its lock and removes cut-off saves.
@@ -167,11 +182,9 @@ def claim(folder: Path, ranks: Ranks) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read(200).strip() or "unknown"
             raise RunError(
-                f"{folder}: another process trains this run ({owner}). Wait for it or stop it, or start another run "
-                f"(--run.name=NAME or --fresh)"
+                f"{folder}: another process trains this run ({find_owner(folder)}). Wait for it or stop it, or start "
+                f"another run (--run.name=NAME or --fresh)"
             ) from None
         except OSError as error:
             print(f"warning: {file.name}: no locks on this file system ({error.strerror}): two processes may collide")

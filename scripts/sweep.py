@@ -12,6 +12,7 @@ stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and the sweep e
 """
 
 import argparse
+import ctypes
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -46,6 +48,7 @@ SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
 # Multiplied by --scale; 0, which disables, and -1, a tenth of the run, stay
 SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps", "eval.interval", "eval.windows")
 SCALED += ("log.interval",)
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 SPEED = "perf/tokens_per_sec"
 
 
@@ -111,6 +114,7 @@ class Job(NamedTuple):
                 stdout=output,
                 stderr=output,
                 process_group=0,  # so that Ctrl-C reaches only the sweep, which passes it on once
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         return cls(point, gpus, process)
 
@@ -124,6 +128,14 @@ class Job(NamedTuple):
         for pid in ranks or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1 if ranks else signal.SIGTERM)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux send this process SIGTERM when its `parent` dies, however it does: train.py then saves and ends."""
+    with suppress(OSError, AttributeError):  # no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -262,6 +274,7 @@ def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop
     """Train the points of `left`, as many at once as there are shares of the GPUs; returns the exit status."""
     waiting, free, failed, asked = list(left), list(shares), [], False
     running: list[Job] = []
+    told: set[str] = set()
     parallel = len(shares) > 1
     threads = max(1, len(os.sched_getaffinity(0)) // len(shares)) if parallel else 0
     while running or (waiting and not stop.asked):
@@ -270,7 +283,14 @@ def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop
             for job in running:
                 job.stop()
         while waiting and free and not stop.asked:
-            point = waiting.pop(0)
+            point = next((point for point in waiting if not folder.find_owner(point.folder)), None)
+            if point is None:  # the rest of a sweep that was killed is saving, or someone trains them by hand
+                owners = {f"{folder.find_owner(point.folder)} trains {point.folder}" for point in waiting}
+                for line in sorted(owners - told):
+                    print(f"waiting: {line}", flush=True)
+                told |= owners
+                break
+            waiting.remove(point)
             running.append(job := Job.start(point, file, free.pop(0), threads, log=parallel))
             where = f"; log: {point.folder}/train.log" if parallel else ""
             print(f"[{point.number}] {point.command(file, len(job.gpus))}{where}", flush=True)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from configure import Config, ConfigError, differences, dumps, from_command_line, load, sweep_points
-from configure.load import help_text
+from configure.load import CHECKOUT, help_text
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 
@@ -116,7 +117,7 @@ def test_a_wrong_line_of_a_file(write, line, says):
         ("--train.lr=1e-3", "command line: train.lr: unknown key; did you mean 'optim.lr'?"),
         ("--train.max_steps=1e3", "command line: train.max_steps: found 1000.0 (float), expected int >= 1"),
         ("--train.max_steps=", "command line: train.max_steps: found '' (str), expected int >= 1"),
-        ("--train.compile=True", "command line: train.compile: found 'True' (str), expected bool, true or false"),
+        ("--train.compile=maybe", "command line: train.compile: found 'maybe' (str), expected bool, true or false"),
         ("--model.router=Kern", "command line: model.router: found 'Kern' (str), expected one of dense, "),
         ("--train=3", "command line: train: found 3, expected a section"),
         ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps: found '1\nrun.seed = 2' (str), expected int >= 1"),
@@ -178,7 +179,7 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
         ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
         ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
-        ("--train.max_steps=100", 1, "optim.warmup_steps = 500 is more than train.max_steps = 100", 1),
+        ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
     ],
 )
 def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, says, remedies):
@@ -337,6 +338,40 @@ def test_a_wrong_linked_axis(write, axis, says):
     file = write(f"sweep.{axis}")
     text = message(file)
     assert f"{file} [sweep]: " in text and says in text
+
+
+@pytest.mark.parametrize("word, value", [("yes", True), ("True", True), ("No", False), ("FALSE", False)])
+def test_booleans_on_the_command_line(write, word, value):
+    assert load(write(), [f"--train.compile={word}"]).train.compile is value
+
+
+def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
+    file = write("train.max_steps = 1000\noptim.warmup_steps = 200")
+    for _ in range(2):
+        assert load(file, ["--train.max_steps=150"]).optim.warmup_steps == 15
+    note = "note: train.max_steps = 150 shortens optim.warmup_steps from 200 to 15\n"
+    assert capsys.readouterr().err == note  # once
+    assert load(write("train.max_steps = 130", "short.toml")).optim.warmup_steps == 13  # of the default of 500
+    assert "optim.warmup_steps = 151 is more than" in message(file, "--train.max_steps=150", "--optim.warmup_steps=151")
+    both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
+    assert "optim.warmup_steps = 200 is more than train.max_steps = 100" in message(both)
+
+
+def test_a_file_of_the_checkout_is_named_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"quickstart.toml: .*; start from the checkout: cd {CHECKOUT}"):
+        load("config/quickstart.toml")
+
+
+def test_torchrun_is_told_of_an_error(write, tmp_path, monkeypatch, capsys):
+    """It prints it after its own trace."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        from_command_line([str(write("train.micro_batch_size = 32"))], world_size=7)
+    assert capsys.readouterr().err == ""
+    failure = ProcessFailure(3, 7, 2, str(tmp_path / "error.json"))
+    assert "is not a multiple of train.micro_batch_size = 32 times 7 rank(s)" in str(failure.message)
 
 
 # ---- seeds, and axes on the command line

@@ -122,3 +122,5 @@ def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
     assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
         changes(config_of("train.dtype=float32"))
+    with pytest.raises(RunError, match=r"(?s)another config.*none: no such data set either"):
+        changes(config_of("data.name=none"))

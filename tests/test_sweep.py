@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
+import torch
 from runs import REPO_ROOT
 from runs import run as train_run
 
 import configure
-from runtime.folder import write_config
+from runtime.distributed import Ranks
+from runtime.folder import claim, find_owner, write_config
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
@@ -384,6 +387,38 @@ def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monk
     assert {note["gpus"] for note in notes} == ({"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")})
     assert "failed: " not in said.err
     assert gpus or said.out.count("stopped: ") == 2
+
+
+def test_a_point_that_another_process_trains_is_waited_for(sweep_file, fake_trainer, monkeypatch, capsys):
+    """Such as one of a sweep that was killed, which saves now."""
+    (point,) = sweep.list_points(str(sweep_file), ["--run.seed=0", "--model.router=kern"])
+    with ExitStack() as other:
+        other.enter_context(claim(point.folder, Ranks(0, 1, torch.device("cpu"))))
+        monkeypatch.setattr(sweep.time, "sleep", lambda seconds: other.close())
+        assert sweep.main([str(sweep_file), "--run.seed=0", "--model.router=kern"]) == 0
+    assert f"waiting: process {os.getpid()} on {os.uname().nodename} trains {point.folder}\n" in capsys.readouterr().out
+    assert [note["point"] for note in fake_trainer()] == ["0 kern"] and find_owner(point.folder) is None
+
+
+PARENT = """import os, signal, subprocess, sys
+from functools import partial
+from scripts.sweep import end_with_parent
+child = "import signal, sys; signal.signal(15, lambda *_: open(sys.argv[1], 'w').close()); print(1, flush=True)"
+child += "; signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], stdout=subprocess.PIPE,
+                         preexec_fn=partial(end_with_parent, os.getpid()))
+child.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.integration
+def test_points_are_asked_to_stop_when_the_sweep_is_killed(tmp_path):
+    subprocess.run([sys.executable, "-c", PARENT, tmp_path / "asked"], cwd=REPO_ROOT, timeout=HANG)
+    deadline = time.time() + HANG
+    while not (tmp_path / "asked").exists():
+        assert time.time() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.integration

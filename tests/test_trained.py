@@ -9,7 +9,7 @@ from corpora import write_ids
 import train
 from data.tokenizer import ByteTokenizer
 from eval.trained import load_model, load_run
-from runtime import folder
+from runtime import RunError, folder
 
 
 @pytest.fixture
@@ -51,3 +51,14 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)
+
+
+def test_damaged_checkpoints_are_named(run, capsys):
+    *older, newest = sorted((run / "checkpoints").glob("step_*"))
+    newest.rename(f"{newest}.damaged")
+    assert load_model(run).step == 6
+    assert "step 8 is damaged; using that of step 6" in capsys.readouterr().out
+    for path in older:
+        path.rename(f"{path}.damaged")
+    with pytest.raises(RunError, match=r"all its checkpoints are damaged \(steps 2, 4, 6, 8\)"):
+        load_model(run)
