@@ -5,7 +5,7 @@ source "$(dirname "$0")/setup.sh" requirements.txt requirements-report.txt
 python -m data.prepare stdlib
 python -m scripts.sweep config/quickstart.toml
 echo
-python -m scripts.report runs/quickstart-{dense,softmax,kern} --out runs/report
+python -m scripts.report runs/quickstart-{dense,softmax,kern}
 echo
 echo "--- a sample of runs/quickstart-kern ---"
 python -m scripts.sample runs/quickstart-kern --prompt $'class Stack:\n    def ' --tokens 500

@@ -22,7 +22,7 @@ def make_run(
 
     An `old` one has its arrays in metrics.jsonl, as lists.
     """
-    config = configure.load(file, ["run.seed=0", "model.router=kern", *overrides])
+    config = configure.load(file, ["run.seed=0", "model.router=kern", "train.dtype=float16", *overrides])
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))
     lines = metric_lines(config, **shape)
@@ -70,13 +70,14 @@ def metric_lines(
         losses = end + early * left + 3 * left**4 + shift + text
         line = at | {"train/loss": float(losses[0]), "perf/tokens_per_sec": 1000.0 + i}
         if model.router != "dense":
-            line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left}
+            line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left, "router/gate_norm": 2 - left}
         if model.router.startswith("kern"):
             line |= {"router/gamma": 1.5 - left / 2}
         found += [line] * (i > 0)
         line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
         if model.router != "dense":
-            line |= {"val/load_imbalance": 2 + left, "val/loads": np.floor(1000 * shares).tolist()}
+            line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}
+            line |= {"val/loads": np.floor(1000 * shares).tolist()}
         found.append(line)
     return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in found]
 

@@ -26,9 +26,9 @@ from eval.paper import NUMBERS, read_paper_losses
 from eval.style import STYLES, style
 from runtime.output import text_table
 from scripts import compare
-from scripts.report import page, pictures, tables
+from scripts.report import claims, page, pictures, tables
 from scripts.report.claims import CLAIMS, MARGIN, Interval, estimate_interval, judge_claims, pair_differences
-from scripts.report.runs import group_runs, load_run_record, load_run_records
+from scripts.report.runs import Run, expand_folders, group_runs, load_run_record, load_run_records
 
 
 def load_settings(*folders):
@@ -157,6 +157,7 @@ def test_runs_of_other_data_are_refused(tmp_path, what):
     add_checkpoint(kern, 100, **facts)  # the last counts
     with pytest.raises(ValueError, match=rf"{dense} and {kern}: {what} .* is sha of .* and else.* separate reports"):
         load_settings(dense, softmax, kern)
+    assert [of.label for of in load_settings(dense, softmax, kern, other)] == ["other"]
     (kern / "checkpoints/step_00000200/manifest.json").write_text("damaged")
     assert len(load_settings(dense, softmax, kern)) == 1
 
@@ -205,7 +206,7 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     ])  # fmt: skip
     (setting,), notes = group_runs([load_run_record(run) for run in (early, make_run(tmp_path / "x", until=0.6))])
     assert setting.end == 200
-    (setting,), (note, _) = group_runs([load_run_record(run) for run in (again, tmp_path / "x")])
+    (setting,), (_, note) = group_runs([load_run_record(run) for run in (again, tmp_path / "x")])
     assert note == f"{again} is left out: {tmp_path / 'x'} has the same settings and seed"  # it was trained further
 
 
@@ -265,10 +266,21 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     assert all([arm.label for arm in setting.arms] == ["softmax", "kern"] for setting in settings)
 
     same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu", "data.dir=/elsewhere", "log.group=x"]
-    other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64", "train.dtype=bfloat16"]
+    other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
     runs = [make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])]
     settings = load_settings(*runs)
     assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(settings)
+
+
+def test_types_separate_runs_that_differ_in_nothing_else(tmp_path):
+    """train.dtype = auto may choose one for dense and another for mixtures."""
+    runs = [make_run(tmp_path / "dense", "model.router=dense", "train.dtype=bfloat16")]
+    runs += [make_run(tmp_path / name, f"model.router={name}", "train.dtype=float32") for name in ("kern", "tanh")]
+    settings, (note,) = group_runs([load_run_record(run) for run in runs])
+    assert len(settings) == 1 and "dense in bfloat16; tanh, kern in float32; --train.dtype=float32 makes" in note
+    runs.append(make_run(tmp_path / "dense32", "model.router=dense", "train.dtype=float32"))
+    settings, notes = group_runs([load_run_record(run) for run in runs])
+    assert [(of.label, len(of.arms)) for of in settings] == [("bfloat16", 1), ("float32", 3)] and notes == []
 
 
 # ---- claims
@@ -337,6 +349,22 @@ def test_claims_over_settings(tmp_path):
         apart.append(make_run(tmp_path / f"y{router}", "run.seed=1", f"model.router={router}", "data.name=books3"))
     found = judge(*apart)["kern ends below softmax"]
     assert len(found.cells) == 2 and found.overall is None  # no seed in common
+
+
+def test_every_pair_of_routers_is_judged(tmp_path):
+    shape = {"left": "sqrtsoftplus", "right": "tanh", "seeds": 2, "noise": 0.002}
+    runs = make_pair(tmp_path / "a", gap=-0.2, overrides=["data.name=arxiv"], **shape)
+    runs += make_pair(tmp_path / "b", gap=0.1, overrides=["data.name=books3"], **shape)
+    assert judge(*runs) == {}
+    (pair,) = claims.judge_pairs(load_settings(*runs))
+    assert pair.words == "sqrtsoftplus against tanh" and pair.overall[1] == "mixed"
+    assert {label: verdict for label, (_, verdict) in pair.cells.items()} == {"arxiv": "lower", "books3": "higher"}
+    runs = [make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}", until=0.55)
+            for a in ("kern", "softmax") for b in (1, 3)]  # fmt: skip
+    words = [pair.words for pair in claims.judge_pairs(load_settings(*runs))]
+    assert len(words) == 4 and "kern against softmax (gate_scale 1)" in words
+    assert "kern against kern (kern, gate_scale 3; kern, gate_scale 1)" in words
+    assert claims.judge_pairs(load_settings(*make_pair(tmp_path / "x", "kern", "tanh", 2, until=0))) == []
 
 
 def test_settings_of_one_text_share_their_windows(tmp_path):
@@ -527,14 +555,22 @@ def test_pictures_show_what_their_axes_say(tmp_path):
     (setting,) = load_settings(*runs)
     ends = pictures.plot_ends([setting], "kern").axes[0]
     assert ends.lines[1].get_xydata().tolist() == pytest.approx(np.array([[0.25, 0]]))
-    loss = pictures.plot_loss(setting, "kern").axes[0]
-    means = [statistics.fmean(arm.losses(1000)) for arm in setting.arms]
-    assert [line.get_ydata()[-1] for line in loss.lines] == pytest.approx(means)
+    loss, train = pictures.plot_loss(setting, "kern").axes
+    for axes, losses in ((loss, Run.loss), (train, Run.train_loss)):
+        means = [statistics.fmean(losses(run, 1000) for run in arm.runs.values()) for arm in setting.arms]
+        assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx(means)
     routing = pictures.plot_routing(setting, "kern")
-    assert [axes.lines[0].get_ydata()[-1] for axes in routing.axes] == [4.0, 3.0, 1.5]
+    assert [axes.lines[0].get_ydata()[-1] for axes in routing.axes] == [4.0, 3.0, 2.0, 1.5]
     assert "in training (1 to 8)" in routing.axes[0].get_ylabel()
     loads = pictures.plot_loads(setting, "kern").axes[0].images[0].get_array()
     expected = np.array(setting.arms[1].first.evaluations[1000]["val/loads"])
+    assert pictures.plot_pairs(setting, "kern") is None
+    (setting,) = load_settings(*runs, make_run(tmp_path / "tanh", "model.router=tanh", end=1.875))
+    texts = pictures.plot_pairs(setting, "kern").axes[0].texts
+    cells = {
+        text.get_position(): (text.get_text(), text.get_weight()) for text in texts
+    }  # kern, tanh of one seed, dense
+    assert len(cells) == 6 and cells[0, 2] == ("+0.250", "bold") and cells[1, 0] == ("-0.125", "normal")
     shares = 2.0 ** loads.filled(-np.inf)
     np.testing.assert_allclose(shares, expected / expected.mean(1, keepdims=True), rtol=1e-12)
 
@@ -550,16 +586,17 @@ def written(tmp_path_factory):
         for seed in range(2):
             make_run(runs / f"{router}-{seed}", f"model.router={router}", f"run.seed={seed}", end=end, noise=0.01)
     with redirect_stdout(io.StringIO()) as said:
-        arguments = [*map(str, sorted(runs.iterdir())), "--experiment", "books3_512", "--out", str(out)]
+        arguments = [str(runs), "--experiment", "books3_512", "--out", str(out)]
         assert report.main(arguments) == 0
     return runs, out, said.getvalue().splitlines()
 
 
 PICTURES = {  # size in pixels, height and width
     "ends.png": (None, 880),
-    "loss.png": (550, 990),
+    "loss.png": (550, 1540),
     "difference.png": (550, 990),
-    "routing.png": (550, 2310),
+    "pairs.png": (None, None),
+    "routing.png": (1100, 1540),
     "loads.png": (None, 990),
 }
 
@@ -577,7 +614,7 @@ def test_report_is_written(written):
     text = (out / "report.md").read_text()
     for name, (height, width) in PICTURES.items():
         pixels = matplotlib.image.imread(out / name)[..., :3]
-        assert pixels.shape[1] == width and pixels.shape[0] == (height or pixels.shape[0]) and pixels.shape[0] > 150
+        assert pixels.shape[:2] == (height or pixels.shape[0], width or pixels.shape[1]) and min(pixels.shape[:2]) > 150
         colours = np.unique((255 * pixels.astype(np.float64)).round() @ [65536, 256, 1])
         assert len(colours) > 40, name  # lines, words and their edges, not an empty frame
     assert re.findall(r"!\[[^]]+\]\((.*?)\)", text) == list(PICTURES)
@@ -605,7 +642,7 @@ class Page(HTMLParser):
 
 
 HARMLESS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "ul", "li", "b", "code"}
-HARMLESS |= {"table", "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption"}
+HARMLESS |= {"table", "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption", "details", "summary"}
 
 
 def assert_self_contained(html):
@@ -678,6 +715,7 @@ def test_words_in_a_page(tmp_path):
     """Of Markdown's marks bold and code count, and a | ends no cell."""
     blocks = [("h1", "a < b & c"), ("p", "x <script>y</script> **z** `w<v`"), ("list", ["one", "<two>"])]
     blocks += [("table", ["a|b", "n"], [["x | y", "+0.1 [0, 1] **ok**"], ["p", "+0.1 [0, 1]"], ["q", "1 ± 2"]])]
+    blocks.append(("fold", "more & more", [("p", "**within**")]))
     write_page(blocks, tmp_path)
     html, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     assert_self_contained(html)
@@ -687,7 +725,9 @@ def test_words_in_a_page(tmp_path):
     assert cells[:2] == ["x | y", "+0.1 [0,\u00a01] <b>ok</b>"]  # may break before and after the interval
     assert cells[3::2] == ["+0.1 [0,\u00a01]", "1 ±\u00a02"]
     assert "| a\\|b | n |\n| --- | --: |\n| x \\| y | +0.1 [0, 1] **ok** |" in text
-    assert "<" not in text and "# a &lt; b &amp; c" in text
+    assert "<details><summary>more &amp; more</summary><p><b>within</b></p></details>" in html
+    text, _, folded = text.partition("<details><summary>more &amp; more</summary>\n\n")
+    assert "<" not in text and "# a &lt; b &amp; c" in text and folded == "**within**\n\n</details>\n"
 
 
 def test_without_the_baseline_there_is_no_difference(tmp_path, drawn):
@@ -732,7 +772,8 @@ def test_metrics_of_old_runs(tmp_path, drawn):
     assert drawn == ["ends.png", "loss.png", "difference.png"]
     assert "kern ends below dense: undecided (one window), -0.1250" in said
     assert "| +0.1250 | undecided |" in text
-    assert re.search(r"\| small-kern \| kern \| 0.44M \| 0.21M \| 1,000 \| [\d.]+ \| - \| 2.00 \|", text)
+    row = r"kern0` \| kern \| mix-bytes \| 0.44M \| 0.21M \| 1,000 \| [\d.]+ \| [\d.]+ \| - \| 1.000 → 2.000 \| 2.00 \|"
+    assert re.search(row, text)
 
 
 def test_several_settings(tmp_path, drawn):
@@ -757,12 +798,28 @@ def test_several_settings(tmp_path, drawn):
     assert "model.n_expert.png" not in drawn  # a number of experts has two losses
 
 
-def test_reports_and_copies_among_the_folders_are_left_out(written, tmp_path, drawn):
+def test_folders_stand_for_the_runs_below_them(written, tmp_path):
     runs, out, _ = written
-    said, _ = run_report(tmp_path / "out", *sorted(runs.iterdir()), out)
-    assert said[-2].startswith(f"note: left out: {out}: no config.toml, so not a run")
-    said, _ = run_report(tmp_path / "out", runs / "kern-0", runs / "kern-0")
-    assert said[-2] == f"note: {runs}/kern-0 is left out: {runs}/kern-0 has the same settings and seed"
+    first, *others = sorted(runs.iterdir())
+    assert expand_folders([runs]) == [first, *others]
+    assert expand_folders([others[0], out, runs, tmp_path]) == [others[0], first, *others[1:], tmp_path]
+
+
+def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("small-kern", "small-kern-seed1", "small-tanh", "small_scale-kern", "old/small-kern"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+
+    def name(*runs):
+        return str(report.name_folder([tmp_path / "runs" / run for run in runs]))
+
+    small = ["small-kern", "small-kern-seed1", "small-tanh"]
+    assert name(*small) == name(*small[::-1]) == "runs/report-small"
+    assert name(*small, "small_scale-kern", "old/small-kern") == "runs/report"
+    assert name("small-kern-seed1", "small-tanh") == "runs/report-small-kern-seed1+tanh"
+    assert re.fullmatch("runs/report-small-kern-[0-9a-f]{6}", name("small-kern"))
+    assert str(report.name_folder([report.Path("runs/small-tanh")])) == "runs/report-small-tanh"
 
 
 def test_bad_input_is_refused(tmp_path, capsys):
@@ -790,7 +847,10 @@ def test_bad_input_is_refused(tmp_path, capsys):
     wrong = "--experiment books4: not a file in config/paper; the paper prints losses of"
     assert wrong in error(run, "--experiment", "books4")
     (tmp_path / "curves.png").write_text("")
-    assert f"exists: '{tmp_path / 'curves.png'}'" in error(run, out=tmp_path / "curves.png")
+    assert "curves.png: File exists; name another folder with --out" in error(run, out=tmp_path / "curves.png")
+    (tmp_path / "report.md").write_text("# My thesis\n\n![a](curves.png)\n")
+    assert f"{tmp_path}: its report.md is not a report of runs" in error(run, out=tmp_path)
+    assert (tmp_path / "curves.png").exists()
     assert f"--out {run}: a run's folder" in error(run, out=run)
 
 
@@ -813,9 +873,10 @@ def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys,
 
 SPEEDS = {1: 1e3, 2: 12345.6, 3: 1e5}
 DENSE = [{"step": i, "train/loss": 5.0, "perf/tokens_per_sec": speed} for i, speed in SPEEDS.items()]
+DENSE += [{"step": i, "train/loss": loss} for i, loss in ((1080, 4.0), (1081, 2.0), (1200, 2.5), (1201, 9.0))]
 DENSE += [{"step": 0, "val/loss": 5.5}, {"step": 1200, "val/loss": 2.34567}]
-KERN = [{"step": 0, "val/loss": 5.5, "val/load_imbalance": 1.5}]
-KERN += [{"step": 1000, "val/loss": 2.25, "val/load_imbalance": 3.456}]
+KERN = [{"step": 0, "val/loss": 5.5, "val/load_imbalance": 1.5, "val/gate_norm": 0.5941}]
+KERN += [{"step": 1000, "val/loss": 2.25, "val/load_imbalance": 3.456, "val/gate_norm": 2}]
 
 
 def test_table_on_the_terminal(tiny, tmp_path):
@@ -831,6 +892,7 @@ def test_table_on_the_terminal(tiny, tmp_path):
     assert re.split("  +", head.strip()) == list(tables.COLUMNS)
     assert set(rule) == {"-"} and len(rule) == len(head) == len(dense) == len(kern)
     # 257·32 + 32·32 tables, 2 layers of 4·32² + 2·32 and 2·32·16 a dense MLP, 32 of the last norm: 19,744 parameters.
-    assert dense.split() == ["run-dense", "dense", "0.02M", "0.02M", "1,200", "2.3457", "12,346", "-"]
+    # Training loss: mean of 2.0 and 2.5, the batches of the last tenth, 1,081 to 1,200.
+    assert " ".join(dense.split()) == "run-dense dense tiny 0.02M 0.02M 1,200 2.2500 2.3457 12,346 - -"
     # Each layer 2·32·8·8 + 8·32 + 8 + 1 instead of 2·32·16: 26,402; of 8 experts 2 are active: 20,258.
-    assert kern.split() == ["run-kern", "kern", "0.03M", "0.02M", "1,000", "of", "1,200", "2.2500", "-", "3.46"]
+    assert " ".join(kern.split()) == "run-kern kern tiny 0.03M 0.02M 1,000 of 1,200 - 2.2500 - 0.594 → 2.000 3.46"

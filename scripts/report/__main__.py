@@ -1,23 +1,30 @@
 """Compare runs, and judge the paper's claims by them.
 
-    python -m scripts.report runs/small-* --out runs/report-small
+    python -m scripts.report runs/small-*                                    writes runs/report-small/
+    python -m scripts.report runs                                            every run in the folder
     python -m scripts.report runs/books3_512-* --experiment books3_512       the paper's numbers beside the runs'
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
 
 Writes report.md with its pictures, and report.html, which contains all of it. Runs are paired by seed and by validation
-window. Runs of one corpus, size and schedule are one setting: each setting has its own tables, and each claim is also
-judged over all settings. Needs requirements-report.txt.
+window. Runs of one corpus, size and schedule are one setting: each setting has its own tables. Every pair of routers
+gets its difference, and each claim a verdict, in each setting and over all of them. Needs requirements-report.txt.
 """
 
 import argparse
+import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from eval.paper import read_paper_losses
 from runtime.output import require_packages, text_table
-from scripts.report.runs import Setting, group_runs, load_run_records
+from scripts.report.claims import Finding
+from scripts.report.runs import Setting, expand_folders, group_runs, load_run_records
 from scripts.report.tables import COLUMNS, summarize_run
+from scripts.watch.runs import find_runs
+
+LINES = 40  # verdicts on the terminal, at most; the page has all of them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/quickstart-*")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
-    parser.add_argument("--out", type=Path, default=Path("runs/report"), help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder (default: report-NAME beside the runs, NAME by their names)")
     args = parser.parse_args(argv)
     try:
         report(args)
@@ -43,7 +50,8 @@ def report(args: argparse.Namespace) -> None:
     require_packages("matplotlib", "scipy")
     from scripts.report.page import write_report
 
-    runs, notes = load_run_records(args.runs)
+    folders = expand_folders(args.runs)
+    runs, notes = load_run_records(folders)
     settings, more = group_runs(runs)
     if args.experiment:
         for setting in settings:
@@ -51,18 +59,52 @@ def report(args: argparse.Namespace) -> None:
     names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
     if args.baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    if (args.out / "config.toml").is_file():
-        raise ValueError(f"--out {args.out}: a run's folder; name another")
-    args.out.mkdir(parents=True, exist_ok=True)
-    notes += more + find_ambiguous(settings, args.baseline)
-    findings = write_report(settings, notes, args.baseline, args.experiment, args.out)
-    print(text_table(COLUMNS, [summarize_run(run) for run in runs], left=2))
-    for _, words, cells, overall in findings:
-        if overall:
-            print(f"{words}: {overall[1]}, {overall[0]}")
-        for where, (found, verdict) in cells.items():
-            print(f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}: {verdict}, {found}")
-    print("".join(f"note: {line}\n" for line in notes) + f"report: {args.out}/report.html")
+    out = args.out or name_folder([folder for folder in folders if (folder / "config.toml").is_file()])
+    if (out / "config.toml").is_file():
+        raise ValueError(f"--out {out}: a run's folder; name another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out}: {error.strerror}; name another folder with --out") from None
+    notes = find_ambiguous(settings, args.baseline) + more + notes
+    findings = write_report(settings, notes, args.baseline, args.experiment, out)
+    print(text_table(COLUMNS, [summarize_run(run) for run in runs], left=3))
+    claimed = [{of.left, of.right} for of, *_ in findings if of.tenth == 10 and not of.equal]  # pairs have no tenth
+    told = [one for one in findings if one.claim.tenth or {one.claim.left, one.claim.right} not in claimed]
+    lines = [line for finding in told for line in format_finding(finding)]
+    print("\n".join(lines[:LINES] + [f"… and {len(lines) - LINES} more verdicts"] * (len(lines) > LINES)))
+    print("".join(f"note: {line}\n" for line in notes) + f"report: {out}/report.html")
+
+
+def format_finding(finding: Finding) -> list[str]:
+    """A line for the verdict over all settings, and one for each setting."""
+    _, words, cells, overall = finding
+    lines = [f"{words}: {overall[1]}, {overall[0]}"] if overall else []
+    for where, (found, verdict) in cells.items():
+        lines.append(f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}: {verdict}, {found}")
+    return lines
+
+
+def name_folder(folders: Sequence[Path]) -> Path:
+    """Where the report of these runs goes by default: the same folder for the same runs, and for no others.
+
+    It is beside the runs: report-NAME, where NAME is what the runs' names begin with. If other runs there begin so too,
+    it goes on with the parts in which these differ, or with a hash of their names if that is long.
+    """
+    base = Path(os.path.commonpath([folder.absolute().parent for folder in folders]))
+
+    def name_runs(folders: Iterable[Path]) -> list[str]:
+        return sorted({"-".join(folder.absolute().relative_to(base).parts) for folder in folders})
+
+    names = name_runs(folders)
+    begin = "-".join(os.path.commonprefix([name.split("-") for name in names]))
+    alike = [name for name in name_runs(find_runs([base])) if f"{name}-".startswith(f"{begin}-" * bool(begin))]
+    parts = [] if alike == names else [name.removeprefix(begin).lstrip("-") for name in names]
+    rest = "+".join(parts)
+    if len(rest) > 40 or not all(parts):
+        rest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:6]
+    folder = base / "-".join(filter(None, ("report", begin, rest)))
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def find_ambiguous(settings: Sequence[Setting], baseline: str) -> list[str]:

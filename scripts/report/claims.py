@@ -1,8 +1,9 @@
-"""Paired differences with 95% intervals, and what they say about the paper's claims."""
+"""Paired differences with 95% intervals, what they say about the paper's claims, and which of two routers is lower."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,17 @@ CONFIDENCE = 0.95
 MARGIN = 0.005  # nats per token; the paper's own standard deviation over seeds at 50K is 0.004 to 0.005
 SUPPORTED, CONTRADICTED, UNDECIDED, MIXED = "supported", "contradicted", "undecided", "mixed"
 
-HOW = f"""\
+HOW = """\
 Differences are paired by seed and validation window; the intervals take both as crossed random effects
-(estimate_interval in scripts/report/claims.py). **Supported**: the interval is on the claim's side of zero; for "ends
-like", within ±{MARGIN} nats, the paper's own deviation over seeds. **Contradicted**: on the other side.
-**Undecided**: anything else, and always with one seed. **Mixed**: one setting contradicts what another supports.
-Verdicts are about runs of this size, each claim alone: of many undecidable claims, one in twenty is decided by
-chance."""
+(estimate_interval in scripts/report/claims.py). **Undecided**: the interval contains zero, or there is one seed.
+**Mixed**: one setting contradicts another. Verdicts are about runs of this size, each alone: of many undecidable
+ones, one in twenty is decided by chance."""
+HOW_CLAIMS = f"""\
+**Supported**: the interval is on the claim's side of zero; for "ends like", within ±{MARGIN} nats, the paper's own
+deviation over seeds. **Contradicted**: on the other side, or outside."""
+HOW_PAIRS = """\
+Loss of the first router minus that of the second, at the last step that all runs of a setting have. **Lower**,
+**higher**: the first router's loss is, by an interval that is on that side of zero."""
 
 
 class Interval(NamedTuple):
@@ -86,20 +91,23 @@ def pair_differences(left: Arm, right: Arm, step: int, seeds: Sequence[int] | No
 
 
 class Claim(NamedTuple):
-    """A line of eval/paper_claims.toml."""
+    """A line of eval/paper_claims.toml, or two arms without a claim."""
 
     source: str
     words: str
     left: str
     right: str
-    tenth: int = 10
+    tenth: int | None = 10  # None: the last step that all runs of a setting have
     equal: bool = False
     active: str = "any"
+    below: str = SUPPORTED  # verdicts by the side of zero
+    above: str = CONTRADICTED
 
-    def applies(self, values: dict[str, Any]) -> bool:
-        """Whether it is about models with that part of the experts active."""
-        share = values["model.top_k"] / values["model.n_expert"]
-        return {"any": True, "few": share < 0.5, "all": share == 1}[self.active]
+    def step(self, setting: Setting) -> int | None:
+        """The step at which it is judged in that setting, if it is about models with that part of experts active."""
+        share = setting.values["model.top_k"] / setting.values["model.n_expert"]
+        applies = {"any": True, "few": share < 0.5, "all": share == 1}[self.active]
+        return (setting.end if self.tenth is None else setting.tenths.get(self.tenth)) if applies else None
 
     def judge(self, found: Interval) -> str:
         """The verdict by the Interval of left minus right."""
@@ -108,7 +116,7 @@ class Claim(NamedTuple):
         if self.equal:
             within, outside = max(-found.low, found.high) <= MARGIN, found.low > MARGIN or found.high < -MARGIN
             return SUPPORTED if within else CONTRADICTED if outside else UNDECIDED
-        return found.decide(SUPPORTED, CONTRADICTED)
+        return found.decide(self.below, self.above)
 
 
 CLAIMS = [Claim(source, words, **of) for source, claims in paper.CLAIMS.items() for words, of in claims.items()]
@@ -129,17 +137,34 @@ def judge_claims(settings: Sequence[Setting]) -> list[Finding]:
     for claim in CLAIMS:
         found = defaultdict(list)  # words: [(setting, its two arms)]
         for setting in settings:
-            if claim.applies(setting.values) and claim.tenth in setting.tenths:
+            if claim.step(setting) is not None:
                 for arm in setting.arms:
                     for other in setting.counterparts(arm, claim.right) if arm.router == claim.left else ():
                         found[claim.words + _name_constants(arm, other)].append((setting, arm, other))
-        for words, pairs in found.items():
-            cells = {pair[0].label: judged for pair in pairs if (judged := _judge_pairs(claim, [pair]))}
-            overall = _judge_pairs(claim, pairs) if len(pairs) > 1 else None
-            if overall and {SUPPORTED, CONTRADICTED} <= {overall[1], *(verdict for _, verdict in cells.values())}:
-                overall = overall[0], MIXED
-            findings.append(Finding(claim, words, cells, overall))
+        findings += [_judge(claim, words, pairs) for words, pairs in found.items()]
     return findings
+
+
+def judge_pairs(settings: Sequence[Setting]) -> list[Finding]:
+    """Which of every two arms has the lower loss; of two routers with several constants each, those most alike."""
+    found = defaultdict(list)  # claim and words: [(setting, its two arms)]
+    for setting in settings:
+        arms = setting.arms[::-1] if setting.end else ()  # routers that someone added first
+        for arm, other in combinations(arms, 2):
+            names, same = (arm.router, other.router), arm.router == other.router and arm.shared_seeds(other)
+            if same or arm in setting.counterparts(other, names[0]) or other in setting.counterparts(arm, names[1]):
+                claim = Claim("", "{} against {}".format(*names), *names, tenth=None, below="lower", above="higher")
+                found[claim, claim.words + _name_constants(arm, other)].append((setting, arm, other))
+    return [_judge(claim, words, pairs) for (claim, words), pairs in found.items()]
+
+
+def _judge(claim: Claim, words: str, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> Finding:
+    """The Finding of a claim about two arms in each of several settings."""
+    cells = {pair[0].label: judged for pair in pairs if (judged := _judge_pairs(claim, [pair]))}
+    overall = _judge_pairs(claim, pairs) if len(pairs) > 1 else None
+    if overall and {claim.below, claim.above} <= {overall[1], *(verdict for _, verdict in cells.values())}:
+        overall = overall[0], MIXED
+    return Finding(claim, words, cells, overall)
 
 
 def _name_constants(arm: Arm, other: Arm) -> str:
@@ -153,7 +178,8 @@ def _judge_pairs(claim: Claim, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> tup
     seeds = sorted(set.intersection(*(set(arm.shared_seeds(other)) for _, arm, other in pairs)))
     if not seeds:
         return None
-    differences = [pair_differences(arm, other, of.tenths[claim.tenth], seeds) for of, arm, other in pairs]
+    steps = [(step, arm, other) for of, arm, other in pairs if (step := claim.step(of)) is not None]
+    differences = [pair_differences(arm, other, step, seeds) for step, arm, other in steps]
     keys = ("data.name", "model.block_size")
     texts = [(*map(pair[0].values.get, keys), d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
     found = estimate_interval(differences, texts)

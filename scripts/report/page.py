@@ -11,17 +11,26 @@ from eval import paper
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from scripts.report import pictures, tables
-from scripts.report.claims import HOW, Finding, judge_claims
+from scripts.report.claims import HOW, HOW_CLAIMS, HOW_PAIRS, UNDECIDED, Finding, judge_claims, judge_pairs
 from scripts.report.runs import ARM_KEYS, Run, Setting
 
 COST = """Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` and
 `python -m scripts.bench router` time routers in turns within one process."""
 SWEPT = ("model.n_expert", "model.top_k", "model.n_embd", "model.block_size", "model.expert_hidden")
+TITLE = re.compile(r"# (One run|\d+ runs compared)\n")  # of a page that this module wrote
+NOTES, PAIRS = 6, 15  # shown; more notes, or a table of more pairs, are folded
 SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr", "eval.windows")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
-    "loss": ("Validation loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
+    "loss": ("Validation and training loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
-    "routing": ("Training batches: load imbalance, entropy of the gates, γ; layers' means.", pictures.plot_routing),
+    "pairs": (
+        "Loss of the row minus the column's. Bold: the 95% interval is on one side of zero.",
+        pictures.plot_pairs,
+    ),
+    "routing": (
+        "Training batches: load imbalance, the gates' entropy and norm, γ; layers' means.",
+        pictures.plot_routing,
+    ),
     "loads": ("Validation windows: load of each expert at the end, first seed; ×: no token.", pictures.plot_loads),
 }
 
@@ -29,12 +38,15 @@ PICTURES = {  # of each setting: caption, function of the setting and the baseli
 def write_report(
     settings: Sequence[Setting], notes: Sequence[str], baseline: str, experiment: str | None, folder: Path
 ) -> list[Finding]:
-    """Write report.md, report.html and their pictures into `folder`; returns the verdicts. Raises OSError."""
-    previous = folder / "report.md"
-    for name in re.findall(r"^!\[.*\]\(([\w-]+\.png)\)", previous.read_text(), re.M) if previous.is_file() else []:
-        (folder / name).unlink(missing_ok=True)  # of other runs, perhaps
+    """Write report.md, report.html and their pictures into `folder`; returns the verdicts, claims first.
+
+    Raises:
+        ValueError: the folder has a report.md that is not one of runs.
+        OSError: it cannot be written.
+    """
+    remove_pictures(folder)
     runs = [run for setting in settings for run in setting.runs]
-    findings = judge_claims(settings)
+    findings, pairs = judge_claims(settings), judge_pairs(settings)
     blocks: list[Block] = [("h1", f"{len(runs)} runs compared" if len(runs) > 1 else "One run")]
 
     def add_picture(name: str, caption: str, figure: Figure | None) -> None:
@@ -43,16 +55,22 @@ def write_report(
             blocks.append(("picture", f"{name}.png", caption))
 
     if notes:
-        blocks.append(("list", [f"**Note** {line}." for line in notes]))
+        blocks.append(("list", [f"**Note** {line}." for line in notes[:NOTES]]))
+    if more := notes[NOTES:]:
+        blocks.append(("fold", f"{len(more)} more notes", [("list", [f"{line}." for line in more])]))
     at = "at the end" if all(of.end == of.max_steps for of in settings) else "at the last common step"
     diamonds = "; diamonds: the paper's difference" * any(of.printed.losses and of.has_paper_tokens for of in settings)
     ends = pictures.plot_ends(settings, baseline)
     add_picture("ends", f"Loss {at} minus that of {baseline}, with 95% intervals{diamonds}.", ends)
     blocks.append(("h2", "Claims"))
     if findings:
-        blocks += [("table", *tables.build_claims_table(findings, settings)), ("p", HOW), ("p", COST)]
+        blocks += [("table", *tables.build_findings_table(findings, settings)), ("p", HOW_CLAIMS)]
     else:
         blocks.append(("p", "None apply: no setting has both routers of a claim."))
+    if pairs:
+        table = ("table", *tables.build_findings_table(pairs, settings, claims=False))
+        table = ("fold", count_verdicts(pairs), [table]) if len(pairs) > PAIRS else table
+        blocks += [("h2", "Every pair of routers"), table, ("p", HOW_PAIRS), ("p", HOW)]
     swept = [key for key in SWEPT if len({setting.values[key] for setting in settings}) > 2]
     for key in swept[:1]:  # others move with it
         add_picture(key, f"Loss {at} against {key}, means over seeds.", pictures.plot_axis(settings, key))
@@ -66,9 +84,25 @@ def write_report(
             if based or name != "difference":
                 file = re.sub(r"[^A-Za-z0-9._]+", "-", f"{setting.label}-{name}").strip("-")
                 add_picture(file, caption.format(baseline), plot(setting, baseline))
-    blocks += [("h2", "Runs"), ("table", tables.COLUMNS, [tables.summarize_run(run) for run in runs])]
-    write_page([*blocks, ("p", ", ".join(f"`{run.folder}`" for run in runs))], folder)
-    return findings
+    rows = [[f"`{run.folder}`", *tables.summarize_run(run)[1:]] for run in runs]
+    write_page([*blocks, ("h2", "Runs"), ("table", tables.COLUMNS, rows), ("p", tables.HOW), ("p", COST)], folder)
+    return findings + pairs
+
+
+def remove_pictures(folder: Path) -> None:
+    """Remove the pictures of the report in the folder, and no others. Raises ValueError of another report.md."""
+    previous = folder / "report.md"
+    text = previous.read_text() if previous.is_file() else ""
+    if text and not TITLE.match(text):
+        raise ValueError(f"--out {folder}: its report.md is not a report of runs; name another folder")
+    for name in re.findall(r"^!\[.*\]\(([\w.-]+\.png)\)", text, re.M):
+        (folder / name).unlink(missing_ok=True)
+
+
+def count_verdicts(pairs: Sequence[Finding]) -> str:
+    """How many pairs were decided somewhere, in words."""
+    undecided = sum(all(verdict.startswith(UNDECIDED) for _, verdict in pair.cells.values()) for pair in pairs)
+    return f"{len(pairs)} pairs, {undecided} of them undecided"
 
 
 def describe_setting(setting: Setting) -> str:
@@ -106,6 +140,7 @@ def list_differences(setting: Setting, experiment: str) -> list[str]:
     found = []
     for key in (*setting.values, *ARM_KEYS[1:]):
         theirs = [point.value(key) for point in points]
+        theirs = ["float16" if value == "auto" else value for value in theirs]  # train.dtype on CUDA
         if odd := sorted({run.value(key) for run in setting.runs}.difference(theirs)):
             found.append(f"{key} = {', '.join(map(str, odd))} ({theirs[0]})")
     return found

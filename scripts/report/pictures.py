@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from eval.pictures import add_load_bar
 from eval.style import style
-from scripts.report.claims import estimate_interval, pair_differences
+from scripts.report.claims import UNDECIDED, estimate_interval, pair_differences
 from scripts.report.runs import Arm, Setting
 
 MARKS = 12  # markers per line, about
@@ -27,9 +27,17 @@ Lines = dict[str, tuple[dict[str, Any], Points]]  # label: style, points
 
 
 def plot_loss(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss by steps, mean and range over seeds."""
+    """Validation loss and training loss by steps, mean and range over seeds."""
+
+    def collect(arm: Arm) -> Points:
+        columns = [{step: run.train_loss(step) for step in setting.steps} for run in arm.runs.values()]
+        losses = {step: [loss for of in columns if (loss := of[step]) is not None] for step in setting.steps}
+        return {step: spread(of) for step, of in losses.items() if len(of) == len(columns)}
+
     lines = draw_arms(setting, lambda arm: {step: spread(arm.losses(step)) for step in setting.steps})
-    return plot_lines([(f"steps of {setting.tokens:,} tokens", LOSS, lines)], margin=0.06)
+    steps = f"steps of {setting.tokens:,} tokens"
+    panels = [(steps, LOSS, lines), (steps, "training loss, nats per token", draw_arms(setting, collect))]
+    return plot_lines(panels, margin=0.06)
 
 
 def plot_difference(setting: Setting, baseline: str) -> Figure | None:
@@ -48,7 +56,7 @@ def plot_difference(setting: Setting, baseline: str) -> Figure | None:
 
 
 def plot_routing(setting: Setting, baseline: str) -> Figure | None:
-    """Load imbalance, entropy of the gates and γ of training batches: means over layers, mean and range over seeds."""
+    """Load imbalance, the gates' entropy and norm, and γ of training batches: means over layers, then over seeds."""
 
     def collect(arm: Arm, key: str) -> Points:
         columns = [arm.runs[seed].logged(key) for seed in arm.seeds]
@@ -59,6 +67,7 @@ def plot_routing(setting: Setting, baseline: str) -> Figure | None:
     labels = {
         "router/load_imbalance": f"busiest expert's load / mean load in training (1 to {E / K:g})",
         "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
+        "router/gate_norm": "norm of the gates, √E‖g‖²",
         "router/gamma": "γ",
     }
     return plot_lines(
@@ -99,17 +108,19 @@ def plot_lines(panels: Sequence[tuple[str, str, Lines]], margin: float | None = 
     With `margin` the y-axis leaves out the steep first quarter of the lines, and has that part of its range to spare.
     """
     panels = [panel for panel in panels if panel[2]]
-    figure = Figure((9 if len(panels) == 1 else 7 * len(panels), 5), layout="constrained")
+    rows, columns = math.ceil(len(panels) / 2), min(len(panels), 2)
+    height = max([5, *(0.6 + 0.21 * len(lines) for *_, lines in panels)])  # inches; a legend has a line for each
+    figure = Figure((9 if columns == 1 else 14, rows * height), layout="constrained")
     for i, (x_label, y_label, lines) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), i + 1, xlabel=x_label, ylabel=y_label)
+        axes = figure.add_subplot(rows, columns, i + 1, xlabel=x_label, ylabel=y_label)
         axes.grid(alpha=0.3)
-        drawn, late = [], []
+        drawn, late, faint = [], [], min(0.15, 0.8 / len(lines))
         for j, (label, (look, points)) in enumerate(lines.items()):
             means, lows, highs = zip(*points.values(), strict=True)
             every = max(1, len(points) // MARKS)
             label = f"{label} {means[-1]:.4f}"
             (line,) = axes.plot([*points], means, markevery=(j % every, every), label=label, **look)
-            axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
+            axes.fill_between([*points], lows, highs, color=look["color"], alpha=faint, linewidth=0)
             drawn.append((means[-1], j, line))
             late += means[len(means) // 4 :]
         if margin is not None:
@@ -143,6 +154,34 @@ def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
     axes.set_yticks(range(len(rows)), [f"{of.label}: {arm.label}" if of.label else arm.label for of, arm, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     return figure if rows else None
+
+
+def plot_pairs(setting: Setting, baseline: str) -> Figure | None:
+    """Loss of each arm minus that of each other, in order of their losses; None for fewer than three arms."""
+    arms = sorted(setting.arms, key=lambda arm: statistics.fmean(arm.losses(setting.end)))
+    found = {
+        (i, j): estimate_interval([pair_differences(arm, other, setting.end)])
+        for i, arm in enumerate(arms)
+        for j, other in enumerate(arms)
+        if arm is not other and arm.shared_seeds(other)
+    }
+    if len(arms) < 3 or not found:
+        return None
+    means = np.full((len(arms), len(arms)), math.nan)
+    figure = Figure((3 + 0.55 * len(arms), 2 + 0.35 * len(arms)), layout="constrained")
+    axes = figure.add_subplot()
+    for (i, j), pair in found.items():
+        means[i, j] = pair.mean
+        decided = pair.seeds > 1 and pair.decide("lower", "higher") != UNDECIDED
+        look: dict[str, Any] = {"weight": "bold"} if decided else {"color": "#555555", "style": "italic"}
+        axes.text(j, i, f"{pair.mean:+.3f}", ha="center", va="center", fontsize=8, **look)
+    limit = 2 * np.nanmax(np.abs(means)) or 1  # pale, so that the numbers stand out
+    axes.imshow(means, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+    labels = [arm.label for arm in arms]
+    axes.set_yticks(range(len(arms)), labels)
+    axes.set_xticks(range(len(arms)), labels, rotation=45, ha="left", rotation_mode="anchor")
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
+    return figure
 
 
 def plot_loads(setting: Setting, baseline: str) -> Figure | None:

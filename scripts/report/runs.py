@@ -1,11 +1,13 @@
 """Read runs, and sort them into settings and arms.
 
 Runs of one setting have the same corpus, shape, schedule and validation windows: all that moves a loss except the
-router and what balances or scales its gates. An arm is one such router, with a run for each seed.
+router, what balances or scales its gates, and train.dtype, which follows the router by default. An arm is one such
+router, with a run for each seed.
 """
 
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.metrics import read_metrics
+from scripts.watch.runs import find_runs
 
 # What differs between arms of one setting.
 ARM_KEYS = ("model.router", "model.gate_scale")
@@ -29,7 +32,8 @@ NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
     r"activation_checkpointing|timeout_minutes|checkpoint_|keep_checkpoints|on_save_error|max_skipped_steps)"
 )
-SETTING_KEYS = [key for key in KEYS if key not in ARM_KEYS and not NEUTRAL_KEYS.match(key)]
+DTYPE = "train.dtype"  # separates settings only where runs differ in nothing else
+SETTING_KEYS = [key for key in KEYS if key not in (*ARM_KEYS, DTYPE) and not NEUTRAL_KEYS.match(key)]
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
 
 
@@ -65,6 +69,12 @@ class Run:
     def loss(self, step: int) -> float:
         """Validation loss at `step`, nats per token."""
         return self.evaluations[step]["val/loss"]
+
+    def train_loss(self, step: int) -> float | None:
+        """Mean over the training batches logged since the evaluation before `step`, and within a tenth of training."""
+        since = max([step - math.ceil(self.config.train.max_steps / 10), *(at for at in self.evaluations if at < step)])
+        losses = [loss for at, loss in self.logged("train/loss").items() if since < at <= step and math.isfinite(loss)]
+        return statistics.fmean(losses) if losses else None
 
     def logged(self, key: str) -> dict[int, float]:
         """{step: value} of the lines of training that have the key."""
@@ -187,35 +197,46 @@ def load_run_record(folder: Path) -> Run:
     return run
 
 
+def expand_folders(places: Iterable[Path]) -> list[Path]:
+    """Each run at a place or below it, once; a place without any stands for itself, unless it is a report's folder."""
+    found = {place: find_runs([place]) for place in places}
+    alone = {place: [] if (place / "report.html").is_file() else [place] for place in found}
+    return [*dict.fromkeys(folder for place, runs in found.items() for folder in runs or alone[place])]
+
+
 def load_run_records(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read every folder: the runs, and why each other folder is left out. Raises ValueError if none is a run."""
-    runs, errors = [], []
+    """Read every folder: the runs, and why other folders are left out. Raises ValueError if none is a run."""
+    runs, errors, left_out = [], [], defaultdict(list)  # reason: folders
     for folder in folders:
         try:
             runs.append(load_run_record(folder))
         except ValueError as error:
             errors.append(error)
+            left_out[" ".join(str(error).removeprefix(str(folder)).split())].append(str(folder))
     if not runs:
         raise errors[0] if errors else ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    return runs, [f"left out: {' '.join(str(error).split())}" for error in errors]
+    return runs, [f"left out: {', '.join(of)}{reason}" for reason, of in left_out.items()]
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
     """Sort runs into settings, with notes on what was left out or is unfinished.
 
     Of two runs of one setting, arm and seed the one evaluated further counts; an unfinished run does not count where
-    others of its setting ended. Raises ValueError if runs to be compared were not evaluated on the same text.
+    others of its setting ended; nor does a setting whose runs were not evaluated on the same text. Raises ValueError if
+    that is true of every setting.
     """
-    notes, groups = [], defaultdict(lambda: defaultdict(dict))
     ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
-    for run in sorted(runs, key=lambda run: -max(run.evaluations)):
+    short = [run for run in runs if run.values(SETTING_KEYS) in ended and not run.ended]
+    left_out = [f"{run.folder} is left out: {run.progress} of {run.config.train.max_steps:,}" for run in short]
+    notes, errors, types, groups = [], [], defaultdict(list), defaultdict(lambda: defaultdict(dict))
+    runs = sorted([run for run in runs if run not in short], key=lambda run: -max(run.evaluations))
+    divided = _find_divided(runs)
+    for run in runs:
         setting = run.values(SETTING_KEYS)
-        if setting in ended and not run.ended:
-            notes.append(f"{run.folder} is left out: {run.progress} of {run.config.train.max_steps:,}")
-            continue
+        setting += ((DTYPE, run.value(DTYPE) if setting in divided else ""),)
         first = groups[setting][run.values(ARM_KEYS)].setdefault(run.config.run.seed, run)
         if first is not run:
-            notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+            left_out.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
     varying = _find_varying(groups)
     constants = _find_varying(arm[1:] for arms in groups.values() for arm in arms)
     order, settings = list(STYLES), []
@@ -226,14 +247,41 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
         ]
         found.sort(key=lambda arm: (order.index(arm.router) if arm.router in order else len(order), arm.constants))
         setting = Setting(", ".join(_name_values(values, varying)), dict(values), found)
-        check_same_text(setting)
+        try:
+            check_same_text(setting)
+        except ValueError as error:
+            errors.append(error)
+            continue
         settings.append(setting)
+        types[_describe_types(setting)].append(setting.label)
         if short := [f"{run.folder} ({run.progress})" for run in setting.runs if not run.ended]:
             notes.append(
                 f"{setting.label}{': ' * bool(setting.label)}unfinished or diverged: {', '.join(short)}. All are "
                 f"compared at step {setting.end:,} of {setting.max_steps:,}, and no claim about the end is judged"
             )
-    return settings, notes
+    if not settings:
+        raise errors[0]
+    notes += [f"{'; '.join(labels)}{': ' * any(labels)}{words}" for words, labels in types.items() if words]
+    return settings, [*notes, *(f"left out: {error}" for error in errors), *left_out]
+
+
+def _find_divided(runs: Iterable[Run]) -> set[tuple[tuple[str, Any], ...]]:
+    """Settings in which two runs differ in train.dtype alone."""
+    types = defaultdict(set)
+    for run in runs:
+        types[run.values(SETTING_KEYS), run.values(ARM_KEYS), run.config.run.seed].add(run.value(DTYPE))
+    return {setting for (setting, *_), found in types.items() if len(found) > 1}
+
+
+def _describe_types(setting: Setting) -> str:
+    """Which arms were computed in which type, and the remedy; "" if all were in one."""
+    arms = defaultdict(dict)  # type: labels, in order
+    for arm in setting.arms:
+        for run in arm.runs.values():
+            arms[run.value(DTYPE)][arm.label] = None
+    found = "; ".join(f"{', '.join(labels)} in {dtype}" for dtype, labels in arms.items())
+    remedy = f"--{DTYPE}={'float32' if 'float32' in arms else 'bfloat16'} makes them alike"
+    return f"computed in different types, so rounding is part of differences: {found}; {remedy}" * (len(arms) > 1)
 
 
 def check_same_text(setting: Setting) -> None:
@@ -274,6 +322,6 @@ def _find_varying(rows: Iterable[Sequence[tuple[str, Any]]]) -> list[str]:
 
 
 def _name_values(values: Iterable[tuple[str, Any]], keys: Sequence[str]) -> list[str]:
-    """Text stands alone, a number after the last word of its key."""
-    given = [(key.split(".")[1], value) for key, value in values if key in keys]
+    """Text stands alone, a number after the last word of its key; empty text is left out."""
+    given = [(key.split(".")[1], value) for key, value in values if key in keys and value != ""]
     return [value if isinstance(value, str) else f"{name} {value:.12g}" for name, value in given]

@@ -9,17 +9,23 @@ from scripts.report.claims import Finding, estimate_interval, pair_differences
 from scripts.report.runs import Run, Setting
 
 Table = tuple[list[str], list[list[str]]]
-COLUMNS = ("run", "router", "total", "active", "step", "val loss", "tokens/s", "val imbalance")
+COLUMNS = ("run", "router", "data", "total", "active", "step", "train loss", "val loss", "tokens/s", "gate norm")
+COLUMNS += ("val imbalance",)
+HOW = """\
+`train loss`: mean of the training batches logged since the evaluation before, within a tenth of training. `gate norm`:
+√E‖g‖² on the validation windows, mean over layers, at the first and the last evaluation."""
 
 
 def summarize_run(run: Run) -> list[str]:
     """COLUMNS of a run at its last evaluation. tokens/s: median over the run; imbalance: largest over mean load."""
-    step, last = list(run.evaluations.items())[-1]
-    speeds = run.logged("perf/tokens_per_sec").values()
-    cells = [run.config.run.name, run.config.model.router]
+    first, last = (list(run.evaluations.values())[i] for i in (0, -1))
+    step, loss, speeds = last["step"], run.train_loss(last["step"]), run.logged("perf/tokens_per_sec").values()
+    norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
+    cells = [run.config.run.name, run.config.model.router, run.config.data.name]
     cells += [f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)]
     cells.append(f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"))
-    cells += [f"{last['val/loss']:.4f}", f"{statistics.median(speeds):,.0f}" if speeds else "-"]
+    cells += ["-" if loss is None else f"{loss:.4f}", f"{last['val/loss']:.4f}"]
+    cells += [f"{statistics.median(speeds):,.0f}" if speeds else "-", " → ".join(norms) or "-"]
     return [*cells, f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-"]
 
 
@@ -62,17 +68,17 @@ def build_difference_table(setting: Setting, baseline: str) -> Table:
     return head, rows
 
 
-def build_claims_table(findings: Sequence[Finding], settings: Sequence[Setting]) -> Table:
-    """Left minus right and the verdict of each claim, in each setting and over all of them."""
+def build_findings_table(findings: Sequence[Finding], settings: Sequence[Setting], claims: bool = True) -> Table:
+    """Left minus right and the verdict of each claim or pair, in each setting and over all of them."""
     several = len(settings) > 1
-    head = ["claim", "where", *["all settings"] * several]
+    head = [*(["claim", "where"] if claims else ["pair"]), *["all settings"] * several]
     head += [setting.label or "left minus right, 95%" for setting in settings]
     rows = []
     for claim, words, found, overall in findings:
         cells = ["{} **{}**".format(*overall) if overall else ""] * several
         for setting in settings:
-            theirs = setting.printed.subtract(claim.left, claim.right, claim.tenth)
+            theirs = setting.printed.subtract(claim.left, claim.right, claim.tenth or setting.end_tenth)
             cell = "{} **{}**".format(*found[setting.label]) if setting.label in found else ""
             cells.append(cell + (f" (paper: {theirs:+.4f})" if cell and theirs is not None else ""))
-        rows.append([words, claim.source, *cells])
+        rows.append([words, *[claim.source] * claims, *cells])
     return head, rows
