@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from runs import Forked
+from runs import REPO_ROOT, Forked
 
 import train
 from runtime.metrics import Metrics
@@ -223,6 +224,12 @@ def test_no_runs_yet_and_wrong_places(tmp_path, capsys, monkeypatch):
     assert f"no runs in {tmp_path} yet" in capsys.readouterr().out
     assert watch.main([str(tmp_path / "typo")]) == 2
     assert "typo: no such folder" in capsys.readouterr().err
+
+
+def test_watching_imports_no_torch():
+    """So that a table is there at once."""
+    words = "import sys, scripts.watch.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], cwd=REPO_ROOT, timeout=300).returncode == 0
 
 
 def test_a_broken_config_hides_only_its_run(make_run, tmp_path, capsys):
