@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import configure
-import train
 from configure.schema import Optim
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from data.writer import Writer
@@ -180,6 +179,8 @@ def before_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], o
 
     Given None it calls nothing any more.
     """
+    import train  # not at the top: it imports Triton's kernels
+
     rate, actions = train.learning_rate, []
 
     def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
