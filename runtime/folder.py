@@ -16,7 +16,7 @@ from configure import Config
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
-from runtime.output import write_atomic
+from runtime.output import sync_folder, write_atomic
 
 # Keys that may differ from those the run started with: how long, how often and where it computes, not what.
 MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:")
@@ -177,6 +177,7 @@ def claim(folder: Path, ranks: Ranks) -> Iterator[None]:
         return
     with describe_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
         file = (folder / "lock").open("a+")
     with file:
         try:

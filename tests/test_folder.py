@@ -3,11 +3,13 @@
 import shutil
 
 import pytest
+import torch
 
 import train
 from configure import is_name_chosen, load
 from runtime import RunError
-from runtime.folder import MAX_SUFFIX, changes, find_or_rename, path_of, write_config
+from runtime.distributed import Ranks
+from runtime.folder import MAX_SUFFIX, changes, claim, find_or_rename, find_owner, path_of, write_config
 
 
 @pytest.fixture
@@ -124,3 +126,8 @@ def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
         changes(config_of("train.dtype=float32"))
     with pytest.raises(RunError, match=r"(?s)another config.*none: no such data set either"):
         changes(config_of("data.name=none"))
+
+
+def test_the_name_of_a_new_folder_survives_a_power_failure(tmp_path, disk_calls):
+    with claim(tmp_path / "runs" / "new", Ranks(0, 1, torch.device("cpu"))):
+        assert disk_calls == ["sync runs"] and find_owner(tmp_path / "runs" / "new").startswith("process ")
