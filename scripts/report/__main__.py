@@ -72,8 +72,8 @@ def report(args: argparse.Namespace) -> None:
     claimed = [{of.left, of.right} for of, *_ in findings if of.tenth == 10 and not of.equal]  # pairs have no tenth
     told = [one for one in findings if one.claim.tenth or {one.claim.left, one.claim.right} not in claimed]
     lines = [line for finding in told for line in format_finding(finding)]
-    print("\n".join(lines[:LINES] + [f"… and {len(lines) - LINES} more verdicts"] * (len(lines) > LINES)))
-    print("".join(f"note: {line}\n" for line in notes) + f"report: {out}/report.html")
+    lines[LINES:] = [f"… and {len(lines) - LINES} more verdicts"] * (len(lines) > LINES)
+    print("\n".join([*lines, *(f"note: {line}" for line in notes), f"report: {out}/report.html"]))
 
 
 def format_finding(finding: Finding) -> list[str]:

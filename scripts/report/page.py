@@ -24,7 +24,7 @@ PICTURES = {  # of each setting: caption, function of the setting and the baseli
     "loss": ("Validation and training loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
     "pairs": (
-        "Loss of the row minus the column's. Bold: the 95% interval is on one side of zero.",
+        "Loss of the row minus the column's, lowest first. Bold: decided; italic: undecided.",
         pictures.plot_pairs,
     ),
     "routing": (

@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from scripts.report.claims import UNDECIDED, estimate_interval, pair_differences
 from scripts.report.runs import Arm, Setting
 
 MARKS = 12  # markers per line, about
+COLUMN = 6  # panels of loads one below another; more are in two columns
 LOSS = "validation loss, nats per token (lower is better)"
 
 Points = dict[Any, Sequence[float]]  # x: mean, low, high
@@ -159,24 +161,21 @@ def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
 def plot_pairs(setting: Setting, baseline: str) -> Figure | None:
     """Loss of each arm minus that of each other, in order of their losses; None for fewer than three arms."""
     arms = sorted(setting.arms, key=lambda arm: statistics.fmean(arm.losses(setting.end)))
-    found = {
-        (i, j): estimate_interval([pair_differences(arm, other, setting.end)])
-        for i, arm in enumerate(arms)
-        for j, other in enumerate(arms)
-        if arm is not other and arm.shared_seeds(other)
-    }
-    if len(arms) < 3 or not found:
+    pairs = [(arm, other) for arm, other in permutations(arms, 2) if arm.shared_seeds(other)]
+    if len(arms) < 3 or not pairs:
         return None
-    means = np.full((len(arms), len(arms)), math.nan)
-    figure = Figure((3 + 0.55 * len(arms), 2 + 0.35 * len(arms)), layout="constrained")
-    axes = figure.add_subplot()
-    for (i, j), pair in found.items():
-        means[i, j] = pair.mean
-        decided = pair.seeds > 1 and pair.decide("lower", "higher") != UNDECIDED
-        look: dict[str, Any] = {"weight": "bold"} if decided else {"color": "#555555", "style": "italic"}
-        axes.text(j, i, f"{pair.mean:+.3f}", ha="center", va="center", fontsize=8, **look)
-    limit = 2 * np.nanmax(np.abs(means)) or 1  # pale, so that the numbers stand out
-    axes.imshow(means, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+    figure = Figure((3 + 0.62 * len(arms), 2 + 0.35 * len(arms)), layout="constrained")
+    axes, decided = figure.add_subplot(), np.zeros((len(arms), len(arms)))
+    for arm, other in pairs:
+        found = estimate_interval([pair_differences(arm, other, setting.end)])
+        row, column = arms.index(arm), arms.index(other)
+        sure = found.seeds > 1 and found.decide("lower", "higher") != UNDECIDED
+        decided[row, column] = found.mean if sure else 0
+        color, weight, slant = ("black", "bold", "normal") if sure else ("#555555", "normal", "italic")
+        font = {"color": color, "weight": weight, "style": slant, "size": 8}
+        axes.text(column, row, f"{found.mean:+.4f}", font, ha="center", va="center")
+    limit = 2 * np.abs(decided).max() or 1  # pale, so that the numbers stand out
+    axes.imshow(decided, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
     labels = [arm.label for arm in arms]
     axes.set_yticks(range(len(arms)), labels)
     axes.set_xticks(range(len(arms)), labels, rotation=45, ha="left", rotation_mode="anchor")
@@ -188,16 +187,19 @@ def plot_loads(setting: Setting, baseline: str) -> Figure | None:
     """Load of each expert over its layer's mean at the last common evaluation, for the first seed of each arm."""
     lines = {arm.label: arm.first.evaluations[setting.end] for arm in setting.arms}
     loads = {label: np.array(line["val/loads"], np.float64) for label, line in lines.items() if line.get("val/loads")}
-    figure = Figure((9, 1.3 + sum(0.55 + 0.14 * max(3, len(of)) for of in loads.values())), layout="constrained")
+    columns = 1 if len(loads) <= COLUMN else 2
+    rows, layers = math.ceil(len(loads) / columns), max(map(len, loads.values()), default=0)
+    figure = Figure((5 + 4 * columns, 1.3 + rows * (0.55 + 0.14 * max(3, layers))), layout="constrained")
     for i, (label, of) in enumerate(loads.items()):
-        axes = figure.add_subplot(len(loads), 1, i + 1, ylabel="layer", yticks=range(0, len(of), 1 + len(of) // 6))
+        axes = figure.add_subplot(rows, columns, i + 1, ylabel="layer", yticks=range(0, len(of), 1 + len(of) // 6))
         axes.set_title(label, loc="left", fontsize=9)
         with np.errstate(divide="ignore"):
             octaves = np.log2(of / of.mean(1, keepdims=True))  # (L, E)
         image = axes.imshow(octaves, aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
-        layers, experts = np.nonzero(of == 0)
-        axes.plot(experts, layers, "kx", markersize=min(5, 300 / of.shape[1]), scalex=False, scaley=False)
-        if i == len(loads) - 1:
+        idle, experts = np.nonzero(of == 0)  # layers of experts without a token
+        axes.plot(experts, idle, "kx", markersize=min(5, 300 / of.shape[1]), scalex=False, scaley=False)
+        if i >= len(loads) - columns:
             axes.set_xlabel("expert")
+        if i == len(loads) - 1:
             add_load_bar(figure, image, figure.axes, "load / mean load; ×: no token", 0.5)
     return figure if loads else None

@@ -70,7 +70,8 @@ def build_difference_table(setting: Setting, baseline: str) -> Table:
 
 def build_findings_table(findings: Sequence[Finding], settings: Sequence[Setting], claims: bool = True) -> Table:
     """Left minus right and the verdict of each claim or pair, in each setting and over all of them."""
-    several = len(settings) > 1
+    several = any(finding.overall for finding in findings)
+    settings = [of for of in settings if any(of.label in finding.cells for finding in findings)]
     head = [*(["claim", "where"] if claims else ["pair"]), *["all settings"] * several]
     head += [setting.label or "left minus right, 95%" for setting in settings]
     rows = []
