@@ -49,12 +49,20 @@ from runtime.validation import evaluate
 
 
 def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps."""
+    """Rate of optimizer step `step` (from 0).
+
+    Linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps; or, with schedule "wsd", lr until the decay,
+    which goes to lr · min_lr_ratio at max_steps as 1 - p or 1 - √p (arXiv 2405.18392) of its part p.
+    """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
-    progress = (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+    start = optim.warmup_steps if optim.schedule == "cosine" else optim.decay_start(max_steps)
+    progress = max(0, step - start) / max(1, max_steps - start)
+    if optim.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        height = 1 - (progress if optim.decay == "linear" else math.sqrt(progress))
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
 
 
 def forward_backward(

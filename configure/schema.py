@@ -129,13 +129,27 @@ class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(6e-4, gt=0, description="peak learning rate of AdamW")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate of the cosine, as a fraction of lr")
+    router_lr_ratio: float = Field(1.0, ge=0, description="routers' learning rate as a fraction of lr; 0 freezes them")
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine",
+        description="after the warm-up: a cosine to the end, or the constant rate lr and then a decay (warm-up, "
+        "stable, decay)",
+    )
+    decay_fraction: float = Field(0.2, ge=0, le=1, description="wsd: steps of the decay, as a fraction of max_steps")
+    decay: Literal["linear", "sqrt"] = Field(
+        "linear", description="wsd: form of the decay at its part p: 1 - p, or 1 - sqrt(p)"
+    )
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate of the schedule, as a fraction of lr")
     warmup_steps: int = Field(500, ge=0, description="steps of linear warm-up")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's running mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the squared gradient's running mean")
     eps: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, matrices only")
     grad_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0 disables")
+
+    def decay_start(self, max_steps: int) -> int:
+        """The step at which the decay of schedule "wsd" begins."""
+        return max_steps - round(self.decay_fraction * max_steps)
 
 
 class Eval(Section):
@@ -213,6 +227,12 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         errors.append(
             f"optim.warmup_steps = {optim.warmup_steps} is more than train.max_steps = {train.max_steps}; "
             f"set --optim.warmup_steps={train.max_steps // 10}"
+        )
+    elif optim.schedule == "wsd" and optim.warmup_steps > (start := optim.decay_start(train.max_steps)):
+        errors.append(
+            f"optim.warmup_steps = {optim.warmup_steps} goes beyond step {start}, where the decay begins "
+            f"(optim.decay_fraction = {optim.decay_fraction:g} of train.max_steps = {train.max_steps}); "
+            f"set --optim.warmup_steps={start // 10}"
         )
 
     return errors

@@ -16,14 +16,21 @@ from runtime.updates import Updates
 
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """AdamW with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
+
+    Routers (W, b, γ) have groups of their own if optim.router_lr_ratio is not 1. `Updates` reads a group's `lr_ratio`.
+    """
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    routers = [name for name in params if ".router." in name and optim.router_lr_ratio != 1]
+    groups = []
+    for ratio, names in ((1.0, [name for name in params if name not in routers]), (optim.router_lr_ratio, routers)):
+        matrices = [params[name] for name in names if params[name].dim() >= 2]
+        others = [params[name] for name in names if params[name].dim() < 2]
+        groups.append({"params": matrices, "weight_decay": optim.weight_decay, "lr_ratio": ratio})
+        groups.append({"params": others, "weight_decay": 0.0, "lr_ratio": ratio})
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-    for p in params:  # now, not in the first step: float16 may skip that one, and a checkpoint holds the state
+    for p in params.values():  # now, not in the first step: float16 may skip that one, and a checkpoint holds the state
         moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return optimizer

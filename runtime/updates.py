@@ -134,7 +134,7 @@ class Updates:
 
         # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         clip = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
         fused: Any = self.optimizer  # whose attributes torch does not declare
         fused.grad_scale = (now.scale * clip.clamp_min(1)).float()

@@ -180,6 +180,7 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
         ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
+        ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
     ],
 )
 def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, says, remedies):
@@ -481,6 +482,7 @@ def configs(draw):
     train["micro_batch_size"] = 1 + train["micro_batch_size"] % 1000
     train["batch_size"] = 3 * train["micro_batch_size"]
     train["max_steps"] += values["optim"]["warmup_steps"]
+    values["optim"]["schedule"] = "cosine"  # another's warm-up must end before its decay
     return Config.model_validate(values)
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import configure
 import train
+from configure.schema import Optim
 from data import DataError
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, stream_seed, windows
@@ -139,13 +140,33 @@ def test_selection_bias_follows_the_loads_of_the_batch(tiny):
 
 
 def test_learning_rate_by_hand():
-    optim = SimpleNamespace(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
-    rates = [train.learning_rate(optim, 110, step) for step in (0, 4, 9, 10, 60, 110)]
-    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
-    optim.warmup_steps = 0
-    assert [train.learning_rate(optim, 1, step) for step in (0, 1)] == pytest.approx([1.0, 0.1])
-    optim.warmup_steps = 2  # to the end
-    assert [train.learning_rate(optim, 2, step) for step in (0, 1, 2)] == pytest.approx([0.5, 1.0, 1.0])
+    def rates(max_steps, steps, **optim):
+        return pytest.approx([train.learning_rate(Optim(lr=1.0, **optim), max_steps, step) for step in steps])
+
+    assert rates(110, (0, 4, 9, 10, 60, 110), warmup_steps=10) == [0.1, 0.5, 1.0, 1.0, 0.55, 0.1]
+    assert rates(1, (0, 1), warmup_steps=0) == [1.0, 0.1]
+    assert rates(2, (0, 1, 2), warmup_steps=2) == [0.5, 1.0, 1.0]  # to the end
+    wsd = {"schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.4}
+    assert rates(100, (4, 9, 10, 59, 60, 70, 90, 100), **wsd) == [0.5, 1, 1, 1, 1, 0.775, 0.325, 0.1]
+    assert rates(100, (59, 60, 70, 100), **wsd, decay="sqrt", min_lr_ratio=0.0) == [1, 1, 0.5, 0]
+    assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]  # no decay
+
+
+def test_routers_learn_at_their_own_rate(tiny):
+    """At ratio 0 W, b and γ stay as they began and all else moves; at 1 there is no group of their own."""
+    for ratio in ("0.0", "0.5"):
+        config = tiny(f"optim.router_lr_ratio={ratio}", f"run.name=ratio-{ratio}")
+        torch.manual_seed(config.run.seed)
+        first = GPT(config.model)
+        groups = train_state.build_optimizer(first, config.optim).param_groups
+        names = {id(p): name for name, p in first.named_parameters()}
+        own = {names[id(p)] for group in groups if group["lr_ratio"] == float(ratio) for p in group["params"]}
+        assert own == {f"blocks.{i}.mlp.router.{part}" for i in range(2) for part in ("weight", "bias", "gamma")}
+        run(config)
+        last = dict(load_model(path_of(config)).model.named_parameters())
+        stayed = {name for name, p in first.named_parameters() if torch.equal(p, last[name])}
+        assert stayed == (own if ratio == "0.0" else set())
+    assert len(train_state.build_optimizer(GPT(tiny().model), tiny().optim).param_groups) == 2
 
 
 def test_weight_decay_on_matrices_only(tiny):
