@@ -200,8 +200,8 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     (setting,), notes = group_runs(runs)
     assert setting.end == 1000 and {run.folder for run in setting.runs} == {kern, dense}
     assert sorted(notes) == sorted([
-        f"{again} is left out: evaluated up to step 500 of 1,000",
-        f"{early} is left out: evaluated up to step 200 of 1,000",
+        f"left out: {again}: evaluated up to step 500 of 1,000",
+        f"left out: {early}: evaluated up to step 200 of 1,000",
         f"{twice} is left out: {kern} has the same settings and seed",
     ])  # fmt: skip
     (setting,), notes = group_runs([load_run_record(run) for run in (early, make_run(tmp_path / "x", until=0.6))])

@@ -227,7 +227,10 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
     """
     ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
     short = [run for run in runs if run.values(SETTING_KEYS) in ended and not run.ended]
-    left_out = [f"{run.folder} is left out: {run.progress} of {run.config.train.max_steps:,}" for run in short]
+    reached = defaultdict(list)  # how far: folders
+    for run in short:
+        reached[f"{run.progress} of {run.config.train.max_steps:,}"].append(str(run.folder))
+    left_out = [f"left out: {', '.join(folders)}: {how_far}" for how_far, folders in reached.items()]
     notes, errors, types, groups = [], [], defaultdict(list), defaultdict(lambda: defaultdict(dict))
     runs = sorted([run for run in runs if run not in short], key=lambda run: -max(run.evaluations))
     divided = _find_divided(runs)
