@@ -270,6 +270,14 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     runs = [make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])]
     settings = load_settings(*runs)
     assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(settings)
+    more = [
+        "model.n_layer=3",
+        "optim.warmup_steps=9",
+        "model.init_std=0.5",
+        "model.dropout=0.1",
+    ]  # not needed in labels
+    labels = {setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))}
+    assert len(labels) == 2 + len(other) and max(map(len, labels)) <= 60
 
 
 def test_types_separate_runs_that_differ_in_nothing_else(tmp_path):

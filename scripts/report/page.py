@@ -107,7 +107,10 @@ def count_verdicts(pairs: Sequence[Finding]) -> str:
 
 def describe_setting(setting: Setting) -> str:
     """Text, length and shape, and what else all runs share of the arms' constants."""
-    values = {key: {run.value(key) for run in setting.runs} for key in (*SHAPE, *ARM_KEYS[1:])}
+    keys = dict.fromkeys([*SHAPE, *setting.varying, *ARM_KEYS[1:]])
+    values = {
+        key: {run.value(key) for run in setting.runs} for key in keys if key not in ("data.name", "train.batch_size")
+    }
     shared = ", ".join(f"{key.split('.')[1]} {value}" for key, (value, *more) in values.items() if not more)
     tokens = f"{setting.tokens:,} tokens per step, {setting.tokens * setting.max_steps / 1e6:,.1f} M in all"
     return f"`{setting.values['data.name']}`: {tokens}; {shared}."

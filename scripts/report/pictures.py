@@ -142,7 +142,9 @@ def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
 def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
     """Where each arm ends against the baseline, with 95% intervals; diamonds: the paper's difference."""
     rows = [(of, arm, base) for of in settings for arm in of.arms if (base := of.counterpart(arm, baseline))]
-    figure = Figure((8, 1.2 + 0.32 * len(rows)), layout="constrained")
+    labels = [f"{of.label}: {arm.label}" if of.label else arm.label for of, arm, _ in rows]
+    width = max([8, *(5 + 0.08 * len(label) for label in labels)])  # inches
+    figure = Figure((width, 1.2 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, nats per token (left of 0: better)")
     for place, (setting, arm, base) in enumerate(rows):
         found, look = estimate_interval([pair_differences(arm, base, setting.end)]), style_arm(setting, arm)
@@ -153,7 +155,7 @@ def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
             axes.plot(theirs, place, "D", markersize=9, color="black", fillstyle="none")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
-    axes.set_yticks(range(len(rows)), [f"{of.label}: {arm.label}" if of.label else arm.label for of, arm, _ in rows])
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     return figure if rows else None
 

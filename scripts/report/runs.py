@@ -32,6 +32,8 @@ NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
     r"activation_checkpointing|timeout_minutes|checkpoint_|keep_checkpoints|on_save_error|max_skipped_steps)"
 )
+LABEL = 60  # characters of a setting's label, if fewer keys distinguish settings too
+TELLING = ("data.name", "model.n_embd", "train.max_steps", "optim.lr")  # the last to be left out of a label
 DTYPE = "train.dtype"  # separates settings only where runs differ in nothing else
 SETTING_KEYS = [key for key in KEYS if key not in (*ARM_KEYS, DTYPE) and not NEUTRAL_KEYS.match(key)]
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
@@ -120,6 +122,7 @@ class Setting:
     values: dict[str, Any]
     arms: list[Arm]
     printed: PaperLosses = PaperLosses()
+    varying: Sequence[str] = ()  # keys of which other settings have other values
 
     @property
     def runs(self) -> list[Run]:
@@ -241,6 +244,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
         if first is not run:
             left_out.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
     varying = _find_varying(groups)
+    naming = _choose_names(groups, varying)
     constants = _find_varying(arm[1:] for arms in groups.values() for arm in arms)
     order, settings = list(STYLES), []
     for values, arms in sorted(groups.items(), key=lambda item: [dict(item[0])[key] for key in varying]):
@@ -249,7 +253,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
             for ((_, router), *rest), seeds in arms.items()
         ]
         found.sort(key=lambda arm: (order.index(arm.router) if arm.router in order else len(order), arm.constants))
-        setting = Setting(", ".join(_name_values(values, varying)), dict(values), found)
+        setting = Setting(", ".join(_name_values(values, naming)), dict(values), found, varying=varying)
         try:
             check_same_text(setting)
         except ValueError as error:
@@ -322,6 +326,16 @@ def read_identity(run: Run) -> dict[str, Any]:
 def _find_varying(rows: Iterable[Sequence[tuple[str, Any]]]) -> list[str]:
     """Keys that have several values."""
     return [columns[0][0] for columns in zip(*rows, strict=True) if len(set(columns)) > 1]
+
+
+def _choose_names(settings: Iterable[Sequence[tuple[str, Any]]], keys: list[str]) -> list[str]:
+    """The keys that label settings: all of `keys`, but without some that are not needed where labels are long."""
+    for key in sorted(keys[::-1], key=lambda key: key in TELLING):
+        fewer = [other for other in keys if other != key]
+        long, short = ([", ".join(_name_values(values, of)) for values in settings] for of in (keys, fewer))
+        if max(map(len, long)) > LABEL and len({*short}) == len(short):
+            keys = fewer
+    return keys
 
 
 def _name_values(values: Iterable[tuple[str, Any]], keys: Sequence[str]) -> list[str]:
