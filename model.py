@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from configure.schema import Model as ModelConfig
+from gate_norm import gate_scale
 from kernels import expert_mlp
 from kernels.cross_entropy import linear_cross_entropy
 from router import ROUTERS, Router, balance_loss, entropy, expert_loads, token_distribution, z_loss
@@ -165,7 +166,7 @@ class MoE(nn.Module):
         super().__init__()
         spec = ROUTERS[config.router]
         assert spec is not None, "a dense model has no MoE"
-        self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, config.gate_scale)
+        self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, gate_scale(config))
         self.experts = Experts(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Stats]:

@@ -67,6 +67,12 @@ class Model(Section):
     top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
     expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
     gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, times the router's own c")
+    gate_norm: float = Field(
+        0.0,
+        ge=0,
+        description="initial sqrt(E|g|^2), g the gates of a token: sets their constant factor, so that all routers "
+        "begin at one scale; 0: as the router is; ignored by dense",
+    )
     pos: Literal["learned", "rope"] = Field("learned", description="position embeddings: a learned table or rotary")
     tie_embeddings: bool = Field(True, description="the LM head shares the token embedding's weights")
     bias: bool = Field(False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none")
@@ -207,6 +213,12 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         errors.append(
             f"model.top_k = {model.top_k} is more than model.n_expert = {model.n_expert}; "
             f"set --model.top_k={model.n_expert} or --model.n_expert={model.top_k}"
+        )
+
+    if model.gate_norm and model.gate_scale != 1 and model.router != "dense":
+        errors.append(
+            f"model.gate_norm = {model.gate_norm} sets the factor on the gates that model.gate_scale = "
+            f"{model.gate_scale} would set; set --model.gate_scale=1 or --model.gate_norm=0"
         )
 
     group = train.micro_batch_size * world_size

@@ -6,6 +6,7 @@ checkpoint of its own does not look at them. Reading them executes nothing.
 
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from configure import Config
 from configure.schema import Model
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
 from data.tokenizer import TOKENIZERS, identity
+from gate_norm import gate_scale
 from model import GPT
 from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
@@ -98,7 +100,8 @@ def _drop_unused(weights: Weights, model: Model) -> None:
     """Reduce weights.state to what a GPT of `model` takes, and note what is missing, unused or different."""
     state, notes, own = weights.state, weights.notes, _meta_state(model)
     for key in ("router", "top_k", "gate_scale"):
-        before, now = getattr(weights.model, key), getattr(model, key)
+        value = gate_scale if key == "gate_scale" else attrgetter(key)  # what model.gate_norm makes of it
+        before, now = value(weights.model), value(model)
         if before != now and ROUTERS[model.router] is not None:
             notes.append(f"model.{key} changes from {before} to {now}")
     unused = []

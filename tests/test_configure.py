@@ -479,6 +479,7 @@ def configs(draw):
     model, train = values["model"], values["train"]
     model["n_embd"] = 2 * model["n_head"]
     model["n_expert"] = model["top_k"]
+    model["gate_scale"] = 1.0 if model["gate_norm"] else model["gate_scale"]
     train["micro_batch_size"] = 1 + train["micro_batch_size"] % 1000
     train["batch_size"] = 3 * train["micro_batch_size"]
     train["max_steps"] += values["optim"]["warmup_steps"]

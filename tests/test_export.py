@@ -110,6 +110,7 @@ def test_every_router_exports_the_same_model(exported, router):
     [
         ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
         ("model.router=kern-mc", *VARIANTS[2]),
+        ("model.router=softmax-renorm", "model.gate_norm=1"),
         ("model.router=dense", "model.pos=rope", *VARIANTS[2]),
         ("model.router=dense", "model.bias=true"),
     ],

@@ -196,6 +196,7 @@ EXPORTED = {
     "rope, untied": ["model.router=softmax", "model.pos=rope", "model.tie_embeddings=false"],
     "gpt2": ["model.router=dense"],
     "dense": [*DENSE, "model.pos=rope"],
+    "gate_norm": ["model.router=sqrtsoftplus", "model.gate_norm=1.5"],
 }
 
 

@@ -12,6 +12,7 @@ import torch
 
 import configure
 from configure.schema import KEYS
+from gate_norm import gate_scale
 from model import count_parameters
 from router import ROUTERS, Router
 
@@ -136,7 +137,7 @@ def test_controls_of_scale_start_at_one_gate_norm(file, norm):
         model = configure.load(file, point).model
         x = torch.randn(2000, model.n_embd, generator=torch.Generator().manual_seed(7))
         torch.manual_seed(0)
-        router = Router(model.n_embd, model.n_expert, model.top_k, ROUTERS[model.router], model.gate_scale)
+        router = Router(model.n_embd, model.n_expert, model.top_k, ROUTERS[model.router], gate_scale(model))
         torch.nn.init.normal_(router.weight, std=model.init_std)
         weights = router(torch.nn.functional.layer_norm(x, (model.n_embd,))).weights
         assert weights.square().sum(-1).mean().sqrt().item() == pytest.approx(norm, rel=0.05), model.router

@@ -1,68 +1,26 @@
 """Expectations of routers at initialisation, computed rather than sampled. docs/theory.md has the results.
 
 Throughout, the M logits of a token are independent N(0, τ²), which they are over draws of W for an input of fixed norm.
-Three facts suffice:
-
-1. A logit z is among the top k if at most k - 1 of the other M - 1 are above it, a binomial probability. So a sum of
-   f(z) over the top k has the expectation M ∫ f(z) p(z) P(Bin(M - 1, Q(z)) < k) dz, with the normal density p and its
-   upper tail Q: one integral, no order statistics.
-2. Direction and length of a Gaussian vector are independent, so the expectation after an l2 norm is that of the
-   numerator over that of the denominator.
-3. Where a sum S stays in the denominator: S⁻ⁿ = ∫ tⁿ⁻¹ e^(-tS) dt / Γ(n), and e^(-tS) is a product over logits.
+Facts 1 to 3 are those of gate_norm.py, which has the sums of gates; here is what only the claims need, with scipy.
 
 Relative errors of quadrature are below 1e-4 (tests/test_theory.py).
 """
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from scipy import special
-from scipy.integrate import cumulative_simpson, simpson
+from scipy.integrate import simpson
 from scipy.stats import binom, norm
 
-Array = np.ndarray
+from gate_norm import RELU, Array, P, Z, chosen, gate_sum, integrate, mean_norm, top_sum
 
-Z = np.linspace(-9, 9, 3601)  # 0 is a node between two of Simpson's parabolas: ReLU has its kink there
-P = norm.pdf(Z)
-RELU = Z.clip(0)
-
-# The gates of a router without norms and their derivatives, as functions of the logit
-ELEMENTWISE: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
-    "sigmoid": (special.expit, lambda s: special.expit(s) * special.expit(-s)),
-    "tanh": (np.tanh, lambda s: np.cosh(s) ** -2.0),
+# The derivatives of gates without norms, as functions of the logit
+DERIVATIVES: dict[str, Callable[[Array], Array]] = {
+    "sigmoid": lambda s: special.expit(s) * special.expit(-s),
+    "tanh": lambda s: np.cosh(s) ** -2.0,
 }
-NUMERATORS = {"kern": RELU, "kern-norelu": Z}  # of gates divided by the l2 norm of all logits
-
-
-def integrate(values: Array) -> float:
-    """∫ of a function from its values on the grid Z."""
-    return float(simpson(values, x=Z))
-
-
-def chosen(n_expert: int, top_k: int, others: int = 1) -> Array:
-    """P(a logit at z is among the top k, and so are `others` - 1 more above it), on the grid Z."""
-    return binom.cdf(top_k - others, n_expert - others, special.ndtr(-Z))
-
-
-def top_sum(f: Array, n_expert: int, top_k: int) -> float:
-    """E Σ f(z) over the top k of M standard normals z, from the values of f on the grid Z (fact 1)."""
-    return n_expert * integrate(P * f * chosen(n_expert, top_k))
-
-
-def mean_norm(n: int, power: int = 1) -> float:
-    """E ‖z‖^power of n standard normals: 2^(power/2) Γ((n + power)/2) / Γ(n/2). Power -1 needs n > 1."""
-    return float(2 ** (power / 2) * special.poch(n / 2, power / 2))
-
-
-def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1) -> float:
-    """E Σ g^power of the gates, power 1 or 2, of kern, kern-norelu, sigmoid, tanh or softmax. KERN's is free of τ."""
-    if router in ELEMENTWISE:
-        return top_sum(ELEMENTWISE[router][0](tau * Z) ** power, n_expert, top_k)
-    if router == "softmax":
-        return softmax_moments(n_expert, top_k, tau)[power - 1]
-    return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)  # fact 2
 
 
 def kern_squared_sum(n_expert: int, top_k: int) -> float:
@@ -90,31 +48,11 @@ def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> floa
     KERN: row i of the Jacobian is (e_i - s̄_i s̄)/‖s‖, of squared length (1 - s̄_i²)/‖s‖², so the sum is
     (number of positive gates - Σ g²)/‖s‖², and E 1/‖s‖² = 1/((M - 2) τ²).
     """
-    if router in ELEMENTWISE:
-        return top_sum(ELEMENTWISE[router][1](tau * Z) ** 2, n_expert, top_k)
+    if router in DERIVATIVES:
+        return top_sum(DERIVATIVES[router](tau * Z) ** 2, n_expert, top_k)
     assert router == "kern", router
     rows = positive_gates(n_expert, top_k) - gate_sum("kern", n_expert, top_k, tau, power=2)
     return rows / ((n_expert - 2) * tau**2)
-
-
-@cache
-def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float]:
-    """E Σ p and E Σ p² over the top k of a softmax over M. Fact 3, on a grid of u = ln t."""
-    M, k = n_expert, top_k
-    z, p, h = Z[::4], P[::4], Z[4] - Z[0]
-    # e^(-tS) tⁿ is above 0 where t ~ 1/S, and S between e^(-3τ) and M e^(7τ)
-    u = np.arange(-math.log(M) - 7 * tau - 25, 3 * tau + 4, 0.25)
-    e = np.exp(tau * z)
-    decay = p * np.exp(-np.exp(u)[:, None] * e)  # (U, Z), density times e^(-t e^s)
-    below = cumulative_simpson(decay, dx=h, axis=1, initial=0).clip(0)
-    above = cumulative_simpson(decay[:, ::-1], dx=h, axis=1, initial=0)[:, ::-1].clip(0)
-    both = below + above
-    picked = decay * both ** (M - 1) * binom.cdf(k - 1, M - 1, above / both)  # fewer than k of the others above z
-
-    def moment(n: int) -> float:  # ∫ tⁿ⁻¹ … dt = ∫ tⁿ … du; Γ(1) = Γ(2) = 1
-        return float((np.exp(n * u) * M * simpson(picked * e**n, dx=h, axis=1)).sum() * 0.25)
-
-    return moment(1), moment(2)
 
 
 def fewer_positive(n_expert: int, top_k: int) -> float:

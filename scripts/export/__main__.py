@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from configure.schema import Model
 from data.tokenizer import Tokenizer, identity
 from eval.trained import Trained, add_run_arguments, load_run
+from gate_norm import gate_scale
 from router import ROUTERS
 from runtime import RunError
 from runtime.initial import EXPORTED
@@ -133,6 +134,7 @@ def make_config(model: Model, form: str) -> dict[str, Any]:
         },
         **shared,
         **{theirs: getattr(model, ours) for ours, theirs in EXPORTED.items()},
+        "gate_scale": gate_scale(model),  # what model.gate_norm makes of it
         "intermediate_size": hidden,
         "dropout": model.dropout,
     }

@@ -8,6 +8,7 @@ from typing import Any
 from data.bins import read_meta
 from eval.pages import format_markdown
 from eval.trained import Trained
+from gate_norm import gate_scale
 from model import count_parameters
 from router import ROUTERS
 from runtime.metrics import read_metrics
@@ -40,7 +41,7 @@ def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
         block_size=model.block_size,
         flags=" --trust-remote-code --model-impl transformers" if custom else "",
         model=format_table(("setting", "value"), settings.items()),
-        router=ROUTER.format(spec=spec, **settings) if spec else "",
+        router=ROUTER.format(spec=spec, **{**settings, "gate_scale": gate_scale(model)}) if spec else "",
         training=format_table(("", ""), training_rows(trained, run)),
         evaluation=read_evaluation(run, trained.label),
         code_licence=" The code, all files .py, is MIT (LICENSE-code)." if custom else "",

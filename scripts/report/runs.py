@@ -25,7 +25,7 @@ from runtime.metrics import read_metrics
 from scripts.watch.runs import find_runs
 
 # What differs between arms of one setting.
-ARM_KEYS = ("model.router", "model.gate_scale")
+ARM_KEYS = ("model.router", "model.gate_scale", "model.gate_norm")
 ARM_KEYS += ("train.balance_loss_coef", "train.z_loss_coef", "train.bias_update_rate", "optim.router_lr_ratio")
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(

@@ -1,0 +1,117 @@
+"""gate_norm.py: expectations against brute force, the norm of fresh models, what is refused."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from numerics import seeded
+from runs import checkpoints, column, run
+
+import gate_norm
+from configure import Config
+from configure.schema import find_conflicts
+from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
+from model import GPT, parameter_shapes
+from router import ROUTERS, RouterSpec
+from runtime import checkpoint
+from scripts.report.runs import ARM_KEYS
+
+SPARSE = [name for name in ROUTERS if name != "dense"]
+SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
+
+# A token's gates from its logits, all (n, M) and the k largest (n, k): the formulas of docs/paper.md, section 2, c = 1
+GATES = {
+    "softmax": lambda s, top: np.exp(top) / np.exp(s).sum(1, keepdims=True),
+    "sigmoid": lambda s, top: 1 / (1 + np.exp(-top)),
+    "tanh": lambda s, top: np.tanh(top),
+    "kern": lambda s, top: top.clip(0) / np.linalg.norm(s, axis=1, keepdims=True),
+    "kern-norelu": lambda s, top: top / np.linalg.norm(s, axis=1, keepdims=True),
+    "kern-after": lambda s, top: top.clip(0) / np.linalg.norm(top, axis=1, keepdims=True),
+    "softmax-renorm": lambda s, top: np.exp(top) / np.exp(top).sum(1, keepdims=True),
+    "sigmoid-renorm": lambda s, top: (1 / (1 + np.exp(-top))) / (1 / (1 + np.exp(-top))).sum(1, keepdims=True),
+    "sqrtsoftplus": lambda s, top: np.sqrt(np.log1p(np.exp(top))) / np.sqrt(np.log1p(np.exp(top))).sum(1)[:, None],
+    "softmax-l2": lambda s, top: np.exp(top) / np.linalg.norm(np.exp(s), axis=1, keepdims=True),
+    "sqrtgate": lambda s, top: np.exp(top / 2) / np.linalg.norm(np.exp(top / 2), axis=1, keepdims=True),
+}
+
+
+def settings(**update):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 64, "vocab_size": 257, "expert_hidden": 8}
+    return Config().model.model_copy(update={**sizes, "init_std": 0.06, "gate_norm": 2.5, **update})
+
+
+@pytest.mark.parametrize(("n_expert", "top_k", "tau"), [(64, 8, 0.554), (8, 2, 0.1), (4, 4, 3.0), (16, 1, 9.0)])
+@pytest.mark.parametrize("name", SPARSE)
+def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch):
+    sampled = name in SAMPLED or tau > 6
+    if not sampled:
+        monkeypatch.setattr(gate_norm, "sample_square", None)  # a formula must do
+    s = -np.sort(-tau * np.random.default_rng(1).standard_normal((40_000, n_expert)), axis=1)
+    squares = (GATES.get(name, GATES["kern"])(s, s[:, :top_k]) ** 2).sum(1)
+    found = expected_square(ROUTERS[name], n_expert, top_k, tau)
+    error = squares.std() / math.sqrt(len(s)) + (1e-3 * found if sampled else 0)
+    assert found == pytest.approx(squares.mean(), abs=4.5 * error, rel=1e-6)
+
+
+def test_quadrature_where_the_answer_is_known():
+    """All gates of a softmax sum to 1; KERN's squares to 1/2; binomials of thousands neither overflow nor vanish."""
+    assert softmax_moments(16, 16, 2.0)[0] == pytest.approx(1, rel=1e-5)
+    assert gate_sum("sigmoid", 9, 9, 2.0) == pytest.approx(4.5, rel=1e-8)
+    assert gate_sum("kern-norelu", 2048, 2048, 1, power=2) == pytest.approx(1, rel=1e-8)
+    assert 0.5 < gate_sum("kern", 4096, 3000, 1, power=2) <= 0.5 + 1e-8
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_fresh_models_have_the_norm_on_their_first_batch(name):
+    """Within the error of a few draws of weights, which are those without gate_norm though it may be sampled."""
+    gate_norm.sample_square.cache_clear()
+    squares, idx = [], torch.randint(257, (4, 64), generator=seeded(0))
+    for seed in range(4):
+        states = []
+        for norm in (2.5, 0.0):
+            torch.manual_seed(seeded(seed).initial_seed())
+            model = GPT(settings(router=name, gate_norm=norm))
+            states.append({key: value for key, value in model.state_dict().items() if key[-2:] != ".c"})
+            with torch.no_grad():
+                squares += model(idx, idx).stats.gate_square.tolist() if norm else []
+        assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    error = np.std(squares) / math.sqrt(len(squares))
+    assert np.mean(squares) == pytest.approx(2.5**2, abs=4 * error, rel=0.005)
+    assert error < 0.05 * 2.5**2
+
+
+def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch):
+    assert gate_scale(settings(router="kern", gate_norm=0.0, gate_scale=3.0)) == 3
+    c = {name: GPT(settings(router=name, n_layer=1)).blocks[0].mlp.router.c.item() for name in ("kern", "kern-mc")}
+    assert c["kern-mc"] == pytest.approx(c["kern"], rel=1e-6)
+    assert expected_square(RouterSpec("tanh", post="l2 over topk"), 12, 3, 0.5) == pytest.approx(1, abs=1e-5)
+    monkeypatch.setattr(gate_norm, "expected_square", None)  # shapes alone need no estimate
+    assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(settings(router="kern", gate_norm=0.0))
+
+
+def test_gate_scale_beside_it_is_refused_except_for_dense():
+    config = Config().model_copy(update={"model": settings(gate_scale=3.0)})
+    (error,) = find_conflicts(config)
+    assert error.startswith("model.gate_norm = 2.5") and "--model.gate_scale=1 or --model.gate_norm=0" in error
+    dense = settings(router="dense", gate_scale=3.0)
+    assert not find_conflicts(config.model_copy(update={"model": dense})) and gate_scale(dense) == 3
+    assert "model.gate_norm" in ARM_KEYS
+
+
+def test_run_records_logs_and_resumes_it(tiny):
+    """The first line, of a fresh model, has the norm; a resumed run takes c from its checkpoint."""
+    words = ("model.router=softmax-renorm", "model.gate_norm=1.5")
+    lines = run(config := tiny(*words, "train.max_steps=2"))
+    assert column(lines, "val/gate_norm")[0] == pytest.approx(1.5, rel=0.03)
+    c = (model := GPT(config.model)).blocks[0].mlp.router.c
+    wanted = c.item()
+    checkpoint.load_model(checkpoints(config), 2, model.apply(lambda module: c.fill_(7)))
+    assert c.item() == wanted
+
+
+def test_training_needs_no_scipy():
+    code = "import sys, train, gate_norm as g, router; g.expected_square(router.ROUTERS['softmax'], 8, 2, 1.0)"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'scipy' not in sys.modules"], check=True, timeout=100)
