@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from configure.schema import KEYS, SECTIONS, Config, find_conflicts
+from configure.schema import FILE_NAME, KEYS, SECTIONS, Config, Optim, find_conflicts
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
@@ -68,9 +68,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
         )
     defaults = {key: schema["default"] for key, schema in KEYS.items()}
     values, stem = defaults | settings, Path(path).stem
+    given = {_parse_override(text)[0] for text in overrides}
+    if values["train.branch_from"]:
+        values |= (branch := _resolve_branch(values, given))
+        settings |= branch
     settings["run.name"] = values["run.name"] or _name_run(stem, values, (defaults | in_file)["run.seed"], axes)
     settings["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
-    given = {_parse_override(text)[0] for text in overrides}
     steps, warmup = values["train.max_steps"], values["optim.warmup_steps"]
     shortened = "train.max_steps" in given or "optim.warmup_steps" not in in_file
     if warmup > steps and shortened and "optim.warmup_steps" not in given:
@@ -79,6 +82,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     config = Config.model_validate(_nest(settings))
     _raise_if(find_conflicts(config, world_size), path, overrides)
     return config
+
+
+def _resolve_branch(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """The setting of a branch that follows from the others: its step, or else its decay's part of the run."""
+    steps, step = values["train.max_steps"], values["train.branch_step"]
+    start = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
+    if not step:
+        return {"train.branch_step": start}
+    follows = step < steps and step != start and "optim.decay_fraction" not in given
+    return {"optim.decay_fraction": (steps - step) / steps} if follows else {}
 
 
 @cache
@@ -122,10 +135,15 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
 def _name_run(stem: str, values: dict[str, Any], seed: int, axes: Iterable[tuple[str, ...]]) -> str:
     """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if not the file's.
 
-    So seeds may be added to a finished run. `folder.find_or_rename` finds a run of before another axis was added.
+    So seeds may be added to a finished run. `folder.find_or_rename` finds a run of before another axis was added. A
+    branch is named after its trunk and its steps instead: TRUNK-800to1000.
     """
-    parts = [stem, values["model.router"]]
-    others = [[key for key in keys if key not in ("model.router", "run.seed")] for keys in axes]
+    parts, named = [stem, values["model.router"]], ["model.router", "run.seed"]
+    if trunk := values["train.branch_from"]:
+        parts = [f"{Path(trunk).name}-{values['train.branch_step']}to{values['train.max_steps']}"]
+        named += ["train.branch_from", "train.branch_step", "train.max_steps"]
+        seed = values["run.seed"]
+    others = [[key for key in keys if key not in named] for keys in axes]
     for key in [*(keys[0] for keys in others if keys), *["run.seed"] * (values["run.seed"] != seed)]:
         value = values[key]
         parts.append(value if isinstance(value, str) else key.split(".")[1] + _as_override(value))
@@ -376,7 +394,10 @@ def _describe_type(key: str) -> str:
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if schema["type"] == "string":
-        return "string of letters, digits, '.', '_' and '-'" if "pattern" in schema else "printable string"
+        letters = (
+            "letters, digits, '.', '_' and '-'" if FILE_NAME in schema.get("pattern", FILE_NAME) else "numbers, ','"
+        )
+        return f"string of {letters}" if "pattern" in schema else "printable string"
     if schema["type"] == "boolean":
         return "bool, true or false"
     bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}

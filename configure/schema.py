@@ -98,6 +98,14 @@ class Train(Section):
         description="folder of the initial weights: a GPT-2 checkpoint of Hugging Face, an exported model or a "
         "run; empty: random weights",
     )
+    branch_from: str = Field(
+        "",
+        description="folder of a run with schedule wsd, the trunk: this run takes its state at branch_step, and its "
+        "decay alone follows; empty: no branch",
+    )
+    branch_step: int = Field(
+        0, ge=0, description="step of the branch; sets decay_fraction. 0: where max_steps and decay_fraction put it"
+    )
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         "auto",
         description="autocast dtype; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32; a run keeps "
@@ -125,10 +133,18 @@ class Train(Section):
     )
     checkpoint_minutes: float = Field(10.0, ge=0, description="minutes between checkpoints; 0 disables")
     keep_checkpoints: int = Field(2, ge=1, description="number of latest checkpoints kept on disk")
+    keep_steps: str = Field(
+        "", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay as well, for branches, as 800,1600"
+    )
     on_save_error: Literal["stop", "warn"] = Field(
         "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"
     )
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
+
+    @property
+    def kept_steps(self) -> frozenset[int]:
+        """`keep_steps` as numbers."""
+        return frozenset(map(int, filter(None, self.keep_steps.split(","))))
 
 
 class Optim(Section):
@@ -246,5 +262,32 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
             f"(optim.decay_fraction = {optim.decay_fraction:g} of train.max_steps = {train.max_steps}); "
             f"set --optim.warmup_steps={start // 10}"
         )
+    return errors + _find_branch_conflicts(train, optim)
 
-    return errors
+
+def _find_branch_conflicts(train: Train, optim: Optim) -> list[str]:
+    """Errors between train.branch_from, train.branch_step and the schedule."""
+    step, steps, start = train.branch_step, train.max_steps, optim.decay_start(train.max_steps)
+    if not train.branch_from:
+        words = f"train.branch_step = {step} needs a trunk; name it (train.branch_from), or set --train.branch_step=0"
+        return [words] if step else []
+    if optim.schedule != "wsd":
+        return [f"train.branch_from = {train.branch_from} needs a decay that may follow; set --optim.schedule=wsd"]
+    if start in (0, steps) and step in (0, start):
+        part = "all" if start == 0 else "nothing"
+        return [
+            f"optim.decay_fraction = {optim.decay_fraction:g} of train.max_steps = {steps}: a branch is the decay of a "
+            f"run, which is {part} here; set --optim.decay_fraction=0.2"
+        ]
+    if step >= steps:
+        return [
+            f"train.branch_step = {step} is not before train.max_steps = {steps}, the end of the branch's decay; set "
+            f"--train.max_steps={step + max(1, step // 4)}"
+        ]
+    if step != start:
+        return [
+            f"train.branch_step = {step}, but optim.decay_fraction = {optim.decay_fraction:g} of train.max_steps = "
+            f"{steps} begins at step {start}; set --train.branch_step={start} or "
+            f"--optim.decay_fraction={(steps - step) / steps}"
+        ]
+    return []

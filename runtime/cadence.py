@@ -34,7 +34,7 @@ class Cadence:
         late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes  # by the clock of one rank
         stop, late = distributed.any_rank([self.stop.asked, late], self.ranks)
         interval = max(1, train.max_steps // 10) if train.checkpoint_interval < 0 else train.checkpoint_interval
-        on_interval = interval and step % interval == 0
+        on_interval = (interval and step % interval == 0) or step in train.kept_steps
         evaluate = (step % self.config.eval.interval == 0 or last) and step != self.evaluated_step
         return Due(
             evaluate=evaluate and not stop,

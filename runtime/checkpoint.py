@@ -75,7 +75,15 @@ class Saver:
     error another rank may be lost, and a save that needs it is given up: its partial folder stays until the next start.
     """
 
-    def __init__(self, folder: str | Path, ranks: Ranks, sharded: bool, keep: int, on_error: str) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        ranks: Ranks,
+        sharded: bool,
+        keep: int,
+        on_error: str,
+        keep_steps: frozenset[int] = frozenset(),
+    ) -> None:
         """A saver for one run.
 
         Args:
@@ -84,8 +92,10 @@ class Saver:
             sharded: each rank holds a part of the tensors and writes it; otherwise rank 0 writes alone.
             keep: how many of the newest checkpoints stay on disk.
             on_error: "stop" raises RunError where a save has failed, "warn" prints it.
+            keep_steps: steps whose checkpoints stay as well.
         """
         self.folder, self.keep, self.on_error = Path(folder), keep, on_error
+        self.keep_steps = keep_steps
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
@@ -186,7 +196,7 @@ class Saver:
         return {path.name: _describe(path) for path in paths}
 
     def _publish(self, step: int, path: Path, files: list[dict], metadata: dict) -> None:
-        """Write the manifest, give the folder its name, and delete checkpoints beyond `keep`."""
+        """Write the manifest, give the folder its name, and delete checkpoints beyond `keep` and `keep_steps`."""
         entries = {name: entry for part in files for name, entry in part.items()}
         temporary = path.with_suffix(".tmp")
         # "facts" is the key since the first version, so that old checkpoints stay readable.
@@ -196,7 +206,8 @@ class Saver:
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
         for old in steps(self.folder)[: -self.keep]:
-            shutil.rmtree(folder_of(self.folder, old))
+            if old not in self.keep_steps:
+                shutil.rmtree(folder_of(self.folder, old))
 
     def _on_each_writer(self, action: Callable[[], Any]) -> list:
         """What `action` returned on each of the ranks that write. Raises OSError on all if it did on one."""

@@ -22,7 +22,7 @@ from runtime.output import sync_folder, write_atomic
 MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:")
 MAY_CHANGE += ("train.max_steps:", "train.micro_batch_size:", "train.activation_checkpointing:", "train.compile:")
 MAY_CHANGE += ("train.parallel:", "train.device:", "train.deterministic:", "train.timeout_minutes:")
-MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.on_save_error:")
+MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.keep_steps:", "train.on_save_error:")
 MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
@@ -57,8 +57,10 @@ def changes(config: Config) -> list[str]:
 
 
 def keep_dtype(config: Config) -> Config:
-    """`config` with the train.dtype that the run in its folder began with, if it is "auto" and there is one."""
+    """`config` with the train.dtype that the run in its folder, or its trunk, began with, if it is "auto"."""
     file = path_of(config) / "config.toml"
+    if config.train.branch_from and not file.exists():
+        file = Path(config.train.branch_from, "config.toml")
     if config.train.dtype != "auto" or not file.exists():
         return config
     return set_dtype(config, configure.load(file).train.dtype)

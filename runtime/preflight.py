@@ -12,6 +12,7 @@ from data.loader import Loader, fixed_windows
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
+from runtime.branch import Branch, check_length, find_branch
 from runtime.tensorboard import require_tensorboard
 
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     parallel: str  # "ddp", "fsdp" or "hsdp"
     memory: memory.Memory  # estimated bytes on each rank
     initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
+    branch: Branch | None  # train.branch_from; None once there is a checkpoint
 
     @property
     def accumulation(self) -> int:
@@ -78,12 +80,15 @@ def preflight(config: Config) -> Plan:
 
     Raises:
         RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
-            train.init_from does not fit, or a package is missing.
+            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay, or a package is
+            missing.
         DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
     """
     require_tensorboard(config)
     folder, changes = run_folder.path_of(config), run_folder.changes(config)
     last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
+    check_length(config, last_step)
+    branch = None if last_step else find_branch(config)
 
     data, block_size = Path(config.data.dir, config.data.name), config.model.block_size
     identity = fingerprint(check_dataset(data, config.model.vocab_size))
@@ -102,7 +107,7 @@ def preflight(config: Config) -> Plan:
         folder=folder,
         changes=changes,
         last_step=last_step,
-        val_losses=run_folder.val_losses(folder),
+        val_losses=run_folder.val_losses(branch.trunk if branch else folder),
         identity=identity,
         loader=loader,
         val_tokens=val_tokens,
@@ -111,5 +116,6 @@ def preflight(config: Config) -> Plan:
         dtype=dtype,
         parallel=parallel,
         memory=needed,
-        initial_weights=None if last_step else initial.read_initial_weights(config),
+        initial_weights=None if last_step or branch else initial.read_initial_weights(config),
+        branch=branch,
     )

@@ -62,6 +62,8 @@ class Reporter:
         """Print the header and open everything. Raises RunError if metrics.jsonl cannot be written."""
         config, self.plan, self.ranks = plan.config, plan, ranks
         write_config(plan.folder, config)
+        if plan.branch:
+            plan.branch.copy_metrics(plan.folder)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
         self.scaled = state.updates.scaled
@@ -164,7 +166,9 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     print(
         f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
-        f"{len(plan.val_windows)} validation windows" + (f", from step {step}" if step else "")
+        f"{len(plan.val_windows)} validation windows"
+        + (f", from step {step}" if step else "")
+        + (f" of {plan.branch.trunk}" if plan.branch else "")
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")

@@ -40,7 +40,7 @@ class TrainState:
     """Model, optimizer, counters and running statistics of one run on one rank. A context manager.
 
     Attributes:
-        step: optimizer steps done when it was built: that of the checkpoint, or 0.
+        step: optimizer steps done when it was built: that of the checkpoint, or of the branch, or 0.
         metadata: what the checkpoint recorded besides tensors, and the identity of the data.
         model: the GPT on its device, sharded under FSDP2.
         runner: what to call in its place: DDP around it, or itself.
@@ -48,13 +48,19 @@ class TrainState:
     """
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
-        """Build the model and bring it to the newest intact checkpoint, if there is one. Every rank calls it.
+        """Build the model and bring it to the newest intact checkpoint or its trunk's, if any. Every rank calls it.
 
         Raises:
             RunError: all checkpoints are damaged, or the newest is of other data or does not fit the model.
         """
         config, checkpoints = plan.config, plan.folder / "checkpoints"
         self.step, recorded = checkpoint.latest(checkpoints, ranks)
+        if plan.branch and not self.step:
+            checkpoints, self.step, recorded = (
+                plan.branch.checkpoints,
+                plan.branch.step,
+                plan.branch.read_metadata(ranks),
+            )
         if self.step:
             plan.check_identity(self.step, recorded or {})
         self.metadata = {**(recorded or {}), **plan.identity}

@@ -254,10 +254,11 @@ def format_totals(points: list[Point], left: list[Point], args: argparse.Namespa
     sizes = [12 * count_parameters(point.config.model)[0] for point in left]  # of one checkpoint, bytes
     tokens = hours = disk = 0.0
     for point, size in zip(left, sizes, strict=True):
-        config, part = point.config, 1 - point.steps_done() / point.config.train.max_steps
+        config, done = point.config, max(point.steps_done(), point.config.train.branch_step)
+        part = 1 - done / config.train.max_steps
         tokens += part * plan.count_tokens(config)
         hours += part * plan.estimate_hours(config, 1, peak, mfu)
-        disk += size * config.train.keep_checkpoints
+        disk += size * (config.train.keep_checkpoints + len(config.train.kept_steps))
     written = max(sizes) * min(len(shares), len(left))
     gpus = len(set(sum(shares, [])))
     here = f", {hours / gpus:,.1f} h on the {gpus} here" if gpus > 1 else ""

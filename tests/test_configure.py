@@ -171,6 +171,9 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
 # ---- settings that are wrong together
 
 
+BRANCH = "--train.branch_from=x --optim.schedule=wsd"
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "says", "remedies"),
     [
@@ -181,6 +184,11 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
         ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
+        ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
+        ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
+        (f"{BRANCH} --optim.decay_fraction=0.0", 1, "which is nothing here", 1),
+        (f"{BRANCH} --train.branch_step=50_000", 1, "is not before train.max_steps = 50000", 1),
+        (f"{BRANCH} --train.branch_step=45_000 --optim.decay_fraction=0.2", 1, "begins at step 40000", 2),
     ],
 )
 def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, says, remedies):
@@ -191,6 +199,15 @@ def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size
     assert len(found) == remedies
     for remedy in found:
         load(file, [*overrides, remedy], world_size)
+
+
+def test_two_settings_of_a_branch_give_the_third(write):
+    file = write("[train]\nmax_steps = 777\n[optim]\nschedule = 'wsd'\ndecay_fraction = 0.15\nwarmup_steps = 0\n")
+    for override, step, fraction in (("max_steps=777", 660, 0.15), ("branch_step=600", 600, 177 / 777)):
+        config = load(file, ["--train.branch_from=runs/x", f"--train.{override}"])
+        assert (config.train.branch_step, config.optim.decay_fraction) == (step, fraction)
+        assert config.run.name == f"x-{step}to777" and config.optim.decay_start(777) == step
+        assert load(write(dumps(config), "again.toml")) == config
 
 
 def test_settings_that_do_not_clash(write):
@@ -483,7 +500,8 @@ def configs(draw):
     train["micro_batch_size"] = 1 + train["micro_batch_size"] % 1000
     train["batch_size"] = 3 * train["micro_batch_size"]
     train["max_steps"] += values["optim"]["warmup_steps"]
-    values["optim"]["schedule"] = "cosine"  # another's warm-up must end before its decay
+    values["optim"]["schedule"] = "cosine"  # another's warm-up must end before its decay, and a branch needs another
+    train["branch_from"], train["branch_step"] = "", 0
     return Config.model_validate(values)
 
 

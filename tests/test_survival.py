@@ -526,7 +526,7 @@ MAY_CHANGE = {
     "log.tensorboard",
     *("train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile", "train.activation_checkpointing"),
     *("train.device", "train.deterministic", "train.timeout_minutes", "train.checkpoint_interval"),
-    *("train.checkpoint_minutes", "train.keep_checkpoints", "train.on_save_error"),
+    *("train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps", "train.on_save_error"),
 }
 
 

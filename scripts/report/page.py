@@ -84,7 +84,7 @@ def write_report(
             if based or name != "difference":
                 file = re.sub(r"[^A-Za-z0-9._]+", "-", f"{setting.label}-{name}").strip("-")
                 add_picture(file, caption.format(baseline), plot(setting, baseline))
-    rows = [[f"`{run.folder}`", *tables.summarize_run(run)[1:]] for run in runs]
+    rows = [[f"`{run.folder}`{run.trunk}", *tables.summarize_run(run)[1:]] for run in runs]
     write_page([*blocks, ("h2", "Runs"), ("table", tables.COLUMNS, rows), ("p", tables.HOW), ("p", COST)], folder)
     return findings + pairs
 

@@ -30,7 +30,7 @@ ARM_KEYS += ("train.balance_loss_coef", "train.z_loss_coef", "train.bias_update_
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
-    r"activation_checkpointing|timeout_minutes|checkpoint_|keep_checkpoints|on_save_error|max_skipped_steps)"
+    r"activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|on_save_error|max_skipped_steps)"
 )
 LABEL = 60  # characters of a setting's label, if fewer keys distinguish settings too
 TELLING = ("data.name", "model.n_embd", "train.max_steps", "optim.lr")  # the last to be left out of a label
@@ -56,6 +56,12 @@ class Run:
     def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
         """(key, value) of each key."""
         return tuple((key, self.value(key)) for key in keys)
+
+    @property
+    def trunk(self) -> str:
+        """` (branch of runs/NAME at step 800)`; empty if it is none."""
+        train = self.config.train
+        return f" (branch of {train.branch_from} at step {train.branch_step:,})" if train.branch_from else ""
 
     @property
     def ended(self) -> bool:

@@ -21,7 +21,7 @@ def summarize_run(run: Run) -> list[str]:
     first, last = (list(run.evaluations.values())[i] for i in (0, -1))
     step, loss, speeds = last["step"], run.train_loss(last["step"]), run.logged("perf/tokens_per_sec").values()
     norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
-    cells = [run.config.run.name, run.config.model.router, run.config.data.name]
+    cells = [run.config.run.name + run.trunk, run.config.model.router, run.config.data.name]
     cells += [f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)]
     cells.append(f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"))
     cells += ["-" if loss is None else f"{loss:.4f}", f"{last['val/loss']:.4f}"]

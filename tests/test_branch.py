@@ -1,0 +1,133 @@
+"""Branches (train.branch_from): equal to runs that were never branched, and refused where they could not be."""
+
+import shutil
+
+import pytest
+from runs import checkpoints, content, end, meet_in, run, start_ranks, steps
+
+import configure
+import train
+from runtime import RunError
+from runtime.folder import path_of
+from scripts.report.runs import group_runs, load_run_record
+from scripts.report.tables import summarize_run
+
+# The most state to take over: dropout, a loss scale, a history of losses, sums of half a log interval.
+WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.interval=2"]
+WSD += ["train.dtype=float16", "optim.router_lr_ratio=0.5", "train.loss_spike=skip", "train.bias_update_rate=0.01"]
+FRACTION = "optim.decay_fraction=0.25"
+TRUNK = [*WSD, FRACTION, "run.name=trunk", "train.max_steps=16", "train.keep_steps=6,9", "train.checkpoint_interval=4"]
+
+
+@pytest.fixture
+def trunk(tiny):
+    """Its decay begins at step 12."""
+    config = tiny(*TRUNK, "train.keep_checkpoints=1")
+    run(config)
+    assert steps(config) == [6, 9, 16]
+    return config
+
+
+def branch(tiny, trunk, *overrides):
+    """The Config of a branch of `trunk`; its decay is a quarter unless a step is given."""
+    fraction = [] if any("branch_step" in word for word in overrides) else [FRACTION]
+    return tiny(
+        "run.name=", "train.checkpoint_interval=5", *WSD, *fraction, f"train.branch_from={path_of(trunk)}", *overrides
+    )
+
+
+def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, capsys):
+    """Three lengths; the last is killed before its first checkpoint, and after it when the trunk is gone."""
+    before = content(path_of(trunk))
+    for name, at in {
+        "trunk-6to8": "max_steps=8",
+        "trunk-9to10": "branch_step=9",
+        "trunk-9to12": "max_steps=12",
+    }.items():
+        config = branch(tiny, trunk, f"train.{at}", *["train.max_steps=10"] * (at == "branch_step=9"))
+        assert config.run.name == name
+        for step in (9, 11) if name == "trunk-9to12" else ():
+            before_steps(lambda now, step=step: 1 / (now - step))
+            with pytest.raises(ZeroDivisionError):
+                run(config)
+            before_steps(None)
+            assert steps(config) == [10] * (step == 11)
+        assert content(path_of(trunk)) == before
+        if name == "trunk-9to12":
+            path_of(trunk).rename(path_of(trunk).with_name("gone"))
+        run(config)
+        length = [f"train.max_steps={config.train.max_steps}", f"optim.decay_fraction={config.optim.decay_fraction}"]
+        alone = tiny(*WSD, *length, f"run.name=alone-{name}")
+        run(alone)
+        assert end(config) == end(alone)
+    assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
+    assert configure.load(path_of(config) / "config.toml") == config
+    records = [load_run_record(path_of(one)) for one in (config, alone)]
+    assert len(group_runs(records)[0]) == 1  # of one setting
+    assert summarize_run(records[0])[0] == f"trunk-9to12 (branch of {path_of(trunk)} at step 9)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["train.max_steps=12", "model.n_embd=64", "run.seed=3"],
+            "run.seed: 0 -> 3\n.*--run.seed=0 --model.n_embd=32$",
+        ),
+        (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*Add --train.batch_size=8$"),
+        (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
+        (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=9.*--train.keep_steps=3$"),
+        (["train.branch_step=16", "train.max_steps=20"], "16 is after step 12, .*: the trunk has 6, 9 "),
+    ],
+)
+def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
+    before = content(path_of(trunk).parent)
+    with pytest.raises(RunError, match=f"(?s)^train.branch_from = .*{says}"):
+        train.train(branch(tiny, trunk, *overrides))
+    assert content(path_of(trunk).parent) == before
+
+
+def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
+    next(checkpoints(trunk).glob("step_00000009/__*")).write_bytes(b"")
+    with pytest.raises(RunError, match=r"damaged.*the trunk has 6 \(--train.branch_step=6\)"):
+        train.train(branch(tiny, trunk, "train.max_steps=12"))
+    file = path_of(trunk) / "config.toml"
+    file.write_text(file.read_text().replace('"wsd"', '"cosine"'))
+    with pytest.raises(RunError, match="schedule is cosine.*--optim.schedule=wsd"):
+        train.train(branch(tiny, trunk, "train.max_steps=8"))
+
+
+def test_length_of_a_run_may_change_until_its_decay(tiny, trunk):
+    for last in ("train.max_steps=20", "train.max_steps=18"):
+        with pytest.raises(RunError, match="at step 16, and its decay begins at step 12 of 16.*--train.branch_from"):
+            train.train(tiny(*TRUNK, last))
+    shutil.rmtree(checkpoints(trunk) / "step_00000016")
+    run(tiny(*TRUNK, "train.max_steps=20"))
+    alone = tiny(*TRUNK, "train.max_steps=20", "run.name=alone")
+    run(alone)
+    assert end(tiny(*TRUNK, "train.max_steps=20")) == end(alone)
+
+
+def be_a_rank(file):
+    """Train a trunk, its branch and a run of the same length on two ranks, replicated and sharded."""
+    for parallel in ("ddp", "fsdp"):
+        for name, words in {
+            "trunk": TRUNK,
+            "branch": [*WSD, FRACTION, f"train.branch_from={file.parent / parallel}/trunk"],
+            "alone": [*WSD, FRACTION],
+        }.items():
+            where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
+            length = [] if name == "trunk" else ["train.max_steps=12"]
+            meet_in(file.parent / f"{parallel}-{name}.store")
+            config = configure.load(file, [*words, *where, *length, f"run.name={name}"], 2)
+            train.train(config)
+
+
+@pytest.mark.integration
+def test_branch_on_two_ranks_equals_a_run_that_was_never_branched(tiny, tiny_file):
+    for process in start_ranks(2, be_a_rank, tiny_file):
+        code, printed = process.wait(300)
+        assert code == 0, printed
+    for parallel in ("ddp", "fsdp"):
+        where = [*WSD, FRACTION, "train.max_steps=12", f"run.dir={tiny_file.parent / parallel}"]
+        assert end(tiny(*where, "run.name=branch")) == end(tiny(*where, "run.name=alone"))
