@@ -40,11 +40,16 @@ def tolerance(dtype: torch.dtype, length: int, roundings: float = 1.5) -> float:
     return roundings * torch.finfo(dtype).eps + 0.5 * math.sqrt(length) * torch.finfo(wide).eps
 
 
-def assert_near(actual: Tensor, wanted: Tensor, tolerance: float, name: str = "result") -> None:
-    """Assert equal shapes and ‖actual − wanted‖ ≤ tolerance · ‖wanted‖, in float64. NaN and Inf fail."""
+def assert_near(
+    actual: Tensor, wanted: Tensor, tolerance: float, name: str = "result", size: Tensor | None = None
+) -> None:
+    """Assert equal shapes and ‖actual − wanted‖ ≤ tolerance · ‖wanted‖, in float64. NaN and Inf fail.
+
+    Where terms cancel, the sum is smaller than its error deserves: `size`, like `wanted`, is then √Σ term².
+    """
     assert actual.shape == wanted.shape, f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
     actual, wanted = actual.detach().double(), wanted.detach().double()
-    error, norm = (actual - wanted).norm().item(), wanted.norm().item()
+    error, norm = (actual - wanted).norm().item(), (wanted if size is None else size.double()).norm().item()
     share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
     LARGEST[test] = max(LARGEST.get(test, (0.0, name)), (share, name))
