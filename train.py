@@ -6,7 +6,7 @@
 
 A run has a folder runs/<name>/: config.toml, metrics.jsonl, arrays/, checkpoints/. The same command resumes from its
 last checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an error, which is named, 75 asked to
-stop (SIGTERM, SIGUSR1, Ctrl-C) and saved: start it again.
+stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and saved: start it again.
 """
 
 import os
@@ -214,4 +214,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Stop().listen()))
+    try:
+        sys.exit(main(sys.argv[1:], Stop().listen()))
+    except KeyboardInterrupt:
+        distributed.print_once("interrupted again: not saved. The same command resumes from the last checkpoint")
+        sys.exit(130)

@@ -298,6 +298,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         if not path.is_absolute() and (CHECKOUT / path).is_file() and Path.cwd() != CHECKOUT:
             raise ConfigError(f"{path}: {error.strerror}; start from the checkout: cd {CHECKOUT}") from None
+        files = sorted({*path.parent.glob("*.toml"), *Path("config").rglob("*.toml")})
+        close = difflib.get_close_matches(path.stem, {file.stem for file in files}, 1)
+        if meant := [str(file) for file in files if file.stem in close]:
+            raise ConfigError(f"{path}: {error.strerror}; did you mean {' or '.join(meant)}?") from None
         nearby = sorted(map(str, path.parent.glob("*.toml"))) or sorted(map(str, Path("config").glob("*.toml")))
         raise ConfigError(f"{path}: {error.strerror}; found nearby: {', '.join(nearby) or 'none'}") from None
     except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets

@@ -5,6 +5,7 @@ data/<name>/meta.json: what they are, see Meta
 data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the tokenizer
 """
 
+import difflib
 import hashlib
 import json
 import mmap
@@ -145,7 +146,10 @@ def read_meta(folder: str | Path) -> Meta:
         checkout = Path(__file__).resolve().parents[1]
         if not folder.is_absolute() and (checkout / folder).is_dir():
             raise DataError(f"{folder}: no such data set here; start from the checkout, which has it: cd {checkout}")
-        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
+        names = [meta.parent.name for meta in folder.parent.glob("*/meta.json")]
+        close = difflib.get_close_matches(folder.name, names, 1)
+        meant = f"; or did you mean {close[0]}?" if close else ""
+        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}{meant}")
     path = folder / "meta.json"
     if not path.is_file():
         raise DataError(f"{folder}: half-prepared, it has no meta.json. Prepare it again: {_prepare_command(folder)}")

@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise DataError(f"{message} (python -m data.prepare --help)")
+        remedy = "; files and folders follow --source" if re.match("unrecognized arguments: [^-]", message) else ""
+        raise DataError(f"{message}{remedy} (python -m data.prepare --help)")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:

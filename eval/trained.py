@@ -10,6 +10,7 @@ from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_t
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
+from runtime.folder import explain_missing
 
 
 class Trained(NamedTuple):
@@ -56,7 +57,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
     """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
-        raise RunError(f"{folder}: no config.toml, so not a run; give a folder such as runs/quickstart-kern")
+        raise RunError(explain_missing(folder))
     config = configure.load(folder / "config.toml")
     checkpoints = folder / "checkpoints"
     steps, damaged = checkpoint.steps(checkpoints), checkpoint.damaged_steps(checkpoints)

@@ -268,7 +268,9 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
         for name in sorted(manifest["files"])[rank::world_size]:
             written, found = manifest["files"][name], _describe(path / name)
             if found != written:
-                raise DamagedError(f"{path / name}: damaged, {written} was written, found {found}")
+                sizes = f"{written['bytes']:,} bytes were written, found {found['bytes']:,}"
+                why = "checksum mismatch" if found["bytes"] == written["bytes"] else sizes
+                raise DamagedError(f"{path / name}: damaged, {why}")
     except DamagedError as error:
         fault = str(error)
     except OSError as error:

@@ -1,5 +1,6 @@
 """A run's folder runs/<name>/: whether a config may resume the run in it, and who may write there."""
 
+import difflib
 import fcntl
 import glob
 import hashlib
@@ -163,6 +164,15 @@ def find_owner(folder: Path) -> str | None:
             file.seek(0)
             return file.read(200).strip() or "unknown"
     return None
+
+
+def explain_missing(folder: Path) -> str:
+    """Why `folder` is not a run's, and which may be meant."""
+    fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
+    runs = [other.name for other in folder.parent.glob("*") if (other / "config.toml").is_file()]
+    close = difflib.get_close_matches(folder.name, runs, 1)
+    remedy = f"did you mean {folder.parent / close[0]}?" if close else "give a run's, such as runs/quickstart-kern"
+    return f"{folder}: {fault}; {remedy}"
 
 
 @contextmanager

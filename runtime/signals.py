@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM (a scheduler, torchrun), SIGUSR1 (Slurm, before a time limit), SIGINT (Ctrl-C)."""
+"""Requests to stop: SIGTERM (of a scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (the terminal was closed)."""
 
 import ctypes
 import os
@@ -17,11 +17,15 @@ class Stop:
     def __init__(self) -> None:
         """Nobody has asked."""
         self.asked = False
+        self.terminals: list[int] = []  # output that is lost at SIGHUP
 
     def listen(self) -> Self:
         """From now on signals set `asked` instead of ending the process. A second Ctrl-C is a KeyboardInterrupt."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
+            signal.signal(signal.SIGHUP, self._note)
+            self.terminals = [number for number in (1, 2) if os.isatty(number)]
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent if torchrun is killed
@@ -33,3 +37,7 @@ class Stop:
         self.asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGHUP:
+            null = os.open(os.devnull, os.O_WRONLY)
+            for terminal in self.terminals:  # writing there would fail, before the save
+                os.dup2(null, terminal)

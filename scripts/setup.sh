@@ -1,5 +1,6 @@
 # Sourced by quickstart.sh and test.sh: makes .venv in the checkout, installs the requirements files named as arguments
-# (again only when they change), and activates it. PYTHON names another interpreter than python3.
+# (by default requirements.txt; again only when they change), and activates it. PYTHON names another interpreter than
+# python3.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -11,7 +12,7 @@ python="${PYTHON:-python3}"
     exit 2
 }
 source .venv/bin/activate
-for file in "$@"; do
+for file in "${@:-requirements.txt}"; do
     stamp=".venv/$(cat requirements*.txt | cksum | cut -d' ' -f1)-$file"
     if [ -e "$stamp" ]; then
         echo "already installed: $file"

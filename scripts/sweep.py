@@ -363,7 +363,4 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
 
 
 if __name__ == "__main__":
-    listening = Stop().listen()
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # stop when the terminal is gone, but not under nohup
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
-    sys.exit(main(sys.argv[1:], listening))
+    sys.exit(main(sys.argv[1:], Stop().listen()))

@@ -165,6 +165,8 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
     assert str(tmp_path / "right.toml") in message(tmp_path / "wrong.toml")
     assert f"{tmp_path}: Is a directory; found nearby: " in message(tmp_path)
     monkeypatch.chdir(CONFIGS.parent)
+    for typo in ("quickstart.toml", "config/quickstart.tml", "config/quikstart.toml"):
+        assert message(typo).endswith(f"{typo}: No such file or directory; did you mean config/quickstart.toml?")
     assert "nowhere/x.toml: No such file or directory; found nearby: config/125m.toml, " in message("nowhere/x.toml")
 
 

@@ -345,6 +345,10 @@ def test_check_names_the_prepare_command(tmp_path, monkeypatch):
     monkeypatch.setattr(bins, "DATA_DIR", tmp_path)
     with pytest.raises(DataError, match="Prepare it: python -m data.prepare stdlib$"):
         check_dataset(tmp_path / "stdlib", 257)
+    (tmp_path / "mybook").mkdir()
+    (tmp_path / "mybook/meta.json").touch()
+    with pytest.raises(DataError, match=r"--name mybok; or did you mean mybook\?$"):
+        check_dataset(tmp_path / "mybok", 257)
     (tmp_path / "books").mkdir()
     with pytest.raises(DataError, match="half-prepared.*python -m data.prepare text --source FILES --name books$"):
         check_dataset(tmp_path / "books", 257)

@@ -691,6 +691,10 @@ def test_verify_counts_documents(run, prepared, more):
     assert f"train: {said + more} end-of-text tokens, meta.json says {said} documents" in out
 
 
+def test_files_without_source(run, tmp_path):
+    assert "unrecognized arguments: a.txt; files and folders follow --source" in run("text", "a.txt", code=2)
+
+
 def test_verify_without_a_set(run, prepared):
     out = run("absent", main=verify.main, code=2)
     assert "absent: no such data set. Prepare it: python -m data.prepare text --source FILES --name absent" in out

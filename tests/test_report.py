@@ -837,7 +837,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
         return said.err
 
     nothing, run = tmp_path / "nothing", make_run(tmp_path / "kern")
-    assert f"{nothing}: no config.toml, so not a run" in error(nothing)
+    assert f"{nothing}: no such folder; give a run's" in error(nothing)
     started = make_run(tmp_path / "started", without=["val/"])
     assert f"{started}: not evaluated yet" in error(started)
     (started / "metrics.jsonl").unlink()

@@ -311,7 +311,7 @@ def test_command_takes_another_set_and_a_mean(made, corpus, monkeypatch):
         ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
         ("{runs}/kern --data nothing", "nothing: no such data set"),
         ("{runs}/kern --data {runs}/other-set", "tokenizer .'bytes'. is not that of kern; name a set"),
-        ("{runs}/nothing", "no config.toml, so not a run"),
+        ("{runs}/kren", "kren: no such folder; did you mean "),
     ],
 )
 def test_bad_input_is_named(made, words, message, capsys, monkeypatch):

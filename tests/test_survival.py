@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -51,7 +52,7 @@ from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 
 RATE = train.learning_rate
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
 HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
@@ -88,6 +89,7 @@ def main(tiny_file, monkeypatch):
 
     before = {number: signal.signal(number, unheard) for number in STOPPING}
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("os.isatty", lambda number: False)  # SIGHUP must not silence pytest
     yield lambda *keys, fresh=(): train.main([str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen())
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -154,7 +156,7 @@ def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_
     assert end(tiny(*HARD)) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_other_signals_that_ask_to_stop(main, tiny, at, number):
     at("step", kill(number), after=1)
     assert main(*HARD) == EXIT_CODE
@@ -168,6 +170,27 @@ def test_second_interrupt_ends_at_once(main, tiny, at, saves_end_first):
     with pytest.raises(KeyboardInterrupt):
         main(*HARD)
     assert steps(tiny(*HARD)) == [3]
+
+
+def test_signals_that_nohup_ignores_stay_ignored(main, tiny, at):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at("step", kill(signal.SIGHUP), after=1)
+    assert main(*HARD) == 0
+
+
+@pytest.mark.integration
+def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
+    """Nothing can be printed then."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(REPO_ROOT)
+        os.execv(sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"])
+    written = b""
+    while b"val loss" not in written:
+        written += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE, written
+    assert steps(tiny())
 
 
 @pytest.mark.integration

@@ -21,6 +21,7 @@ from configure.schema import KEYS
 from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime import RunError, checkpoint
+from runtime.folder import explain_missing
 from runtime.metrics import read_metrics
 from scripts.watch.runs import find_runs
 
@@ -191,7 +192,7 @@ def load_run_record(folder: Path) -> Run:
         ValueError: the folder is not a run, or was not evaluated. RunError or ConfigError of a broken file is one too.
     """
     if not (folder / "config.toml").is_file():
-        raise ValueError(f"{folder}: no config.toml, so not a run; give folders such as runs/quickstart-kern")
+        raise ValueError(explain_missing(folder))
     run = Run(folder, configure.load(folder / "config.toml"), {}, [])
     for line in read_metrics(folder / "metrics.jsonl", ("val/window_losses", "val/loads")):
         if "train/loss" in line:
