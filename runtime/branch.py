@@ -106,7 +106,8 @@ def _remedy(branch: Branch) -> str:
     steps = [step for step in checkpoint.steps(branch.checkpoints) if step <= start and step != branch.step]
     if not steps:
         return ": the trunk has no checkpoint before its decay"
-    return f": the trunk has {', '.join(map(str, steps))} (--train.branch_step={steps[-1]})"
+    near = min(steps, key=lambda step: abs(step - branch.step))
+    return f": the trunk has {', '.join(map(str, steps))} (--train.branch_step={near})"
 
 
 def check_length(config: Config, last_step: int) -> None:

@@ -76,7 +76,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
         ),
         (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*Add --train.batch_size=8$"),
         (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
-        (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=9.*--train.keep_steps=3$"),
+        (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=6.*--train.keep_steps=3$"),
         (["train.branch_step=16", "train.max_steps=20"], "16 is after step 12, .*: the trunk has 6, 9 "),
     ],
 )
