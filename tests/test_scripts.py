@@ -230,7 +230,7 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
         (line,) = call(sample.main, *words, code=2).splitlines()
         return line
 
-    assert "not a run" in error(tmp_path / "nothing")
+    assert "no such folder" in error(tmp_path / "nothing")
     assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
