@@ -375,7 +375,7 @@ def test_the_page_of_a_run_that_trains(tiny_file, tmp_path):
             steps.append(int(re.search(r">([\d,]+) of 100,000<", table)[1].replace(",", "")))
             assert "2 found, 1 running" in table and "4 of 4" in table and table.count('class="group"') == 1
             assert {title: body.count("<path") for title, body in charts.items()} == {
-                "Loss": 4, "Gate norm": 1, "Load imbalance": 1, "Speed": 2,
+                "Loss": 4, "Gate norm": 1, "Gate sum": 1, "Load imbalance": 1, "Speed": 2,
             }  # fmt: skip
             assert rest.count("<canvas") == 1 and "long: busiest" in rest
         assert steps[0] < steps[1] < steps[2]

@@ -70,6 +70,7 @@ def plot_routing(setting: Setting, baseline: str) -> Figure | None:
         "router/load_imbalance": f"busiest expert's load / mean load in training (1 to {E / K:g})",
         "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
         "router/gate_norm": "norm of the gates, √E‖g‖²",
+        "router/gate_sum": "sum of the gates, E Σ g",
         "router/gamma": "γ",
     }
     return plot_lines(

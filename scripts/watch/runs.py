@@ -18,7 +18,8 @@ from runtime.metrics import list_arrays, load_arrays
 
 DEPTH = 3  # folders below the one named that are searched for runs
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
-SERIES = ("train/loss", "val/loss", "router/gate_norm", "router/load_imbalance", "perf/tokens_per_sec")
+SERIES = ("train/loss", "val/loss", "router/gate_norm", "router/gate_sum", "router/load_imbalance")
+SERIES += ("perf/tokens_per_sec",)
 
 
 class Status(NamedTuple):
