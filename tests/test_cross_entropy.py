@@ -35,9 +35,10 @@ WAYS = [("torch", dtype) for dtype in DTYPES] + [("triton", dtype) for dtype in 
 
 @pytest.fixture(autouse=True)
 def triton_there(request):
+    """Where Triton is installed nothing is skipped: a kernel that cannot run, or be interpreted, fails."""
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
-    if backend == "triton" and find_triton_problem(torch.device(DEVICE), torch.float32):
-        pytest.skip("triton cannot run here")
+    if backend == "triton":
+        pytest.importorskip("triton")
 
 
 @pytest.fixture

@@ -170,7 +170,6 @@ def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("router", ["dense", "kern", "softmax-renorm"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
