@@ -245,6 +245,9 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tu
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
     in_file = {key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}}
+    # A run's own file has every key of its day: what it lacks is younger.
+    if Path(path).name == "config.toml" and {"run.name", "log.group", "optim.eps"} <= in_file.keys():
+        in_file = {key: schema["before"] for key, schema in KEYS.items() if "before" in schema} | in_file
     given, opened = {}, {}
     for text in overrides:
         key, value = _parse_override(text, lists)

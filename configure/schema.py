@@ -179,6 +179,12 @@ class Eval(Section):
 
     interval: int = Field(1000, ge=1, description="steps between evaluations")
     windows: int = Field(2048, ge=1, description="validation windows of block_size tokens, the same every time")
+    spread: Literal["documents", "tokens"] = Field(
+        "documents",
+        description="how windows are chosen: as few as possible of one document, or evenly over the split, most of "
+        "them then of a few long documents",
+        json_schema_extra={"before": "tokens"},
+    )
 
 
 class Log(Section):
@@ -204,7 +210,8 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-# Dotted key -> its JSON schema (type, bounds, choices, default, description).
+# Dotted key -> its JSON schema: type, bounds, choices, default, description; before: what runs did whose config.toml is
+# older than the key, where that is not the default.
 KEYS: dict[str, dict[str, Any]] = {
     f"{section}.{name}": schema
     for section, model in SECTIONS.items()

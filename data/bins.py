@@ -102,10 +102,17 @@ class Tokens:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
         name: of these tokens, for messages.
         vocab_size: ids must be below.
+        eot: the id between documents; None: it is not known where they end.
     """
 
-    def __init__(self, shards: Sequence[np.ndarray], name: str = "these tokens", vocab_size: int = 2**16) -> None:
-        self.name, self.vocab_size, self._shards = name, vocab_size, shards
+    def __init__(
+        self,
+        shards: Sequence[np.ndarray],
+        name: str = "these tokens",
+        vocab_size: int = 2**16,
+        eot: int | None = None,
+    ) -> None:
+        self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
         self._touched = 0  # bytes since the last release
 
@@ -172,7 +179,8 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
         limit = len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     shards = [np.memmap(file, "<u2", "r") for file in files]
-    return Tokens(shards, f"the {split} split of {folder}", meta.tokenizer["vocab_size"])
+    name, tokenizer = f"the {split} split of {folder}", meta.tokenizer
+    return Tokens(shards, name, tokenizer["vocab_size"], tokenizer["eot"])
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:

@@ -4,6 +4,7 @@ Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that
 pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in the sequence of epochs.
 """
 
+from bisect import bisect_left
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from data.bins import Tokens
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+CANDIDATES = 2**16  # windows among which those for validation are chosen, at most, however long the split is
+STRETCH = 2**14  # tokens that are searched at once for the end of a document
+UNIT = 2**20  # of the length of a document where windows are chosen: integers, so every machine chooses the same
 T = TypeVar("T")
 
 
@@ -59,11 +63,76 @@ def count_windows(tokens: Tokens, block_size: int) -> int:
     return (len(tokens) - 1) // block_size
 
 
-def fixed_windows(tokens: Tokens, block_size: int, count: int) -> np.ndarray:
-    """Indices, (count,) int64, of windows spread evenly over `tokens`, for evaluation; all if there are fewer."""
+def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "documents") -> np.ndarray:
+    """Choose the windows of every evaluation.
+
+    Evenly over tokens, a document has windows in proportion to its length, so a few books may hold most of them, and
+    windows of one document are alike: their mean varies more than their number says. Spread over documents, none has
+    more than c windows, c being the least number that suffices for `count`; documents below c keep their proportion to
+    each other. So long documents weigh less in the mean loss than they do in the split; where there are many more
+    documents than windows, c is 1 and few reach it.
+
+    Args:
+        tokens: of a split; without ends of documents its windows are spread evenly.
+        block_size: T.
+        count: how many; all windows if there are fewer.
+        spread: over "documents" or "tokens".
+
+    Returns:
+        (W,) int64, indices of windows in ascending order, the same for the same arguments.
+
+    Source: systematic sampling with probability proportional to size, sizes capped (Cochran, Sampling Techniques).
+    """
     n = count_windows(tokens, block_size)
     count = min(count, n)
+    candidates = spread_evenly(n, min(n, max(count, CANDIDATES)))
+    if spread == "tokens" or count == len(candidates):
+        return spread_evenly(n, count)
+    _, first, sizes = np.unique(
+        window_documents(tokens, block_size, candidates), return_index=True, return_counts=True
+    )  # (D,) each: a document's first candidate and its number of candidates
+    if len(sizes) == 1:
+        return spread_evenly(n, count)
+    most = 1 + bisect_left(range(1, count + 1), count, key=lambda c: np.minimum(sizes, c).sum())
+    # Lay the documents end to end, `unit` per candidate but most * UNIT at most, and take `count` points UNIT apart.
+    unit = bisect_left(range(UNIT + 1), count * UNIT, key=lambda unit: np.minimum(most * UNIT, sizes * unit).sum())
+    lengths = np.minimum(most * UNIT, sizes * unit)
+    stops = np.cumsum(lengths)
+    points = (2 * np.arange(count) + 1) * stops[-1] // (2 * count)
+    of = np.searchsorted(stops, points, side="right")  # (count,) documents
+    return candidates[first[of] + (points - (stops - lengths)[of]) * sizes[of] // lengths[of]]
+
+
+def spread_evenly(n: int, count: int) -> np.ndarray:
+    """`count` of the numbers below n, (count,) int64, ascending."""
     return np.arange(count) * n // count
+
+
+def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np.ndarray:
+    """Which windows are of one document: that of the middle target, so of more than half of them where one has so many.
+
+    Reads the split from the first window to the last, in constant memory, and skips what lies between the end of a
+    window's document and the next window.
+
+    Args:
+        tokens: of a split.
+        block_size: T.
+        indices: (W,) int64, ascending.
+
+    Returns:
+        (W,) int64, ascending numbers, equal for windows of one document; all 0 where `tokens.eot` is None.
+    """
+    middles = indices * block_size + (block_size + 1) // 2
+    found = np.zeros(len(indices), np.int64)
+    place = number = done = 0  # token to read from; documents that ended before it; windows whose document is known
+    while done < len(middles) and tokens.eot is not None:
+        place = max(place, int(middles[done])) if not done or number > found[done - 1] else place
+        ids = tokens.read(place, min(STRETCH, len(tokens) - place))
+        ends = place + np.flatnonzero(ids == tokens.eot)
+        stop = int(np.searchsorted(middles, place + len(ids)))
+        found[done:stop] = number + np.searchsorted(ends, middles[done:stop])
+        place, number, done = place + len(ids), number + len(ends), stop
+    return found
 
 
 def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -86,7 +86,7 @@ def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace) -> C
     tokens, block = open_set(trained, folder, args.split), trained.config.model.block_size
     if args.stride is None:
         count = min(args.windows or trained.config.eval.windows, len(tokens))  # args.windows may be infinite
-        start = block * fixed_windows(tokens, block, count)
+        start = block * fixed_windows(tokens, block, count, trained.config.eval.spread)
         windows = np.stack([start, start + block, start], 1)
     else:
         check_token_count(tokens.name, len(tokens))

@@ -23,7 +23,8 @@ from runtime.output import first_line, write_atomic
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
     from torch import Tensor
 
-ARRAYS = ("val/window_losses", "val/loads", "router/loads")  # nats per token (W,); tokens (L, E), of a step in training
+# Nats per token (W,); equal numbers where windows are of one document (W,); tokens (L, E), of a step in training.
+ARRAYS = ("val/window_losses", "val/window_documents", "val/loads", "router/loads")
 LINES = {"val": "val/loss", "router": "train/loss"}  # names in the lines to which the arrays of a section belong
 
 

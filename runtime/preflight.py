@@ -8,7 +8,7 @@ import torch
 
 from configure import Config
 from data.bins import Tokens, check_dataset, fingerprint, open_tokens
-from data.loader import Loader, fixed_windows
+from data.loader import Loader, fixed_windows, window_documents
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     loader: Loader  # training batches
     val_tokens: Tokens
     val_windows: np.ndarray  # (W,) int64, the windows of every evaluation
+    val_documents: np.ndarray  # (W,) int64, equal where they are of one document
     device: torch.device
     dtype: torch.dtype  # autocast computes in it
     parallel: str  # "ddp", "fsdp" or "hsdp"
@@ -94,7 +95,7 @@ def preflight(config: Config) -> Plan:
     identity = fingerprint(check_dataset(data, config.model.vocab_size))
     train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
     loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
-    val_windows = fixed_windows(val_tokens, block_size, config.eval.windows)
+    val_windows = fixed_windows(val_tokens, block_size, config.eval.windows, config.eval.spread)
 
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(run_folder.keep_dtype(config).train.dtype, device, config.model.router)
@@ -112,6 +113,7 @@ def preflight(config: Config) -> Plan:
         loader=loader,
         val_tokens=val_tokens,
         val_windows=val_windows,
+        val_documents=window_documents(val_tokens, block_size, val_windows),
         device=device,
         dtype=dtype,
         parallel=parallel,

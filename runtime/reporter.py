@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import write_config
 from runtime.metrics import Metrics, gate_metrics, load_metrics
+from runtime.output import plural
 from runtime.preflight import Plan
 from runtime.progress import progress_bar
 from runtime.state import TrainState
@@ -108,6 +110,7 @@ class Reporter:
 
     def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
         """A line of validation metrics (`validation.evaluate`) after `step` steps."""
+        values = values | {"val/window_documents": self.plan.val_documents}
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
         self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}")
 
@@ -166,7 +169,7 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     print(
         f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
-        f"{len(plan.val_windows)} validation windows"
+        f"{len(plan.val_windows)} validation windows of {plural(len(np.unique(plan.val_documents)), 'document')}"
         + (f", from step {step}" if step else "")
         + (f" of {plan.branch.trunk}" if plan.branch else "")
     )

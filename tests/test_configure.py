@@ -470,6 +470,15 @@ def test_group_of_any_file_name_can_be_written_and_read(write, stem):
     assert config.log.group and load(write(dumps(config), "config.toml")) == config
 
 
+def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
+    """In the run's own config.toml, which has every key of its day, but in no file that a user writes."""
+    old = re.sub("spread = .*\n", "", dumps(load(write("[model]\nn_layer = 2"))))
+    assert load(write(old, "config.toml")).eval.spread == "tokens"
+    assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
+    assert load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
+    assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
+
+
 # ---- back to text
 
 

@@ -15,9 +15,9 @@ from corpora import edit_meta, write_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, bins, tokenizer
+from data import DataError, bins, loader, tokenizer
 from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
-from data.loader import Loader, fixed_windows, permute, prefetch, stream_seed, windows
+from data.loader import Loader, fixed_windows, permute, prefetch, stream_seed, window_documents, windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, load_tokenizer
 from data.writer import Writer
 
@@ -499,6 +499,99 @@ def test_fixed_windows_are_spread_over_the_split():
         assert fixed_windows(counting(101), 4, count).tolist() == list(range(25))
     spread = fixed_windows(counting(1001), 1, 300)
     assert len(set(spread.tolist())) == 300 and set(np.diff(spread).tolist()) == {3, 4}
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=30)  # tokens of documents
+
+
+def documents_of(*lengths: int) -> Tokens:
+    """Documents of that many tokens, the last of each end-of-text (7), in two shards."""
+    ids = np.zeros(sum(lengths), np.uint16)
+    ids[np.cumsum(lengths) - 1] = 7
+    return Tokens([ids[: len(ids) // 3], ids[len(ids) // 3 :]], eot=7)
+
+
+def label_windows(tokens: Tokens, block_size: int) -> list[int]:
+    """The document of each window's middle target, by counting."""
+    ids = tokens.read(0, len(tokens)).tolist()
+    middles = [window * block_size + (block_size + 1) // 2 for window in range((len(ids) - 1) // block_size)]
+    return [ids[:middle].count(7) for middle in middles]
+
+
+@given(lengths=LENGTHS, block_size=st.integers(1, 9), count=st.integers(1, 60), size=st.sampled_from([16, 2**16]))
+@settings(deadline=None, max_examples=150)
+def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_size, count, size):
+    tokens = documents_of(*lengths, block_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "CANDIDATES", size)
+        found = fixed_windows(tokens, block_size, count)
+    documents, n = label_windows(tokens, block_size), (len(tokens) - 1) // block_size
+    assert len(found) == min(count, n) and found.tolist() == sorted(set(found.tolist())) and 0 <= found[0]
+    size = min(n, max(len(found), size))
+    candidates = [documents[i * n // size] for i in range(size)]
+    sizes = [candidates.count(document) for document in {*candidates}]
+    least = next(c for c in range(1, count + 1) if sum(min(c, size) for size in sizes) >= len(found))
+    taken = [documents[window] for window in found]
+    if len(found) < size:
+        assert max(map(taken.count, taken)) == least or len(sizes) == 1
+
+
+def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
+    """Where there are many documents the mean over windows stays a mean over tokens."""
+    lengths = np.random.default_rng(0).permutation([40] * 8000 + [80] * 4000)
+    found = fixed_windows(documents_of(*lengths), 4, 1200)
+    taken = lengths[np.searchsorted(np.cumsum(lengths), found * 4 + 2, side="right")]
+    assert 540 < sum(taken == 80) < 660  # half of the tokens (3.5 deviations around it), a third of the documents
+    book = fixed_windows(documents_of(*[40] * 100, 4000, *[40] * 100), 4, 100)
+    assert [1000 <= window < 2000 for window in book.tolist()].count(True) == 1  # not 33
+    few = fixed_windows(documents_of(400, 401), 4, 8)
+    assert few.tolist() == [12, 37, 62, 87, 112, 137, 162, 187]
+
+
+def test_validation_windows_as_before_documents_counted():
+    """Over tokens on request, without known ends, and in a single document."""
+    tokens = documents_of(*[40] * 10, 4000)
+    assert fixed_windows(tokens, 4, 10, "tokens").tolist() == [i * 1099 // 10 for i in range(10)]
+    for alike in (counting(4400), documents_of(4400)):
+        assert fixed_windows(alike, 4, 10).tolist() == [i * 1099 // 10 for i in range(10)]
+    assert window_documents(counting(4400), 4, np.arange(9)).tolist() == [0] * 9
+
+
+@given(lengths=LENGTHS, block_size=st.integers(1, 9), data=st.data(), stretch=st.sampled_from([1, 2, 5, 64, 2**14]))
+@settings(deadline=None, max_examples=150)
+def test_documents_of_windows(lengths, block_size, data, stretch):
+    """Equal numbers for windows of one document, whichever windows are asked for, and what lies between them."""
+    tokens = documents_of(*lengths, block_size)
+    labels = np.array(label_windows(tokens, block_size))
+    asked = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "STRETCH", stretch)
+        found = window_documents(tokens, block_size, asked)
+    assert ((np.diff(found) > 0) == (np.diff(labels[asked]) > 0)).all() and (np.diff(found) >= 0).all()
+    ids = tokens.read(0, len(tokens))
+    for window, label in zip(asked, labels[asked], strict=True):  # a document with more than half of it is its own
+        first = window * block_size + 1
+        of = [int(np.count_nonzero(ids[:place] == 7)) for place in range(first, first + block_size)]
+        assert all(document == label for document in of if of.count(document) > block_size / 2)
+
+
+def test_validation_windows_of_a_huge_split():
+    """A hundred billion tokens: what is read depends on the number of candidates alone."""
+    read = []
+
+    class Endless(Tokens):
+        def __len__(self) -> int:
+            return 10**11
+
+        def read(self, start: int, count: int) -> np.ndarray:
+            read.append(count)
+            return np.where((np.arange(start, start + count) + 1) % 1000, 0, 7).astype(np.uint16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "CANDIDATES", 2**10)
+        found = fixed_windows(Endless([], eot=7), 512, 256)
+    assert len(found) == 256 and found[-1] > 10**11 / 512 * 0.99 and len(set(np.diff(found))) <= 3
+    assert sum(read) <= 2**10 * loader.STRETCH
 
 
 def test_too_few_tokens_for_a_window():

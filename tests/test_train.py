@@ -23,7 +23,7 @@ import train
 from configure.schema import Optim
 from data import DataError
 from data.bins import open_tokens
-from data.loader import Loader, fixed_windows, stream_seed, windows
+from data.loader import Loader, fixed_windows, stream_seed, window_documents, windows
 from eval.trained import load_model
 from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
@@ -117,6 +117,9 @@ def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
     limit = tolerance(torch.float32, 257, roundings=8)  # of the ten operators of two blocks
     assert_near(torch.tensor(lines[-1]["val/window_losses"]), each, limit, "windows")
     assert_near(torch.tensor(lines[-1]["val/loss"]), each.mean(), limit, "val/loss")
+    tokens = tokens_of(config, "val")
+    assert lines[-1]["val/window_documents"] == window_documents(tokens, 32, fixed_windows(tokens, 32, 6)).tolist()
+    assert len({*lines[-1]["val/window_documents"]}) > 3
 
 
 def test_balance_loss_balances(tiny):
@@ -338,7 +341,8 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     assert "warning: float16 on a CPU" in capsys.readouterr().out
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
-    evaluated = {"val/loss", "val/window_losses", "val/loads", "val/load_imbalance", "val/dead_experts"}
+    evaluated = {"val/loss", "val/window_losses", "val/window_documents", "val/loads", "val/load_imbalance"}
+    evaluated |= {"val/dead_experts"}
     evaluated |= {f"val/{name}{of}" for name in ("gate_norm", "gate_sum") for of in ("", "_of_layers")}
     assert lines[0].keys() == {"step", "tokens", *evaluated}
     of_layers = {"entropy", "gate_norm", "gate_sum", "gamma"}

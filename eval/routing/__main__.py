@@ -59,7 +59,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
     named = [Path(args.data), Path(config.data.dir, args.data)] if args.data else [trained.data_folder]
     data = next(filter(Path.is_dir, named), named[0])
     tokens = open_set(trained, data, "val")
-    indices = fixed_windows(tokens, config.model.block_size, args.windows)
+    indices = fixed_windows(tokens, config.model.block_size, args.windows, config.eval.spread)
     if len(indices) < 2:
         raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
     name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
