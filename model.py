@@ -18,14 +18,14 @@ from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import expert_mlp
 from kernels.cross_entropy import linear_cross_entropy
-from router import ROUTERS, Router, balance_loss, entropy, expert_loads, token_distribution, z_loss
+from router import ROUTERS, Router, entropy, expert_loads, token_distribution, z_loss
 
 
 class Stats(NamedTuple):
     """What a forward pass reports about its routers, one row per layer (L = 0 rows for a dense model)."""
 
-    loads: Tensor  # (L, E) int64, tokens that chose each expert
-    balance_loss: Tensor  # (L,) Switch load-balancing loss
+    loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
+    probability: Tensor  # (L, B, E) mean over a sequence's tokens of the normalised scores, with gradient
     z_loss: Tensor  # (L,) router z-loss
     entropy: Tensor  # (L,) nats, mean over tokens of the entropy of the normalised scores
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
@@ -174,12 +174,12 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
         routing = self.router(tokens)
         y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
-        loads = expert_loads(routing.experts, routing.scores.shape[-1])  # (E,)
+        loads = expert_loads(routing.experts.view(*x.shape[:2], -1), routing.scores.shape[-1])  # (B, E)
         distribution = token_distribution(routing)  # (N, E)
-        balance = balance_loss(distribution, loads)
+        probability = distribution.view(*x.shape[:2], -1).mean(1)  # (B, E)
         gates = routing.weights.detach()
         of_gates = ((gates == 0).float().mean(), gates.square().sum() / len(gates), gates.sum() / len(gates))
-        return y.view_as(x), Stats(loads, balance, z_loss(routing), entropy(distribution), *of_gates)
+        return y.view_as(x), Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
 
 
 class Block(nn.Module):
@@ -280,8 +280,8 @@ class GPT(nn.Module):
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     """Stack the Stats of all layers to one with a row per layer; no rows if the layers are dense."""
     if layers[0] is None:
-        loads = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        return Stats(loads, *torch.zeros(len(Stats._fields) - 1, 0, device=device))
+        none = torch.zeros(0, 0, 0, device=device)
+        return Stats(none.long(), none, *torch.zeros(len(Stats._fields) - 2, 0, device=device))
     return Stats(*map(torch.stack, zip(*layers, strict=True)))
 
 

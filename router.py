@@ -280,9 +280,10 @@ class NormRouter(nn.Module):
 
 
 def expert_loads(experts: Tensor, n_expert: int) -> Tensor:
-    """Count the tokens that chose each expert: experts (N, K) int64 -> (E,) int64."""
-    flat = experts.flatten()
-    return torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    """Count the tokens that chose each expert: experts (..., N, K) int64 -> (..., E) int64."""
+    flat = experts.flatten(-2)
+    loads = torch.zeros(*flat.shape[:-1], n_expert, dtype=torch.int64, device=flat.device)
+    return loads.scatter_add_(-1, flat, torch.ones_like(flat))
 
 
 def token_distribution(routing: Routing) -> Tensor:
@@ -294,22 +295,23 @@ def token_distribution(routing: Routing) -> Tensor:
     return positive / (positive.sum(-1, keepdim=True) + EPS)
 
 
-def balance_loss(distribution: Tensor, loads: Tensor) -> Tensor:
+def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:
     """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E when one expert takes every token.
 
     Scores are normalised per token, so the loss moves them against each other and cannot shrink KERN's γ or scale.
 
     Args:
-        distribution: (N, E) `token_distribution`; P_e is its mean over tokens. Carries the gradient.
-        loads: (E,) int64, tokens per expert; f_e is their share of the N·K choices. No gradient.
+        probability: (..., E) P, the mean over tokens of `token_distribution`. Carries the gradient.
+        loads: (..., E), tokens per expert, of these tokens or of others; f_e is their share of all choices. No
+            gradient.
 
     Returns:
-        () scalar, dimensionless.
+        (...) dimensionless.
 
     Source: Switch Transformer (arXiv 2101.03961), eq. 4.
     """
-    share = loads.to(distribution.dtype) / loads.sum()
-    return len(loads) * torch.dot(share, distribution.mean(0))
+    share = (loads / loads.sum(-1, keepdim=True)).to(probability.dtype)
+    return loads.shape[-1] * (share * probability).sum(-1)
 
 
 @torch.no_grad()

@@ -28,12 +28,16 @@ import math
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 
+import torch
 from torch import Tensor
 
-from configure.schema import Optim
+from configure.schema import Optim, Train
 from data import DataError
 from data.loader import prefetch
+from model import Stats
+from router import balance_loss
 from runtime import RankError, RunError, Stopped, distributed, folder
 from runtime.batches import micro_batches, seed_step
 from runtime.cadence import Cadence
@@ -65,6 +69,39 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * height)
 
 
+def step_loads(plan: Plan, state: TrainState, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Loads (L, E) of a whole step over all ranks, in a forward pass of its micro-batches without gradients.
+
+    The loads of the step before would be free, but with them the balance loss chases loads that it has just moved, and
+    does not balance a small model at a high rate (docs/LOG.md). Dropout draws the same numbers in the pass to come.
+    """
+    cuda = [plan.device] if plan.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cuda), plan.autocast:
+        of_parts = [state.runner(x, y).stats.loads.sum(1) for x, y in parts]
+    return distributed.sum_over_ranks(torch.stack(of_parts).sum(0))
+
+
+def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None) -> Tensor:
+    """Weighted balance loss and z-loss of a micro-batch, mean over layers: (), 0 if no layer has a router.
+
+    Args:
+        train: their weights and train.balance_loss_scope.
+        routing: of the micro-batch.
+        loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear in the scores, so with
+            loads that all micro-batches share it does not depend on how a step is cut up.
+    """
+    loss = routing.z_loss.new_zeros(())
+    if len(routing.loads) and train.balance_loss_coef:
+        if train.balance_loss_scope != "sequence":
+            loads = (routing.loads.sum(1) if loads is None else loads)[:, None]  # (L, 1, E)
+        else:
+            loads = routing.loads  # (L, B, E)
+        loss = loss + train.balance_loss_coef * balance_loss(routing.probability, loads).mean()
+    if len(routing.loads) and train.z_loss_coef:
+        loss = loss + train.z_loss_coef * routing.z_loss.mean()
+    return loss
+
+
 def forward_backward(
     plan: Plan, state: TrainState, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[Statistics, list[Tensor]]:
@@ -80,16 +117,18 @@ def forward_backward(
     """
     train, count = plan.config.train, plan.accumulation
     stats, losses, scale = state.interval.new(), [], state.updates.scale
-    for micro in range(count):
-        x, y = (part.to(plan.device, non_blocking=True) for part in next(batches))
+    parts = []
+    for x, y in islice(batches, count):
+        parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
+    shared = train.balance_loss_coef and train.balance_loss_scope == "global" and len(stats.loads)
+    loads = step_loads(plan, state, parts) if shared and count > 1 else None
+    for micro, (x, y) in enumerate(parts):
         set_gradient_sync(state.runner, last=micro == count - 1)  # averaged over ranks once a step
         with plan.autocast:
             _, loss, routing, _ = state.runner(x, y)
-        aux_loss = loss.new_zeros(())
-        if len(routing.loads) and train.balance_loss_coef:  # a dense model has no rows
-            aux_loss = aux_loss + train.balance_loss_coef * routing.balance_loss.mean()
-        if len(routing.loads) and train.z_loss_coef:
-            aux_loss = aux_loss + train.z_loss_coef * routing.z_loss.mean()
+        if shared and count == 1:
+            loads = distributed.sum_over_ranks(routing.loads.sum(1))
+        aux_loss = auxiliary_loss(train, routing, loads)
         ((loss + aux_loss) * scale / count).backward()
         losses.append(loss.detach())
         stats.add_micro_batch(loss, aux_loss, routing)

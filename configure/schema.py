@@ -121,6 +121,11 @@ class Train(Section):
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0 disables")
+    balance_loss_scope: Literal["global", "sequence", "micro_batch"] = Field(
+        "global",
+        description="loads in the balance loss: of the step, over all micro-batches and ranks (a forward pass more if "
+        "a rank has several), of each sequence, or of each micro-batch",
+    )
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
     loss_spike: Literal["off", "warn", "skip"] = Field(

@@ -42,7 +42,7 @@ class Statistics:
     def add_micro_batch(self, loss: Tensor, aux_loss: Tensor, stats: Stats) -> None:
         """Add one micro-batch: `loss` and `aux_loss` (), and the model's `stats` of L layers."""
         of_layers = (stats.entropy, stats.zero_gates, stats.gate_square, stats.gate_sum)
-        parts = (torch.ones_like(loss), loss, aux_loss, *of_layers, stats.loads)
+        parts = (torch.ones_like(loss), loss, aux_loss, *of_layers, stats.loads.sum(1))
         self.vector += torch.cat([part.flatten().double() for part in parts])
 
     @torch.no_grad()

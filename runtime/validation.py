@@ -45,7 +45,7 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
         with plan.autocast:
             out = model(x, y)
         losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
-        loads.append(out.stats.loads * min(count, 1))  # (L, E)
+        loads.append(out.stats.loads.sum(1) * min(count, 1))  # (L, E)
         gates.append(torch.stack([out.stats.gate_square, out.stats.gate_sum]).double() * count)  # (2, L)
         interrupted = distributed.any_rank([stop.asked], ranks)[0]
         if interrupted:

@@ -198,7 +198,7 @@ def test_every_parameter_gets_a_gradient(router):
     model = build(router=router, n_expert=32)
     idx = tokens(shape=(1, 3))  # 3 tokens · 2 choices: most experts idle
     out = model(idx, idx)
-    assert router == "dense" or (out.stats.loads == 0).any(1).all()
+    assert router == "dense" or (out.stats.loads == 0).any(-1).all()
     out.loss.backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), name
@@ -222,13 +222,13 @@ def test_output(router):
     last = model(idx)
     assert last.loss is None
     assert_same(last.logits, logits[:, -1:])
-    loads, *others = out.stats
+    loads, probability, *others = out.stats
     n_layer = 0 if router == "dense" else 2
-    assert [s.shape for s in others] == [(n_layer,)] * 6
+    assert [s.shape for s in others] == [(n_layer,)] * 5
     assert loads.dtype == torch.int64
     if router != "dense":
-        assert loads.shape == (2, 8)
-        assert (loads.sum(1) == B * T * 2).all()
+        assert loads.shape == probability.shape == (2, B, 8)
+        assert (loads.sum(-1) == T * 2).all()
         for layer, routing in enumerate(first_pass):
             positive = routing.scores.relu()
             p = positive / (positive.sum(1, keepdim=True) + EPS)  # a token may have no positive score
@@ -236,10 +236,11 @@ def test_output(router):
             assert out.stats.zero_gates[layer] == (routing.weights == 0).float().mean()
             assert_same(out.stats.gate_square[layer], torch.linalg.vector_norm(routing.weights, dim=1).square().mean())
             assert_same(out.stats.gate_sum[layer], torch.stack([gates.sum() for gates in routing.weights]).mean())
-            assert torch.equal(loads[layer], routing.experts.flatten().bincount(minlength=8))
-        assert (out.stats.balance_loss > 0).all() and (out.stats.balance_loss <= 8).all()
-        auxiliary = torch.autograd.grad((out.stats.balance_loss + out.stats.z_loss).sum(), model.wte.weight)
-        assert auxiliary[0].any()
+            assert_same(probability[layer], torch.stack([rows.mean(0) for rows in p.chunk(B)]))
+            for of_sequence, experts in zip(loads[layer], routing.experts.chunk(B), strict=True):
+                assert torch.equal(of_sequence, experts.flatten().bincount(minlength=8))
+        for loss in (probability[..., 0].sum(), out.stats.z_loss.sum()):
+            assert torch.autograd.grad(loss, model.wte.weight, retain_graph=True)[0].any()
 
 
 # the mixture of experts

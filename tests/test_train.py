@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import configure
 import train
-from configure.schema import Optim
+from configure.schema import Optim, Train
 from data import DataError
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, stream_seed, window_documents, windows
@@ -63,11 +63,13 @@ def test_same_seed_same_numbers_bit_for_bit(tiny):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", ["dense", "kern-norelu"])
-def test_accumulation_changes_nothing(tiny, router):
-    own = [f"model.router={router}", "train.max_steps=3"]
+@pytest.mark.parametrize("scope", ["global", "sequence"])
+def test_accumulation_changes_nothing(tiny, router, scope):
+    own = [f"model.router={router}", "train.max_steps=3", "train.balance_loss_coef=1", "train.z_loss_coef=0.1"]
+    own += [f"train.balance_loss_scope={scope}"]
     seed, at_once = run_with_margin(tiny, *own)
     parts = run(tiny(*own, seed, "run.name=parts", "train.micro_batch_size=2"))
-    assert_same_columns(parts, at_once, "train/loss", "val/loss", "optim/grad_norm")
+    assert_same_columns(parts, at_once, "train/loss", "train/aux_loss", "val/loss", "optim/grad_norm")
     if router != "dense":  # loads are summed over micro-batches, the means over tokens averaged
         assert column(parts, "router/loads") == column(at_once, "router/loads")
         assert_same_columns(parts, at_once, "router/entropy")
@@ -98,7 +100,9 @@ def test_losses_are_cross_entropy_alone(tiny):
     assert with_aux[1]["train/loss"] == without[1]["train/loss"]
     assert column(without, "train/aux_loss") == [0, 0]
     stats = first_forward(config).stats
-    aux_loss = stats.balance_loss.mean() + 0.1 * stats.z_loss.mean()
+    loads, probability = stats.loads.sum(1), stats.probability.mean(1)  # (L, E)
+    balance_losses = [8 * (f / f.sum()) @ p for f, p in zip(loads, probability, strict=True)]
+    aux_loss = torch.stack(balance_losses).mean() + 0.1 * stats.z_loss.mean()
     assert aux_loss > 1 + 0.09 * math.log(8) ** 2
     found = torch.tensor(with_aux[1]["train/aux_loss"])
     assert_near(found, aux_loss, tolerance(torch.float32, 256), "auxiliary loss")
@@ -122,13 +126,35 @@ def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
     assert len({*lines[-1]["val/window_documents"]}) > 3
 
 
-def test_balance_loss_balances(tiny):
-    own = ["train.max_steps=30", "eval.interval=30", "log.interval=30"]
+@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
+def test_balance_loss_balances(tiny, scope):
+    own = ["train.max_steps=30", "eval.interval=30", "log.interval=30", f"train.balance_loss_scope={scope}"]
     free, balanced = (
         run(tiny(f"run.name={coef}", f"train.balance_loss_coef={coef}", *own))[-1]["val/load_imbalance"]
         for coef in (0, 1)
     )
     assert balanced < 0.7 * free
+
+
+def test_loads_of_a_step_are_known_before_it(tiny, monkeypatch):
+    """Also with dropout: the pass that counts them draws the same random numbers."""
+    counted, count = [], train.step_loads
+    monkeypatch.setattr(train, "step_loads", lambda *args: counted.append(count(*args)) or counted[-1])
+    own = ["model.dropout=0.5", "train.micro_batch_size=2", "train.max_steps=3", "train.balance_loss_coef=0.1"]
+    loads = column(run(tiny(*own, "log.interval=1")), "router/loads")
+    assert loads == [of_step.tolist() for of_step in counted] and len(loads) == 3
+
+
+@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
+def test_balance_loss_by_hand(scope):
+    """One layer, two sequences, two experts: P is (0.6, 0.4) and (1, 0), so (0.8, 0.2) of both."""
+    loads = torch.tensor([[[2, 2], [4, 0]]])
+    probability = torch.tensor([[[0.6, 0.4], [1.0, 0.0]]])
+    routing = Stats(loads, probability, *torch.zeros(5, 1))
+    config = Train(balance_loss_coef=2.0, balance_loss_scope=scope)
+    found = train.auxiliary_loss(config, routing, torch.tensor([[5, 3]]) if scope == "global" else None)
+    by_hand = {"global": 5 / 8 * 0.8 + 3 / 8 * 0.2, "sequence": (0.5 + 1) / 2, "micro_batch": 0.75 * 0.8 + 0.25 * 0.2}
+    assert found.item() == pytest.approx(2 * 2 * by_hand[scope])
 
 
 def test_selection_bias_follows_the_loads_of_the_batch(tiny):
@@ -227,8 +253,9 @@ def test_cadence_by_hand(tiny, monkeypatch):
 def test_statistics_by_hand():
     stats = Statistics(2, 3, torch.device("cpu"))
     of_gates = torch.tensor([[[0.0, 0.0], [2.0, 1.0], [8.0, 5.0]], [[1.0, 1.0], [4.0, 3.0], [6.0, 7.0]]])
-    first = Stats(torch.tensor([[1, 2, 3], [4, 0, 2]]), *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), *of_gates[0])
-    second = Stats(torch.tensor([[0, 6, 0], [2, 2, 2]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), *of_gates[1])
+    loads = torch.tensor([[[1, 1, 1], [0, 1, 2]], [[3, 0, 0], [1, 0, 2]]])  # two sequences
+    first = Stats(loads, *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), *of_gates[0])
+    second = Stats(torch.tensor([[[0, 6, 0]], [[2, 2, 2]]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), *of_gates[1])
     for loss, routing in ((2.0, first), (4.0, second)):
         stats.add_micro_batch(torch.tensor(loss), torch.tensor(0.25), routing)
     stats.to_step_means(2)

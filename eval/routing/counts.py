@@ -70,7 +70,7 @@ class LayerCounts:
         self.zero_gates += (routing.weights == 0).sum()
         for table, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
             cells = places.flatten()[:, None] * E + routing.experts  # (N, K)
-            table += expert_loads(cells.flatten(), table.numel()).view_as(table)
+            table += expert_loads(cells, table.numel()).view_as(table)
         gates = routing.weights[:: self.stride]
         self.gates.append(torch.stack([gates.sum(-1), torch.linalg.vector_norm(gates, dim=-1)]).cpu())
         if other is not None:

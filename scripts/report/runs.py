@@ -27,7 +27,8 @@ from scripts.watch.runs import find_runs
 
 # What differs between arms of one setting.
 ARM_KEYS = ("model.router", "model.gate_scale", "model.gate_norm")
-ARM_KEYS += ("train.balance_loss_coef", "train.z_loss_coef", "train.bias_update_rate", "optim.router_lr_ratio")
+ARM_KEYS += ("train.balance_loss_coef", "train.balance_loss_scope", "train.z_loss_coef", "train.bias_update_rate")
+ARM_KEYS += ("optim.router_lr_ratio",)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
