@@ -493,12 +493,14 @@ def test_everything_is_closed_after_an_error(tiny, before_steps, exit_codes, err
             raise error("stopped by the test")
 
     before_steps(fail)
+    before = threading.enumerate()
     config = tiny("train.checkpoint_interval=1", "log.interval=2")
     with pytest.raises(error, match="stopped by the test") as caught:  # which keeps all that is not closed alive
         train.train(config)
     assert exit_codes == [1]  # wandb shows a failed run
     assert not tqdm._instances  # the bar
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]  # of batches
+    new = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not [name for name in new if name.startswith("ThreadPool")]  # of batches
     with (path_of(config) / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     del caught
