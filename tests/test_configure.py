@@ -49,15 +49,11 @@ def test_defaults_then_file_then_overrides(write):
 
 
 def test_override_text_is_read_by_the_type_of_its_key(write):
-    config = load(
-        write(),
-        ["--train.max_steps=10_000", "--optim.lr=1", "--train.compile=true", "--run.name=7", "--run.dir=a=b"],
-    )
-    assert config.train.max_steps == 10_000
+    config = load(write(), ["--train.max_steps=10_000", "--optim.lr=1", "--run.name=7", "--run.dir=a=b"])
+    assert config.train.max_steps == 10_000 and (config.run.name, config.run.dir) == ("7", "a=b")
     assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float)
-    assert config.train.compile is True
-    assert config.run.name == "7"
-    assert config.run.dir == "a=b"
+    for word, value in (("true", True), ("yes", True), ("True", True), ("No", False), ("FALSE", False)):
+        assert load(write(), [f"--train.compile={word}"]).train.compile is value
 
 
 def test_config_is_frozen(write):
@@ -101,7 +97,6 @@ def test_config_is_frozen(write):
         ('data.name = ""', "data.name: found ''"),
         ('run.dir = "a\\u0000b"', r"run.dir: found 'a\x00b' (str), expected printable string"),
         (r'"\n" = 1', r"'\n': unknown key"),
-        ('"" = 1', "'': unknown key"),
     ],
 )
 def test_a_wrong_line_of_a_file(write, line, says):
@@ -168,6 +163,8 @@ def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
     for typo in ("quickstart.toml", "config/quickstart.tml", "config/quikstart.toml"):
         assert message(typo).endswith(f"{typo}: No such file or directory; did you mean config/quickstart.toml?")
     assert "nowhere/x.toml: No such file or directory; found nearby: config/125m.toml, " in message("nowhere/x.toml")
+    monkeypatch.chdir(tmp_path)
+    assert f"; start from the checkout: cd {CHECKOUT}" in message("config/quickstart.toml")
 
 
 # ---- settings that are wrong together
@@ -248,10 +245,6 @@ def test_an_override_closes_an_axis_even_with_a_value_not_listed(write):
     assert load(file, points[0]).run.name == "s-tanh-lr0.001"
 
 
-def test_a_file_without_a_sweep_is_one_point(write):
-    assert sweep_points(write(), ["--run.seed=1"]) == [["--run.seed=1"]]
-
-
 def test_load_refuses_open_axes_and_names_both_commands(write):
     file = write(SWEEP)
     text = message(file)
@@ -295,13 +288,10 @@ def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides"),
-    [
-        ("run.name = 'same'\nsweep.run.seed = [1, 2]", []),
-        ("sweep.run.seed = [1, 1]", []),
-        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),  # named by the first key alone
-        ("", ["--optim.lr=[1e-3,2e-3]"]),  # no axis of the file, so not in the name that train.py would choose
-    ],
+    "text, overrides",
+    [("sweep.run.seed = [1, 1]", []), ("", ["--optim.lr=[1e-3,2e-3]"]), ("run.name = 'x'\nsweep.run.seed = [1, 2]", [])]
+    + [('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', [])],
+    ids=["twice the same", "an axis of the command line", "a name is given", "linked keys"],
 )
 def test_points_never_share_a_folder(write, text, overrides):
     with pytest.raises(ConfigError, match=r"x.toml \[sweep\]: two points would write to runs/.*leave run.name unset"):
@@ -319,12 +309,10 @@ def test_linked_keys_take_their_values_row_by_row(write):
     points = sweep_points(file)
     assert points[1] == ["--model.n_expert=32", "--model.top_k=4", "--model.expert_hidden=768", "--data.name=arxiv"]
     configs = [load(file, point) for point in points]
-    assert [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]] == [
-        (32, 4, 768), (64, 8, 384), (256, 32, 96)
-    ]  # fmt: skip
-    assert [c.run.name for c in configs] == [
-        f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")
-    ]
+    shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
+    assert shapes == [(32, 4, 768), (64, 8, 384), (256, 32, 96)]
+    names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
+    assert [c.run.name for c in configs] == names
 
 
 def test_linked_keys_are_overridden_together(write):
@@ -360,11 +348,6 @@ def test_a_wrong_linked_axis(write, axis, says):
     assert f"{file} [sweep]: " in text and says in text
 
 
-@pytest.mark.parametrize("word, value", [("yes", True), ("True", True), ("No", False), ("FALSE", False)])
-def test_booleans_on_the_command_line(write, word, value):
-    assert load(write(), [f"--train.compile={word}"]).train.compile is value
-
-
 def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
     file = write("train.max_steps = 1000\noptim.warmup_steps = 200")
     for _ in range(2):
@@ -375,12 +358,6 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
     assert "optim.warmup_steps = 151 is more than" in message(file, "--train.max_steps=150", "--optim.warmup_steps=151")
     both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
     assert "optim.warmup_steps = 200 is more than train.max_steps = 100" in message(both)
-
-
-def test_a_file_of_the_checkout_is_named_from_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"quickstart.toml: .*; start from the checkout: cd {CHECKOUT}"):
-        load("config/quickstart.toml")
 
 
 def test_torchrun_is_told_of_an_error(write, tmp_path, monkeypatch, capsys):
@@ -416,16 +393,10 @@ def test_a_list_on_the_command_line_is_an_axis(write):
 
 
 def test_values_of_axes_are_in_the_name_also_where_the_file_has_them(write):
-    file = write('data.name = "arxiv"\nrun.seed = 1\n' + SWEEP.replace("1e-3", "6e-4") + """
-        data.name = ["arxiv", "books3"]
-        run.seed = [0, 1]
-        "model.n_expert, model.top_k" = [[64, 8]]""", "s.toml")  # fmt: skip
-    names = {load(file, point).run.name for point in sweep_points(file)}
-    ends = ("-seed0", "")
-    assert names == {
-        f"s-{router}-lr{lr}-{text}-n_expert64{end}"
-        for router in ("dense", "kern") for lr in ("0.0006", "1") for text in ("arxiv", "books3") for end in ends
-    }  # fmt: skip
+    axes = SWEEP + 'data.name = ["arxiv", "books3"]\nrun.seed = [0, 1]'
+    file = write(f'data.name = "arxiv"\nrun.seed = 1\n{axes}', "s.toml")
+    names = [load(file, point).run.name for point in sweep_points(file, ["--model.router=kern", "--optim.lr=1"])]
+    assert names == [f"s-kern-lr1-{text}{end}" for text in ("arxiv", "books3") for end in ("-seed0", "")]
 
 
 def test_router_and_seed_are_in_the_name_without_a_sweep(write):
@@ -435,14 +406,9 @@ def test_router_and_seed_are_in_the_name_without_a_sweep(write):
 
 
 @pytest.mark.parametrize(
-    ("stem", "name"),
-    [
-        ("quick.start-1", "quick.start-1-kern"),
-        ("my config!", "my-config-kern"),
-        ("..x", "x-kern"),
-        ("-x", "x-kern"),
-        ("настройки", "kern"),
-    ],
+    "stem, name",
+    [("quick.start-1", "quick.start-1-kern"), ("my config!", "my-config-kern"), ("настройки", "kern")]
+    + [("..x", "x-kern"), ("-x", "x-kern")],
 )
 def test_run_name_from_the_file_is_a_safe_folder(write, stem, name):
     assert load(write(name=f"{stem}.toml")).run.name == name
@@ -491,7 +457,7 @@ BY_TYPE = {
         schema.get("maximum", schema.get("exclusiveMaximum", 1e300)),
         exclude_min="exclusiveMinimum" in schema,
         exclude_max="exclusiveMaximum" in schema,
-    ),
+    ),  # fmt: skip
 }
 
 
@@ -540,8 +506,7 @@ def test_dumps_writes_every_key(write):
 
 def test_differences_names_what_changed(write):
     file = write("run.name = 'x'")
-    old = load(file, ["--model.router=kern"])
-    new = load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
+    old, new = load(file), load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
     assert differences(old, new) == ["model.router: 'kern' -> 'softmax'", "optim.lr: 0.0006 -> 0.001"]
     assert differences(old, old) == []
 
@@ -583,12 +548,8 @@ def test_importing_configure_imports_no_torch():
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "FILE --model.router=tanh --run.seed=3",
-        "--config FILE --model.router tanh --run.seed 3",
-        "--model.router tanh --run.seed=3 --config=FILE",
-        "--run.seed 3 FILE --model.router=tanh",
-    ],
+    ["FILE --model.router=tanh --run.seed=3", "--config FILE --model.router tanh --run.seed 3"]
+    + ["--model.router tanh --run.seed=3 --config=FILE", "--run.seed 3 FILE --model.router=tanh"],
 )
 def test_ways_to_write_a_command_line(write, command):
     config = from_command_line(command.replace("FILE", str(write())).split())
@@ -636,12 +597,6 @@ PAPER_TABLE = {  # file -> layers, heads, width, learning rate; 1b3: configs/1-3
 }
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
-def test_every_shipped_file_loads(file):
-    for point in sweep_points(file):
-        assert load(file, point).run.name.startswith(file.stem)
-
-
 @pytest.mark.parametrize("name", PAPER_TABLE)
 def test_shipped_files_match_the_papers_table(name):
     config = load(CONFIGS / f"{name}.toml", world_size=8)
@@ -656,9 +611,5 @@ def test_shipped_files_match_the_papers_table(name):
 
 
 def test_quickstart_compares_dense_softmax_and_kern():
-    points = sweep_points(CONFIGS / "quickstart.toml")
-    assert [load(CONFIGS / "quickstart.toml", point).run.name for point in points] == [
-        "quickstart-dense",
-        "quickstart-softmax",
-        "quickstart-kern",
-    ]
+    names = [load(CONFIGS / "quickstart.toml", point).run.name for point in sweep_points(CONFIGS / "quickstart.toml")]
+    assert names == ["quickstart-dense", "quickstart-softmax", "quickstart-kern"]

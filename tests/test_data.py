@@ -318,14 +318,6 @@ def test_fingerprint_of_another_tokenizer(tmp_path, change):
     assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
 
 
-def test_big_sets_are_not_hashed(tmp_path, monkeypatch):
-    write_set(tmp_path / "set")
-    path = tmp_path / "set/train-00001.bin"
-    path.write_bytes(flip(path.read_bytes(), 2))
-    monkeypatch.setattr(bins, "HASHED_BYTES", 10)
-    assert check_dataset(tmp_path / "set", 257).splits["train"].tokens == 25
-
-
 def test_check_refuses_a_set_that_does_not_fit(tmp_path):
     write_set(tmp_path / "set")
     with pytest.raises(DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"):
@@ -360,18 +352,15 @@ def test_check_names_the_prepare_command(tmp_path, monkeypatch):
         (lambda meta: meta.pop("splits"), "splits: Field required"),
         (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
         (lambda meta: meta["splits"].update(test=meta["splits"]["val"]), "splits train, val, test, expected"),
-        (lambda meta: meta["splits"]["train"].update(tokens="25"), "splits.train.tokens: Input should be a valid int"),
         (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
         (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0), "splits.train.files.0.tokens: Input"),
         (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=0), "splits.train.files.0.tokens: Input"),
-        (lambda meta: meta["splits"]["train"]["files"][0].pop("sha256"), "splits.train.files.0.sha256: "),
         (lambda meta: meta["splits"]["train"]["files"][0].update(sha256="0"), "splits.train.files.0.sha256: String"),
         (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
         (lambda meta: meta["splits"]["train"]["files"][1].update(name="train-00000.bin"), "file 1 is 'train-00000"),
         (lambda meta: meta["splits"]["val"]["files"][0].update(name="train-00000.bin"), "val file 0 is 'train-00000"),
         (lambda meta: meta["tokenizer"].pop("vocab_size"), "tokenizer.vocab_size: Field required"),
         (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
-        (lambda meta: meta.update(tokenizer="gpt2"), "tokenizer: Input should be a valid dictionary"),
         (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
     ],
 )
@@ -441,14 +430,6 @@ def test_indices_are_the_windows_of_the_batch():
         assert np.array_equal(loader.batch(step)[0], 4 * all_rows[:, None] + np.arange(4))
         assert np.array_equal(loader.indices(step, 3), all_rows[3:])
         assert np.array_equal(loader.indices(step, 3, 4), all_rows[3:7])
-
-
-def test_batch_depends_on_seed_and_step_only():
-    tokens = counting(4001)
-    loader, again = Loader(tokens, 4, 16, seed=7), Loader(tokens, 4, 16, seed=7)
-    for step in (90, 3, 3, 1000):
-        assert np.array_equal(loader.batch(step)[0], again.batch(step)[0])
-        again.batch(step + 1)
 
 
 def test_seeds_and_epochs_give_unrelated_orders():

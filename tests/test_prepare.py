@@ -12,23 +12,9 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import corpora
 import pytest
-from corpora import (
-    BLANK,
-    corpus_texts,
-    documents_of,
-    edit_meta,
-    fail_after,
-    in_parts,
-    jsonl,
-    parquet,
-    place,
-    snapshot,
-    split_of,
-    tar,
-    write_tree,
-    zstd,
-)
+from corpora import BLANK, corpus_texts, documents_of, jsonl, parquet, place, snapshot, split_of, tar, write_tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -61,13 +47,6 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
 
 
-def test_split_depends_on_the_text_alone(run, tmp_path):
-    texts = [f"document {i} " * i for i in range(1, 99)]  # not on its length, for instance
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
-    assert documents_of(tmp_path / "out/text") == split_of(texts, 0.2)
-
-
 def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatch, small_units, many_workers):
     texts = corpus_texts()
     files = {"a.jsonl.gz": gzip.compress(jsonl(texts[:30])), "b.tar": tar({"x.txt": texts[30].encode()})}
@@ -96,14 +75,9 @@ def test_more_workers_than_the_work_is_worth_are_not_started(run, tmp_path):
 
 
 def test_a_folder_becomes_a_set(run, tmp_path):
-    files = {
-        "b.txt": b"bee\n",
-        "a.md": "# naïve\r\n".encode(),
-        "deep/c.txt.gz": gzip.compress(b"sea"),
-        "empty.txt": b" \n",
-        "ignored.pdf": b"\xff",
-        "rows.jsonl.gz": gzip.compress(jsonl(["one", "two", "", "<|endoftext|>"])),
-    }
+    files = {"b.txt": b"bee\n", "a.md": "# naïve\r\n".encode(), "deep/c.txt.gz": gzip.compress(b"sea")}
+    files |= {"empty.txt": b" \n", "ignored.pdf": b"\xff"}
+    files["rows.jsonl.gz"] = gzip.compress(jsonl(["one", "two", "", "<|endoftext|>"]))
     source = write_tree(tmp_path / "in", files)
     out = run("text", "--source", source, "--name", "mine", "--val-fraction", 0.4)
     assert "prepared:" in out and "left out: 2 empty documents, 0 that cannot be read" in out
@@ -193,13 +167,7 @@ def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
     write_tree(tmp_path, {"large.txt": bytes(95), "small.txt": bytes(5)})
     inputs = sources.local_inputs([tmp_path])
     found = {prepare.hash_inputs(inputs)}
-    for name, position, noticed in (
-        ("large", 9, 1),
-        ("large", 10, 0),
-        ("large", 84, 0),
-        ("large", 85, 1),
-        ("small", 4, 1),
-    ):
+    for name, position, noticed in [("large", at, at in (9, 85)) for at in (9, 10, 84, 85)] + [("small", 4, True)]:
         count = len(found)
         data = bytearray((tmp_path / f"{name}.txt").read_bytes())
         data[position] = 1
@@ -236,16 +204,12 @@ def test_a_file_where_a_folder_is_needed(run, books, tmp_path, place):
     assert path.read_text() == "mine"
 
 
-def test_files_of_others_in_a_set_are_kept(run, books, tmp_path):
+def test_files_of_others_in_a_set_are_kept(run, books, tmp_path, monkeypatch):
+    """Those that are there before, and those added while it is prepared again."""
     run(*books)
-    write_tree(tmp_path / "out/text", {"thesis.txt": b"precious", "units-of-measure/si.txt": b"m"})
-    before = snapshot(tmp_path / "out")
+    write_tree(tmp_path / "out/text", {"units-of-measure/si.txt": b"m"})
     assert "already there" in run(*books)
-    assert snapshot(tmp_path / "out") == before
-
-
-def test_files_that_others_added_meanwhile_are_kept(run, books, tmp_path, monkeypatch):
-    run(*books)
+    shutil.rmtree(tmp_path / "out/text/units-of-measure")  # nor deleted, or this fails
     join = prepare._join_units
 
     def add_and_join(*args):
@@ -364,7 +328,7 @@ def upload(hub, repo, names, texts, write, revision=REVISION) -> None:
 
 
 def write_zst(path, texts, **more):
-    write_tree(path.parent, {path.name: in_parts(zstd, jsonl(texts, **more))})
+    write_tree(path.parent, {path.name: corpora.in_parts(corpora.zstd, jsonl(texts, **more))})
 
 
 PROOF_PILE = ("EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst", "arxiv/train/b.jsonl.zst"], write_zst)
@@ -408,7 +372,7 @@ def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
         others = [b'{"text": "no"}', b'{"text": "no", "meta": "ArXiv"}', b'{"meta": {}}']
         others += [b'{"text": "no", "meta": {"pile_set_name": "Github"}}']
         rows = itertools.chain(*zip(ours, itertools.cycle(others)))  # noqa: B905 (endless)
-        write_tree(path.parent, {path.name: zstd(b"\n".join(rows))})
+        write_tree(path.parent, {path.name: corpora.zstd(b"\n".join(rows))})
 
     upload(hub, "monology/pile-uncopyrighted", ["train/00.jsonl.zst", "train/01.jsonl.zst"], texts, write)
     run("arxiv", "--config", "pile", "--val-fraction", 0.2)
@@ -470,7 +434,7 @@ def five_files(tmp_path) -> tuple:
     return "text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.2, "--shard-tokens", 999
 
 
-@pytest.mark.parametrize("n", [1, 3, 9])
+@pytest.mark.parametrize("n", [1, 9])
 def test_parts_make_the_set_of_one_command(run, run_alone, stop_at, five_files, tmp_path, monkeypatch, small_units, n):
     """Also where there are more parts than files; a part that was stopped resumes."""
     single = run_alone(*five_files)
@@ -479,7 +443,7 @@ def test_parts_make_the_set_of_one_command(run, run_alone, stop_at, five_files, 
         out = run(*five_files, "--shard", f"{i}/{n}")
         assert f"part {i} of {n} is tokenized" in out and "resuming after" in out
         assert os.listdir(tmp_path / "out") == ["text.partial"]
-    fail_after(monkeypatch, 1)  # nothing is left to tokenize
+    corpora.fail_after(monkeypatch, 1)  # nothing is left to tokenize
     run(*five_files)
     assert snapshot(tmp_path / "out") == single
     assert "already there" in run(*five_files, "--shard", f"1/{n}")
@@ -524,7 +488,7 @@ def test_space_is_checked_before_units_are_joined(run, books, tmp_path, monkeypa
 def test_a_full_disk_while_units_are_written(run, books, tmp_path, small_units, monkeypatch):
     """The message estimates the space for the other units and for all shards."""
     write = units._write_unit
-    fail_after(monkeypatch, 20, OSError(errno.ENOSPC, "No space left on device"))
+    corpora.fail_after(monkeypatch, 20, OSError(errno.ENOSPC, "No space left on device"))
     out = run(*books, code=2)
     assert f"'{tmp_path}/out/text.partial'. Finished units are kept: make room" in out
     needed = float(re.search(r"about (\S+) GB of free space are needed", out)[1]) * 1e9
@@ -539,19 +503,11 @@ def test_a_full_disk_while_units_are_written(run, books, tmp_path, small_units, 
 # small corpora
 
 
-@pytest.mark.parametrize(
-    ("fraction", "message"),
-    [
-        (
-            1e-6,
-            "none of 38 documents fell into validation at --val-fraction 1e-06: --val-fraction 0.026 makes about 1 ",
-        ),
-        (0.999999, "none of 38 documents fell into training at --val-fraction 0.999999: --val-fraction 0.026 makes"),
-    ],
-)
-def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fraction, message):
+@pytest.mark.parametrize("fraction, empty", [(1e-6, "validation"), (0.999999, "training")])
+def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fraction, empty):
     upload(hub, "emozilla/pg19", ["data/train-0.parquet"], corpus_texts(), parquet)
-    assert message in run("pg19", "--val-fraction", fraction, code=2)
+    out = run("pg19", "--val-fraction", fraction, code=2)
+    assert f"none of 38 documents fell into {empty} at --val-fraction {fraction}: --val-fraction 0.026 makes" in out
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -598,13 +554,12 @@ def test_list_names_every_corpus_with_its_licence(run):
         (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
         (["stdlib", "--val-fraction", "1.5"], "1.5: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
-        (["stdlib", "--val-fraction", "few"], "invalid float value: 'few'"),
         (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
         (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
         (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
         (["stdlib", "--shard", "0/2"], "--shard 0/2: expected I/N with I from 1 to N, for instance 1/4"),
-        (["stdlib", "--shard", "3/2"], "--shard 3/2: expected I/N"),
         (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
+        (["text", "a.txt"], "unrecognized arguments: a.txt; files and folders follow --source"),
     ],
 )
 def test_bad_arguments(run, tmp_path, args, message):
@@ -650,34 +605,28 @@ def forge_hashes(folder: Path) -> None:
         for shard in [shard for split in meta["splits"].values() for shard in split["files"]]:
             shard["sha256"] = hashlib.sha256((folder / shard["name"]).read_bytes()).hexdigest()
 
-    edit_meta(folder, forge)
+    corpora.edit_meta(folder, forge)
 
 
-def test_verify_finds_a_file_cut_short(run, prepared):
-    os.truncate(prepared / "train-00001.bin", 100)
-    out = run("books", main=verify.main, code=2)
-    assert re.search(r"train-00001.bin: expected 1998 bytes \(999 tokens\), found 100.*--force", out)
-
-
-def test_verify_finds_flipped_bits_in_every_file(run, prepared):
+def test_verify_finds_every_damaged_file(run, prepared):
     good = (prepared / "train-00001.bin").read_bytes()
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")
     out = run("books", main=verify.main, code=2)
-    assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out
+    assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out and "--force" in out
     found = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert found == ["train-00001.bin", "val-00000.bin"]
+    os.truncate(prepared / "train-00001.bin", 100)
+    out = run("books", main=verify.main, code=2)
+    assert "train-00001.bin: expected 1998 bytes (999 tokens), found 100" in out
 
 
-@pytest.mark.parametrize("chunk", [2**22, 100])
-def test_verify_finds_ids_beyond_the_vocabulary(run, prepared, monkeypatch, chunk):
-    monkeypatch.setattr(bins, "CHUNK_BYTES", chunk)
+def test_verify_finds_ids_beyond_the_vocabulary(run, prepared):
     edit(prepared / "train-00001.bin", 2 * 517, (257).to_bytes(2, "little"))
     edit(prepared / "train-00001.bin", 2 * 800, (65535).to_bytes(2, "little"))
     forge_hashes(prepared)
     out = run("books", main=verify.main, code=2)
-    assert "train-00001.bin: id 257 at token 517, expected below 257" in out
-    assert "sha256" not in out
+    assert "train-00001.bin: id 257 at token 517, expected below 257" in out and "sha256" not in out
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -689,10 +638,6 @@ def test_verify_counts_documents(run, prepared, more):
     said = read_meta(prepared).splits["train"].documents
     out = run("books", main=verify.main, code=2)
     assert f"train: {said + more} end-of-text tokens, meta.json says {said} documents" in out
-
-
-def test_files_without_source(run, tmp_path):
-    assert "unrecognized arguments: a.txt; files and folders follow --source" in run("text", "a.txt", code=2)
 
 
 def test_verify_without_a_set(run, prepared):

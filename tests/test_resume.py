@@ -92,34 +92,29 @@ def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, 
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("garbage", [b"", b"garbage", None])
-def test_a_damaged_unit_is_rebuilt(run, stop_at, books, tmp_path, undisturbed, garbage):
-    stop_at(22, *books)  # in b.jsonl: the group of a.jsonl is complete
-    unit = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))[3]
-    unit.write_bytes(unit.read_bytes()[:-30] if garbage is None else garbage)
-    assert f"damaged and now removed: {unit}. Start again to rebuild" in run(*books, code=2)
-    run(*books)
-    assert snapshot(tmp_path / "out") == undisturbed
+CAUGHT = [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError]
 
 
-@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError])
-def test_damaged_units_cost_one_restart(run, stop_at, books, tmp_path, undisturbed, monkeypatch, error):
+@pytest.mark.parametrize("damage", [b"", b"garbage", "cut short", *CAUGHT])
+def test_damaged_units_cost_one_restart(run, stop_at, books, tmp_path, undisturbed, monkeypatch, damage):
     """Whatever numpy raises at them; but a unit that may not be read is not damaged."""
-    stop_at(22, *books)
+    stop_at(22, *books)  # in b.jsonl: the group of a.jsonl is complete
     paths = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))
     write_tree(paths[0].parent, {"notes.npz": b"", "00000000-00000003.old.npz": b""})  # no units
-    bad, load = {paths[3], paths[5]}, np.load
+    bad, load, readable = {paths[3], paths[5]}, np.load, damage is not PermissionError
 
     def fail_at_bad(path):
-        if path in bad:
-            raise error(errno.EACCES, "Permission denied") if error is PermissionError else error("bad")
+        if path in bad and damage in CAUGHT:
+            raise damage("bad") if readable else damage(errno.EACCES, "Permission denied")
         return load(path)
 
+    for path in () if damage in CAUGHT else bad:
+        path.write_bytes(path.read_bytes()[:-30] if damage == "cut short" else damage)
     with monkeypatch.context() as patch:
         patch.setattr(np, "load", fail_at_bad)
         out = run(*books, code=2)
-    assert all(path.exists() == (error is PermissionError) for path in bad)
-    if error is not PermissionError:
+    assert all(path.exists() != readable for path in bad)
+    if readable:
         assert f"damaged and now removed: {paths[3]} and 1 more. Start again to rebuild" in out
     run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
@@ -243,11 +238,10 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
     begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}".split()
     argv = [*begin, "--val-fraction", "0.4"]
     out.mkdir()
-    if scenario == "replace":  # a complete set
-        assert start([*begin, "--val-fraction", "0.6"], out)[0] == 0
-        argv.append("--force")
-    if scenario == "start over":  # an unfinished set
-        assert start([*begin, "--val-fraction", "0.6"], out, 30)[0] == -signal.SIGKILL
+    begun = {"replace": ([*begin, "--val-fraction", "0.6"], 0), "start over": ([*begin, "--val-fraction", "0.6"], 30)}
+    if scenario in begun:  # a complete set, and an unfinished one
+        first, k = begun[scenario]
+        assert start(first, out, k)[0] == (-signal.SIGKILL if k else 0)
         argv.append("--force")
     if scenario == "join":  # two parts, tokenized by two commands
         for i in (1, 2):
@@ -307,7 +301,7 @@ ELSEWHERE = pytest.mark.integration  # of the scenarios one is in the default ti
         ("begin", "kill", 30),
         pytest.param("replace", "kill", 40, marks=ELSEWHERE),
         pytest.param("start over", "kill", 35, marks=ELSEWHERE),
-        pytest.param("merge", "kill", 15, marks=ELSEWHERE),
+        pytest.param("join", "kill", 15, marks=ELSEWHERE),
         pytest.param("begin", "interrupt", 30, marks=ELSEWHERE),
         pytest.param("begin", "full", 20, marks=ELSEWHERE),
     ],
@@ -319,20 +313,12 @@ def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
     assert int(printed.split()[-1]) >= least
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children_of(parent: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
+def state_and_parent(stat: Path) -> tuple[str, int]:
+    """Of a process; one that is gone is a zombie of nobody."""
+    with suppress(OSError):
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "Z", 0
 
 
 def prepare_and_pause(paused, argv):
@@ -360,10 +346,10 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     while not ((tmp_path / "paused").exists() and list(units_written("units-*/*.npz"))):
         assert command.process.is_alive(), Path(command.printed).read_text()
         time.sleep(0.01)
-    children = children_of(command.process.pid)
+    children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
     assert command.wait(0)[0] == -signal.SIGKILL and len(children) >= 2
     with at_most(600):
-        while any(map(alive, children)):
+        while any(state_and_parent(stat)[0] != "Z" for stat in children):
             time.sleep(0.01)
     assert not (tmp_path / "out/text").exists()
     assert "resuming after" in run(*books)
