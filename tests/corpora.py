@@ -22,9 +22,6 @@ REPO_ROOT = Path(__file__).parents[1]
 BLANK = ("", " \n", "\t")
 
 
-# files of every kind
-
-
 def jsonl(texts, **more) -> bytes:
     return b"".join(json.dumps({"id": i, "text": text} | more).encode() + b"\n" for i, text in enumerate(texts))
 
@@ -73,7 +70,6 @@ def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES) -> Path:
-    """Write a set of given ids, with one document in each split."""
     with Writer(folder, tokenizer, shard_tokens) as writer:
         for split, ids in {"train": train, "val": val}.items():
             writer.write(split, np.asarray(ids, np.uint16))
@@ -82,7 +78,6 @@ def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set"
 
 
 def edit_meta(folder: Path, change) -> None:
-    """Call `change` on the content of a set's meta.json."""
     meta = json.loads((folder / "meta.json").read_text())
     change(meta)
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -94,9 +89,6 @@ def corpus_texts(n: int = 40) -> list[str]:
     texts = ["\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(rng.choice((1, 3, 200)))) for i in range(n)]
     texts[3], texts[n // 2] = "", " \n"
     return texts
-
-
-# the command
 
 
 @pytest.fixture
@@ -134,13 +126,11 @@ def run_alone(run, tmp_path):
 
 @pytest.fixture
 def small_units(monkeypatch):
-    """Units of a document or two."""
     monkeypatch.setattr(units, "UNIT_BYTES", 50)
 
 
 @pytest.fixture
 def many_workers(monkeypatch):
-    """A worker process for every few documents."""
     monkeypatch.setattr(prepare, "WORKER_BYTES", 500)
 
 
@@ -158,7 +148,6 @@ def documents_of(folder: Path) -> dict[str, list[str]]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """All files below `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -170,8 +170,6 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 # ---- processes that need not import torch again
-
-
 class Forked:
     """A process that calls `function(*args)` of a test module, with extra environment variables.
 

@@ -21,7 +21,6 @@ TRUNK = [*WSD, FRACTION, "run.name=trunk", "train.max_steps=16", "train.keep_ste
 
 @pytest.fixture
 def trunk(tiny):
-    """Its decay begins at step 12."""
     config = tiny(*TRUNK, "train.keep_checkpoints=1")
     run(config)
     assert steps(config) == [6, 9, 16]
@@ -31,19 +30,15 @@ def trunk(tiny):
 def branch(tiny, trunk, *overrides):
     """The Config of a branch of `trunk`; its decay is a quarter unless a step is given."""
     fraction = [] if any("branch_step" in word for word in overrides) else [FRACTION]
-    return tiny(
-        "run.name=", "train.checkpoint_interval=5", *WSD, *fraction, f"train.branch_from={path_of(trunk)}", *overrides
-    )
+    common = ["run.name=", "train.checkpoint_interval=5", *WSD, *fraction]
+    return tiny(*common, f"train.branch_from={path_of(trunk)}", *overrides)
 
 
 def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, capsys):
     """Three lengths; the last is killed before its first checkpoint, and after it when the trunk is gone."""
     before = content(path_of(trunk))
-    for name, at in {
-        "trunk-6to8": "max_steps=8",
-        "trunk-9to10": "branch_step=9",
-        "trunk-9to12": "max_steps=12",
-    }.items():
+    lengths = {"trunk-6to8": "max_steps=8", "trunk-9to10": "branch_step=9", "trunk-9to12": "max_steps=12"}
+    for name, at in lengths.items():
         config = branch(tiny, trunk, f"train.{at}", *["train.max_steps=10"] * (at == "branch_step=9"))
         assert config.run.name == name
         for step in (9, 11) if name == "trunk-9to12" else ():
@@ -70,10 +65,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            ["train.max_steps=12", "model.n_embd=64", "run.seed=3"],
-            "run.seed: 0 -> 3\n.*--run.seed=0 --model.n_embd=32$",
-        ),
+        (["train.max_steps=12", "model.n_embd=64", "run.seed=3"], "run.seed: 0 -> 3\n.*run.seed=0 --model.n_embd=32$"),
         (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*Add --train.batch_size=8$"),
         (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
         (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=6.*--train.keep_steps=3$"),
@@ -109,7 +101,6 @@ def test_length_of_a_run_may_change_until_its_decay(tiny, trunk):
 
 
 def be_a_rank(file):
-    """Train a trunk, its branch and a run of the same length on two ranks, replicated and sharded."""
     for parallel in ("ddp", "fsdp"):
         for name, words in {
             "trunk": TRUNK,

@@ -42,11 +42,7 @@ def calm(runs):
 
 @pytest.fixture
 def torn(runs, tmp_path):
-    """A copy that a test may change."""
     return run_in(shutil.copytree(runs / "disturbed", tmp_path / "disturbed"))
-
-
-# ---- the verdict
 
 
 def change_last_line(run, **changes):
@@ -85,9 +81,6 @@ def test_a_run_without_its_last_checkpoint_is_an_error(calm, torn):
     shutil.rmtree(torn.checkpoints / "step_00000004")
     with pytest.raises(DamagedError):
         chaos.print_report(calm, torn, FAULTS)
-
-
-# ---- faults
 
 
 @pytest.fixture

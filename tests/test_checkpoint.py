@@ -64,7 +64,6 @@ class Training:
         self.scaler.load_state_dict(checkpoint.verify(checkpoint.folder_of(folder, step))["facts"]["scaler"])
 
     def tensors(self):
-        """All tensors that a checkpoint holds, not copied."""
         states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
         moments = [state[key] for state in states for key in sorted(state)]
         return [*self.model.state_dict().values(), *moments, self.interval]
@@ -80,7 +79,6 @@ def saver_in(folder, keep=9, on_error="stop"):
 
 
 def write(folder, *steps, training=None, **options):
-    """Write checkpoints of those steps, each complete before the next."""
     saver = saver_in(folder, **options)
     for step in steps:
         (training or Training()).save(saver, step)
@@ -93,8 +91,6 @@ def names(folder):
 
 
 # ---- what is restored
-
-
 def test_load_restores_everything(tmp_path):
     old, new = Training(0), Training(1)
     old.step()
@@ -119,17 +115,6 @@ def test_metadata_round_trips(tmp_path):
     assert checkpoint.latest(tmp_path, ALONE) == (3, {"scaler": Training().scaler.state_dict(), **metadata})
 
 
-def test_load_model_restores_weights_and_buffers(tmp_path):
-    old = Training()
-    old.model.blocks[0].mlp.router.selection_bias.fill_(0.5)
-    write(tmp_path, 1, training=old)
-    fresh = GPT(SMALL)
-    checkpoint.load_model(tmp_path, 1, fresh)
-    assert fresh.state_dict().keys() == old.model.state_dict().keys()
-    for (name, a), (_, b) in zip(fresh.state_dict().items(), old.model.state_dict().items(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_checkpoint_of_another_model_is_refused(tmp_path):
     write(tmp_path, 1)
     wider = GPT(SMALL.model_copy(update={"n_embd": 32}))
@@ -138,8 +123,6 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 # ---- saving while training continues
-
-
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Nothing is written before `slow_disk.set()`."""
@@ -168,9 +151,7 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
     other = Training(1)
     other.load(tmp_path, 1)
     assert all(torch.equal(a, b) for a, b in zip(other.tensors(), saved, strict=True))
-    assert not any(
-        torch.equal(a, b) for a, b in zip(training.model.parameters(), other.model.parameters(), strict=True)
-    )
+    assert not any(map(torch.equal, training.model.parameters(), other.model.parameters()))
 
 
 def test_one_save_waits_for_the_one_before(tmp_path, slow_disk):
@@ -205,9 +186,7 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     for next_call in (saver.poll, saver.wait, saver.finish, lambda: training.save(saver, 3)):
         training.save(saver, 2)
         saver.pending.join()
-        with pytest.raises(
-            RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is intact.*Make room"
-        ):
+        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is.*Make room"):
             next_call()
         assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
     broken_disk(False)
@@ -231,8 +210,6 @@ def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_d
 
 
 # ---- which checkpoints stay
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux alone")
 @pytest.mark.parametrize("niceness, written_at", [(0, 10), (19, 19)])
 def test_save_never_raises_its_priority(tmp_path, monkeypatch, niceness, written_at):
@@ -287,21 +264,12 @@ def test_leftovers_of_interrupted_saves_are_removed_at_the_next_start(tmp_path):
 
 
 # ---- durability
-
-
 def test_save_is_synced_before_it_is_renamed(tmp_path, disk_calls):
-    """A power failure leaves the files as they were synced and the names as their folders were synced."""
     write(tmp_path / "checkpoints", 1)
     assert disk_calls == [
-        "sync __0_0.distcp",
-        "sync .metadata.tmp",
-        "rename .metadata",
-        "sync manifest.json.tmp",
-        "rename manifest.json",
-        "sync step_00000001.tmp",
-        "rename step_00000001",
-        "sync checkpoints",
-        f"sync {tmp_path.name}",
+        *("sync __0_0.distcp", "sync .metadata.tmp", "rename .metadata"),
+        *("sync manifest.json.tmp", "rename manifest.json"),
+        *("sync step_00000001.tmp", "rename step_00000001", "sync checkpoints", f"sync {tmp_path.name}"),
     ]
 
 
@@ -311,8 +279,6 @@ def test_config_is_synced_before_it_is_renamed(tmp_path, disk_calls, tiny):
 
 
 # ---- damage
-
-
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("intact")
@@ -379,17 +345,6 @@ def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
 
 
-def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
-    write(tmp_path, 2, 4)
-    for step in (2, 4):
-        flip(checkpoint.folder_of(tmp_path, step) / "manifest.json", 1000)
-    before = sorted(content(tmp_path).values())
-    for _ in range(2):  # the second start too: it must not start over in this folder
-        with pytest.raises(RunError, match=r"all .* damaged .*--fresh"):
-            checkpoint.latest(tmp_path, ALONE)
-        assert sorted(content(tmp_path).values()) == before
-
-
 def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(tmp_path, monkeypatch, capsys):
     write(tmp_path, 2, 4)
     reports = iter([["step_00000004/.metadata: damaged", None], [None, None]])  # of ranks 0 and 1, by checkpoint
@@ -406,19 +361,11 @@ def test_damaged_checkpoint_is_not_evaluated(tmp_path):
 
 
 # ---- a full disk
-
-
 @pytest.fixture
 def manifests(monkeypatch):
-    """A list that grows with each manifest that is about to be written."""
     begun, text = [], checkpoint._manifest_text
     monkeypatch.setattr(checkpoint, "_manifest_text", lambda body: begun.append(body) or text(body))
     return begun
-
-
-def assert_only_the_first_is_left(folder):
-    assert names(folder) == ["step_00000001"]
-    Training(1).load(folder, 1)
 
 
 @pytest.mark.parametrize("size, where", [(0, "tensors"), (20_000, "tensors"), (300_000, "manifest")])
@@ -431,7 +378,8 @@ def test_largest_file_size_is_reached_in_a_save(tmp_path, manifests, size, where
     assert bool(manifests) == (where == "manifest")
     if where == "manifest":
         assert "File too large" in str(caught.value)
-    assert_only_the_first_is_left(tmp_path)
+    assert names(tmp_path) == ["step_00000001"]
+    Training(1).load(tmp_path, 1)
 
 
 # ---- kills and a full disk before any call to the file system
@@ -513,8 +461,6 @@ def test_checkpoints_survive_a_fault_before_every_file_system_call(tmp_path, fau
 
 
 # ---- pickles that would run
-
-
 def forge(path, **replaced):
     """Replace files of a checkpoint, with a manifest that fits: who can write the one can write the other."""
     body = json.loads((path / "manifest.json").read_text())["body"]

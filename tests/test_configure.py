@@ -37,8 +37,6 @@ def message(path, *overrides, world_size=1):
 
 
 # ---- values and their precedence
-
-
 def test_defaults_then_file_then_overrides(write):
     file = write("[optim]\nlr = 1e-3\n[model]\nn_layer = 3\n")
     config = load(file, ["--model.n_layer=5", "model.router=tanh", "--model.router=sigmoid"])
@@ -65,8 +63,6 @@ def test_config_is_frozen(write):
 
 
 # ---- one setting wrong
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -361,7 +357,6 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
 
 
 def test_torchrun_is_told_of_an_error(write, tmp_path, monkeypatch, capsys):
-    """It prints it after its own trace."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):
@@ -372,8 +367,6 @@ def test_torchrun_is_told_of_an_error(write, tmp_path, monkeypatch, capsys):
 
 
 # ---- seeds, and axes on the command line
-
-
 def test_a_list_on_the_command_line_is_an_axis(write):
     file = write(SWEEP, "s.toml")
     points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
@@ -420,8 +413,6 @@ def test_run_name_given_stays(write):
 
 
 # ---- group
-
-
 def test_group_is_the_files_name_for_every_point_and_stays_in_the_runs_own_file(write):
     file = write(SWEEP, "s.toml")
     configs = [load(file, point) for point in sweep_points(file)]
@@ -512,8 +503,6 @@ def test_differences_names_what_changed(write):
 
 
 # ---- help and the command line
-
-
 def test_help_lists_every_key_with_default_and_meaning():
     text = help_text()
     flat = " ".join(text.split())
@@ -540,7 +529,6 @@ def test_every_router_can_be_chosen(tmp_path):
 
 
 def test_importing_configure_imports_no_torch():
-    """So that an error in a config file is reported within a second."""
     code = "import configure, sys; print('heavy:', *{'torch', 'numpy', 'router'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent, capture_output=True, text=True)
     assert done.stdout == "heavy:\n", done.stderr

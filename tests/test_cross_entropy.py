@@ -23,13 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 SHAPES = {  # N, C, V
-    "typical": (140, 16, 257),
-    "one row": (1, 5, 7),
-    "one token to choose": (9, 4, 1),
-    "two": (40, 3, 2),
-    "more than a block": (20, 8, 5000),
-    "one full block": (5, 8, 4096),
-}
+    "typical": (140, 16, 257), "one row": (1, 5, 7), "one token to choose": (9, 4, 1), "two": (40, 3, 2),
+    "more than a block": (20, 8, 5000), "one full block": (5, 8, 4096),
+}  # fmt: skip
 WAYS = [("torch", dtype) for dtype in DTYPES] + [("triton", dtype) for dtype in DTYPES if dtype != torch.float64]
 
 
@@ -243,11 +239,7 @@ def test_operator_is_as_its_fake(grad):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize(
-    "dtype, tie",
-    [
-        (None, True),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.integration),
-    ],
+    "dtype, tie", [(None, True), pytest.param(torch.bfloat16, False, marks=pytest.mark.integration)]
 )
 def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
     update = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 160, "vocab_size": 40, "expert_hidden": 8}
@@ -292,8 +284,7 @@ def test_full_size_on_a_gpu(N, C, V, dtype, backend, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 2**27)
     x, weight, targets = make_inputs(N, C, V)
     weight *= 0.1
-    first, again = (
-        run_backend(x, weight, targets, backend, autocast=dtype if dtype in HALF else None) for _ in range(2)
-    )
+    autocast = dtype if dtype in HALF else None
+    first, again = (run_backend(x, weight, targets, backend, autocast=autocast) for _ in range(2))
     assert_exact(first, x, weight, targets, dtype)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

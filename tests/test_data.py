@@ -27,8 +27,6 @@ REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared
 
 
 # tokenizers
-
-
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
 @settings(deadline=None, max_examples=25)
 def test_tokenizers_round_trip(any_tokenizer, texts):
@@ -101,8 +99,6 @@ def test_offline_error_says_how_to_supply_the_ranks(offline):
 
 
 # the file format
-
-
 def write_set(folder: Path, shard_tokens: int = 7) -> list[np.ndarray]:
     """Five training documents of 4 ids and one of validation; returns what the splits should read as."""
     train = np.concatenate([[*range(start, start + 4), 256] for start in range(0, 100, 20)]).astype(np.uint16)
@@ -235,8 +231,6 @@ def test_a_shard_never_written_is_refused(tmp_path, monkeypatch):
 
 
 # ids beyond the vocabulary
-
-
 @pytest.fixture
 def beyond(tmp_path):
     """A set of three shards of training text; the second has an id of 257 at token 150 and of 999 at token 180."""
@@ -276,8 +270,6 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypa
 
 
 # fingerprints, which checkpoints store
-
-
 def prepared(folder: Path, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:
     write_ids(folder, list(train), list(val), 7, name)
     return fingerprint(check_dataset(folder, 257))
@@ -390,8 +382,6 @@ def test_ids_must_fit_uint16(tmp_path):
 
 
 # the order of windows
-
-
 def counting(n: int) -> Tokens:
     """Tokens 0, 1, 2, … in two shards, so that a window's first token is its position."""
     ids = np.arange(n, dtype=np.uint16)
@@ -458,7 +448,6 @@ def test_order_is_frozen():
 
 
 def test_stream_seeds_are_frozen():
-    """Dropout of a resumed run depends on them."""
     assert stream_seed(0) == 8147104208329303767
     seeds = {(0, 0): 3269731276231068113, (0, 1): 7635188740105049934, (1, 0): 8663415526776124837}
     assert {place: stream_seed(1337, *place) for place in seeds} == seeds

@@ -57,14 +57,8 @@ def test_a_run_of_before_an_axis_was_added_is_found(config_of):
 
 def test_long_names_become_a_hash(config_of):
     begin(config_of())
-    many = [
-        "optim.lr=1",
-        "optim.beta1=0.5",
-        "optim.beta2=0.5",
-        "optim.eps=1",
-        "optim.weight_decay=0.5",
-        "model.n_layer=3",
-    ]
+    many = ["optim.lr=1", "optim.beta1=0.5", "optim.beta2=0.5", "optim.eps=1", "optim.weight_decay=0.5"]
+    many.append("model.n_layer=3")
     name = begin(config_of(*many))
     assert len(name) == len("mine-kern-") + 8 and find_or_rename(config_of(*many)).run.name == name
     others = {find_or_rename(config_of(*many, f"optim.grad_clip={clip}")).run.name for clip in (2, 3)}

@@ -24,8 +24,6 @@ from data.loader import Loader
 from data.tokenizer import TokenizerError, load_tokenizer
 from data.units import read_units
 
-# configs
-
 ANY_TEXT = st.text(max_size=12)
 TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.integers() | st.floats()
@@ -126,8 +124,6 @@ def test_config_with_replaced_bytes(config_file, tiny_file, data):
     outcome(config_file)
 
 
-# data sets
-
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | ANY_TEXT | st.sampled_from(["../val-00000.bin", "/etc/passwd", "uint32"]),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(ANY_TEXT, values, max_size=3),
@@ -143,7 +139,6 @@ def fuzzed_set(tmp_path_factory):
 
 
 def places(value, place=()):
-    """Yield the path of every value within a JSON value."""
     yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
@@ -204,9 +199,6 @@ def test_invalid_meta(fuzzed_set, meta):
     assert try_set(fuzzed_set[0], meta) is None and try_set(*fuzzed_set) is not None
 
 
-# code
-
-
 @pytest.fixture(params=[0, 2, 5])
 def pickled(request, canary):
     payload = pickle.dumps(Payload(canary), request.param)
@@ -217,7 +209,6 @@ def pickled(request, canary):
 
 @pytest.fixture
 def copied(tmp_path, corpus):
-    """A copy of the set `tiny`."""
     return shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
 
 

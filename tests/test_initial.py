@@ -41,7 +41,6 @@ def make_gpt2(**update):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A folder with such a checkpoint."""
     place = tmp_path_factory.mktemp("gpt2")
     make_gpt2().save_pretrained(place)
     return place
@@ -49,7 +48,6 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture
 def copy(gpt2, tmp_path):
-    """A copy of it that a test may damage."""
     return shutil.copytree(gpt2, tmp_path / "copy")
 
 
@@ -64,7 +62,6 @@ def start(config):
 
 
 def refused(config):
-    """The error about train.init_from, in one line."""
     with pytest.raises(RunError) as caught:
         initial.read_initial_weights(config)
     text = str(caught.value)
@@ -86,8 +83,6 @@ LOGITS = tolerance(torch.float32, 32, roundings=20)
 
 
 # ---- GPT-2 checkpoints of transformers
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("form, tie", [("one file", False), ("shards", True), ("OpenAI's", True)])
 def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
@@ -137,10 +132,8 @@ def test_zero_biases_fit_a_model_without(tiny, tmp_path):
 def test_missing_biases_start_at_zero(tiny, tmp_path):
     run(tiny("model.router=dense", "run.name=source", "train.max_steps=1", "optim.warmup_steps=0"))
     model, words = start(tiny(*DENSE, f"train.init_from={tmp_path / 'runs/source'}"))
-    assert words.endswith(
-        "a run at step 1; missing, so initialised as usual: ln_1.bias, attn.qkv.bias, attn.proj.bias, ln_2.bias, "
-        "mlp.w_in.bias, mlp.w_out.bias, ln_f.bias"
-    )
+    missing = "ln_1.bias, attn.qkv.bias, attn.proj.bias, ln_2.bias, mlp.w_in.bias, mlp.w_out.bias, ln_f.bias"
+    assert words.endswith(f"a run at step 1; missing, so initialised as usual: {missing}")
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 
 
@@ -222,14 +215,12 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
         "changes from 2.0 to 1.5; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
     )
     run(plain := tiny("run.name=plain", "model.router=softmax"))
-    assert start(start_from(tiny, plain, "model.gate_scale=1.0"))[1].endswith(
-        "model.router changes from softmax to kern; missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
-    )
+    _, words = start(start_from(tiny, plain, "model.gate_scale=1.0"))
+    missing = "missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
+    assert words.endswith(f"model.router changes from softmax to kern; {missing}")
 
 
 # ---- several ranks
-
-
 def train_on_ranks(file, place, rank_1_place):
     """DDP, FSDP2, then rank 1 with other weights."""
     rank = int(os.environ["RANK"])
@@ -263,10 +254,7 @@ def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
 
 
 # ---- what is refused
-
-
 def remedy(text):
-    """The overrides that an error names."""
     return text.partition(" Add ")[2].split()
 
 
@@ -321,9 +309,8 @@ def text_in(file, text):
 
 def missing_shard(place):
     (place / "model.safetensors").unlink()
-    (place / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}})
-    )
+    weight_map = {"wte.weight": "model-1.safetensors"}
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
@@ -367,9 +354,8 @@ def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):
         assert refused(tiny(f"train.init_from={name}")).endswith(f"hub: hf download {name} --local-dir gpt2")
     file = folder.path_of(source) / "config.toml"
     for place in (f"{tmp_path}/gone", file):
-        assert refused(tiny(f"train.init_from={place}")).endswith(
-            "no such folder. Weights are only read from this machine"
-        )
+        text = refused(tiny(f"train.init_from={place}"))
+        assert text.endswith("no such folder. Weights are only read from this machine")
     (shard,) = checkpoints(source).glob("*/*.distcp")
     os.truncate(shard, 1000)
     assert "damaged, " in refused(start_from(tiny, source))

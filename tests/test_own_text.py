@@ -33,9 +33,6 @@ def texts_of(folder: Path) -> dict[str, str]:
     return {name: BYTES.decode(each.read(0, len(each))) for name, each in tokens.items()}
 
 
-# the end of each document
-
-
 @pytest.mark.parametrize("name", ["input.txt", "input.md.gz", "input.jsonl", "input.parquet", "input.tar"])
 def test_one_document_is_cut(run, tmp_path, name):
     if name == "input.parquet":
@@ -92,7 +89,6 @@ def test_documents_are_cut_where_a_split_would_be_empty(run, tmp_path, fraction)
 
 
 def test_very_many_documents_are_not_cut(run, tmp_path):
-    """A part of each would be a letter."""
     (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(1000)))
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
     out = run(*args, 1e-5, code=2)
@@ -108,9 +104,6 @@ def test_parts_of_a_set_that_is_cut(run, tmp_path):
         run(*args, "--shard", f"{i}/2")
     run(*args)
     assert texts_of(tmp_path / "out/text")["train"].count("<|endoftext|>") == 2
-
-
-# what cannot work is said before anything is tokenized
 
 
 @pytest.mark.parametrize(
@@ -145,9 +138,6 @@ def test_missing_files_are_named_before_a_missing_bpe_file(run, tmp_path, monkey
 
 def test_val_source_needs_source(run):
     assert "--val-source needs --source, the files for training" in run("fineweb-edu", "--val-source", "x", code=2)
-
-
-# a validation set that is given
 
 
 def test_val_source(run, tmp_path, small_units, many_workers):
@@ -199,9 +189,6 @@ def test_units_of_another_version_are_not_resumed(tmp_path, monkeypatch):
         open_units(tmp_path, made_from, force=False)
 
 
-# nanoGPT's run
-
-
 def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for training."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
@@ -227,9 +214,6 @@ def test_config_is_nanogpts_cpu_run():
     rates = (optim.lr, optim.lr * optim.min_lr_ratio, optim.warmup_steps, optim.beta1, optim.beta2)
     assert rates == pytest.approx((1e-3, 1e-4, 100, 0.9, 0.99))
     assert (optim.weight_decay, optim.grad_clip) == (0.1, 1.0)
-
-
-# sources that would vanish
 
 
 def test_linked_folders_are_read_and_loops_end(tmp_path):
@@ -315,9 +299,6 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
     assert read_meta(tmp_path / "out/text").source["links"] == 2
     assert "already there" in run(*args)
-
-
-# what is printed
 
 
 def test_paths_outside_the_working_directory_are_absolute(run, tmp_path, monkeypatch):

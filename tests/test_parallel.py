@@ -39,9 +39,8 @@ from runtime.metrics import ARRAYS, read_metrics
 
 PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
 
+
 # ---- cases
-
-
 class Case(NamedTuple):
     model: str  # of MODELS
     way: str  # of WAYS
@@ -125,8 +124,6 @@ for model, way in RESUMED:
 
 
 # ---- what a rank does
-
-
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -242,8 +239,6 @@ def be_a_rank(folder, names, seeds):
 
 
 # ---- how the tests start them
-
-
 class Outcome(NamedTuple):
     lines: list[dict]  # of metrics.jsonl
     reports: list[dict]  # one per rank
@@ -324,8 +319,6 @@ def assert_same_on_all_ranks(outcome):
 
 
 # ---- two ranks under DDP
-
-
 @pytest.mark.numerics
 def test_pair_trains_like_one_rank(outcome, alone):
     """One expert is idle, and its selection bias differs: no rank's buffers go to the others."""
@@ -359,8 +352,6 @@ def test_gradients_are_averaged_in_the_last_micro_batch_alone():
 
 
 # ---- equal runs
-
-
 @pytest.mark.integration
 @pytest.mark.numerics
 @pytest.mark.parametrize(
@@ -405,8 +396,6 @@ def test_ranks_may_lack_experts(outcome, alone, way):
 
 
 # ---- steps that are not finite
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("way", ["ddp-2", "fsdp-2"])
 def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
@@ -425,8 +414,6 @@ def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
 
 
 # ---- checkpoints
-
-
 @pytest.mark.integration
 @pytest.mark.numerics
 @pytest.mark.parametrize("saved, resumed", [(saved, way) for saved, ways in RESHARDED.items() for way in ways])
@@ -464,8 +451,6 @@ def test_sharded_checkpoint_is_read_by_one_process(outcome):
 
 
 # ---- sharding and its memory: rank 0 of a fake process group, in which nothing is sent
-
-
 @contextmanager
 def fake_ranks_of(world_size, per_node):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -560,9 +545,7 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
 
 def test_device_known_to_be_too_small_is_refused():
     shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
-    with pytest.raises(
-        RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPUs"
-    ):
+    with pytest.raises(RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPU"):
         memory.check_state_fits(SMALL, 3 * 2**30, shapes)
     memory.check_state_fits(SMALL, 4 * 2**30, shapes)
     memory.check_state_fits(SMALL, None, shapes)
@@ -585,8 +568,6 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(tiny_file):
 
 
 # ---- jobs of torchrun: ranks that end, and nodes
-
-
 def be_ended(folder, how):
     """A rank: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
     how, _, saving = how.partition(" ")
@@ -642,8 +623,6 @@ def test_job_ends_when_a_rank_does(jobs, name):
 
 
 # ---- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [4, 16])
 def test_peak_on_a_gpu_is_as_planned(micro_batch):

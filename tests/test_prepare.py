@@ -27,8 +27,6 @@ pytest_plugins = ["corpora"]  # its fixtures
 
 
 # from text to ids
-
-
 @given(texts=st.lists(st.text(max_size=30), max_size=30), val_fraction=st.floats(0.01, 0.99), steps=st.integers(1, 60))
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fraction, steps):
@@ -72,8 +70,6 @@ def test_more_workers_than_the_work_is_worth_are_not_started(run, tmp_path):
 
 
 # the command
-
-
 def test_a_folder_becomes_a_set(run, tmp_path):
     files = {"b.txt": b"bee\n", "a.md": "# naïve\r\n".encode(), "deep/c.txt.gz": gzip.compress(b"sea")}
     files |= {"empty.txt": b" \n", "ignored.pdf": b"\xff"}
@@ -244,8 +240,6 @@ def test_a_set_behind_a_link_is_replaced_in_place(run, books, tmp_path):
 
 
 # durability
-
-
 def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk_calls):
     """So that a power cut leaves a complete set or one that resumes."""
     texts = corpus_texts()
@@ -425,8 +419,6 @@ def test_hub_without_such_files(run, hub, tmp_path):
 
 
 # parts
-
-
 @pytest.fixture
 def five_files(tmp_path) -> tuple:
     texts = corpus_texts()
@@ -467,8 +459,6 @@ def test_parts_may_be_tokenized_at_a_time_but_not_joined(run, five_files, tmp_pa
 
 
 # disk space
-
-
 def test_space_is_checked_before_units_are_joined(run, books, tmp_path, monkeypatch):
     free = 100
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
@@ -501,8 +491,6 @@ def test_a_full_disk_while_units_are_written(run, books, tmp_path, small_units, 
 
 
 # small corpora
-
-
 @pytest.mark.parametrize("fraction, empty", [(1e-6, "validation"), (0.999999, "training")])
 def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fraction, empty):
     upload(hub, "emozilla/pg19", ["data/train-0.parquet"], corpus_texts(), parquet)
@@ -520,8 +508,6 @@ def test_no_documents(run, tmp_path, rows, counts):
 
 
 # arguments
-
-
 def test_list_names_every_corpus_with_its_licence(run):
     out = run("--list")
     parts = dict(zip(SOURCES, re.split("^(?=[a-z0-9-]+: )", out, flags=re.M)[1:], strict=True))
@@ -576,8 +562,6 @@ def test_books3_from_a_local_tar(run, tmp_path):
 
 
 # verify
-
-
 @pytest.fixture
 def prepared(run, books, tmp_path) -> Path:
     run(*books, "--name", "books")

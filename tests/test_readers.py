@@ -17,9 +17,6 @@ from data.sources import local_inputs
 pytest_plugins = ["corpora"]  # its fixtures
 
 
-# readers
-
-
 def texts_by_datasets(kind: str, paths: list[Path]) -> list[str]:
     import datasets
 
@@ -109,9 +106,6 @@ def test_text_field(run, tmp_path):
     run("text", "--source", tmp_path / "in", "--val-fraction", 0.5, "--text-field", "body")
     found = corpora.documents_of(tmp_path / "out/text")
     assert found == corpora.split_of([*texts, *map(str.upper, texts)], 0.5)
-
-
-# bad input
 
 
 ROWS = corpora.jsonl(f"row {i}" for i in range(30))

@@ -126,8 +126,6 @@ def test_95_percent_of_intervals_contain_the_difference(seeds, windows, remainde
 
 
 # ---- pairing
-
-
 def test_differences_are_of_seeds_in_common(tmp_path):
     kern = [make_run(tmp_path / f"kern{seed}", f"run.seed={seed}", end=1.5) for seed in (0, 1, 3)]
     dense = [make_run(tmp_path / f"dense{seed}", f"run.seed={seed}", "model.router=dense") for seed in (2, 3, 1)]
@@ -146,9 +144,8 @@ def test_differences_are_of_seeds_in_common(tmp_path):
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
 def test_runs_of_other_data_are_refused(tmp_path, what):
     facts = {"data": "sha of the text", "tokenizer": "sha of GPT-2's", "wandb": "id"}
-    dense, softmax, kern = (
-        make_run(tmp_path / router, f"model.router={router}") for router in ("dense", "softmax", "kern")
-    )
+    routers = ("dense", "softmax", "kern")
+    dense, softmax, kern = (make_run(tmp_path / router, f"model.router={router}") for router in routers)
     other = make_run(tmp_path / "other", "data.name=other")
     add_checkpoint(dense, **facts)
     add_checkpoint(other, **facts | {what: "else"})
@@ -177,10 +174,9 @@ def test_unfinished_runs_are_compared_at_the_last_step_that_all_have(tmp_path):
     dense = make_run(tmp_path / "dense", "model.router=dense", end=3, until=0.9)
     settings, notes = group_runs([load_run_record(kern), load_run_record(dense)])
     assert (settings[0].end, settings[0].max_steps) == (700, 1000)
-    assert notes == [
-        f"unfinished or diverged: {dense} (evaluated up to step 900), {kern} (evaluated up to step 700). All are "
-        f"compared at step 700 of 1,000, and no claim about the end is judged"
-    ]
+    up_to = f"{dense} (evaluated up to step 900), {kern} (evaluated up to step 700)"
+    end = "All are compared at step 700 of 1,000, and no claim about the end is judged"
+    assert notes == [f"unfinished or diverged: {up_to}. {end}"]
     assert [finding.words for finding in judge_claims(settings)] == ["kern is below dense at a tenth already"]
     with (kern / "metrics.jsonl").open("a") as file:
         file.write('{"step": 800, "tokens": 819200, "val/loss": NaN, "val/window_losses": [NaN, NaN]}\n')
@@ -255,11 +251,10 @@ def test_constants_of_routers_make_arms(tmp_path):
 
 def test_a_setting_is_what_changes_a_loss(tmp_path):
     given = [("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)]
-    runs = [
-        make_run(tmp_path / f"{router}{i}", f"model.router={router}", f"data.name={name}", f"model.n_expert={n}")
-        for i, (name, n) in enumerate(given)
-        for router in ("kern", "softmax")
-    ]
+    runs = []
+    for name, n in given:
+        own = [f"data.name={name}", f"model.n_expert={n}"]
+        runs += make_pair(tmp_path / f"{name}{n}", "kern", "softmax", 1, overrides=own)
     settings = load_settings(*runs)
     labels = [f"n_expert {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
     assert [setting.label for setting in settings] == labels
@@ -270,12 +265,7 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     runs = [make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])]
     settings = load_settings(*runs)
     assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(settings)
-    more = [
-        "model.n_layer=3",
-        "optim.warmup_steps=9",
-        "model.init_std=0.5",
-        "model.dropout=0.1",
-    ]  # not needed in labels
+    more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]  # not in labels
     labels = {setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))}
     assert len(labels) == 2 + len(other) and max(map(len, labels)) <= 60
 
@@ -291,8 +281,6 @@ def test_types_separate_runs_that_differ_in_nothing_else(tmp_path):
 
 
 # ---- claims
-
-
 @pytest.mark.parametrize(
     "low, high, verdict",
     [(-2, -1, "supported"), (-2, 1, "undecided"), (-1, 2, "undecided"), (1, 2, "contradicted")]
@@ -340,11 +328,9 @@ def test_a_tenth_that_was_not_evaluated_is_not_judged(tmp_path, points, steps):
 
 def test_claims_over_settings(tmp_path):
     """Over all of them a claim is judged by the seeds that all have."""
-    runs = [
-        run
-        for name, seeds, gap in (("arxiv", 2, -0.2), ("books3", 3, 0.1))
-        for run in make_pair(tmp_path / name, "kern", "softmax", seeds, gap, 0.002, overrides=[f"data.name={name}"])
-    ]
+    runs = []
+    for name, seeds, gap in (("arxiv", 2, -0.2), ("books3", 3, 0.1)):
+        runs += make_pair(tmp_path / name, "kern", "softmax", seeds, gap, 0.002, overrides=[f"data.name={name}"])
     found = judge(*runs)["kern ends below softmax"]
     assert {label: cell[1] for label, cell in found.cells.items()} == {"arxiv": "supported", "books3": "contradicted"}
     assert [cell[0].seeds for cell in found.cells.values()] == [2, 3]
@@ -377,11 +363,9 @@ def test_settings_of_one_text_share_their_windows(tmp_path):
     """The same differences in both settings: no more is known than from one, unless the text is another."""
     overall = {}
     for key, values in (("model.n_expert", (32, 64)), ("data.name", ("arxiv", "books3"))):
-        runs = [
-            run
-            for value in values
-            for run in make_pair(tmp_path / str(value), "kern", "softmax", 1, noise=0.1, overrides=[f"{key}={value}"])
-        ]
+        runs = []
+        for value in values:
+            runs += make_pair(tmp_path / str(value), "kern", "softmax", 1, noise=0.1, overrides=[f"{key}={value}"])
         found = judge(*runs)["kern ends below softmax"]
         one, other = found.cells.values()
         assert one[0] == pytest.approx(other[0])
@@ -395,14 +379,11 @@ def test_each_claim_names_known_routers():
 
 
 # ---- the paper's numbers
-
-
 def test_numbers_are_those_compared_with_the_paper():
     """All 367 were compared with a second transcription of the paper: after a correction, put in the new hash."""
-    numbers = {
-        stem: [{key: value for key, value in table.items() if key != "doubtful"} for table in printed]
-        for stem, printed in NUMBERS.items()
-    }
+    numbers = {}
+    for stem, printed in NUMBERS.items():
+        numbers[stem] = [{key: value for key, value in table.items() if key != "doubtful"} for table in printed]
     assert hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest().startswith("1e1bc6f5290e5894")
 
 
@@ -491,11 +472,11 @@ def test_unknown_experiments_are_refused(tmp_path):
     for name in ("books3", "nothing", "../paper/books4"):
         with pytest.raises(ValueError) as refused:
             read_paper_losses(name, {})
-        assert str(refused.value) == (
-            f"--experiment {name}: not a file in config/paper; the paper prints losses of arxiv_512, books3_512, "
-            f"books3_1024, len2048, large_model_350M, large_model_1.3B, large_gra, large_spa, sparsity, relu_table, "
-            f"seeds"
+        known = (
+            "arxiv_512, books3_512, books3_1024, len2048, large_model_350M, large_model_1.3B, large_gra, large_spa, "
         )
+        said = f"--experiment {name}: not a file in config/paper; the paper prints losses of {known}sparsity, "
+        assert str(refused.value) == f"{said}relu_table, seeds"
     setting = make_paper_setting(tmp_path, "kern_after")
     for name in ("kern_after", "downstream"):  # a figure alone, and accuracies
         setting.printed = read_paper_losses(name, setting.values | {"model.n_embd": 768})
@@ -518,8 +499,6 @@ def test_differences_from_the_papers_setting_are_listed(tmp_path):
 
 
 # ---- tables and pictures
-
-
 def test_losses_over_seeds(tmp_path):
     runs = [make_run(tmp_path / str(seed), f"run.seed={seed}") for seed in range(3)]
     (setting,) = load_settings(*runs)
@@ -573,17 +552,13 @@ def test_pictures_show_what_their_axes_say(tmp_path):
     assert pictures.plot_pairs(setting, "kern") is None
     (setting,) = load_settings(*runs, make_run(tmp_path / "tanh", "model.router=tanh", end=1.875))
     texts = pictures.plot_pairs(setting, "kern").axes[0].texts
-    cells = {
-        text.get_position(): (text.get_text(), text.get_weight()) for text in texts
-    }  # kern, tanh of one seed, dense
+    cells = {text.get_position(): (text.get_text(), text.get_weight()) for text in texts}  # kern, tanh (1 seed), dense
     assert len(cells) == 6 and cells[0, 2] == ("+0.2500", "bold") and cells[1, 0] == ("-0.1250", "normal")
     shares = 2.0 ** loads.filled(-np.inf)
     np.testing.assert_allclose(shares, expected / expected.mean(1, keepdims=True), rtol=1e-12)
 
 
 # ---- the whole command
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """(folder of runs, folder of their report, what the terminal showed): three routers, two seeds."""
@@ -598,15 +573,9 @@ def written(tmp_path_factory):
 
 
 PICTURES = {  # size in pixels, height and width
-    "ends.png": (None, 880),
-    "loss.png": (550, 1540),
-    "difference.png": (550, 990),
-    "pairs.png": (None, None),
-    "routing.png": (1100, 1540),
-    "loads.png": (None, 990),
-}
-
-
+    "ends.png": (None, 880), "loss.png": (550, 1540), "difference.png": (550, 990),
+    "pairs.png": (None, None), "routing.png": (1100, 1540), "loads.png": (None, 990),
+}  # fmt: skip
 DESCRIPTION = (
     "`mix-bytes`: 2,048 tokens per step, 2.0 M in all; max_steps 1000, n_layer 2, n_expert 64, top_k 8, n_embd 128, "
     "block_size 256, expert_hidden 8, lr 0.003, windows 128, gate_scale 1.0, gate_norm 0.0, "
@@ -862,12 +831,8 @@ def test_bad_input_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "command, packages, file",
-    [
-        (report, "matplotlib, scipy", "report"),
-        (routing, "matplotlib, scipy", "report"),
-        (compare, "scipy", "report"),
-        (downstream, "lm_eval", "eval"),
-    ],
+    [(report, "matplotlib, scipy", "report"), (routing, "matplotlib, scipy", "report")]
+    + [(compare, "scipy", "report"), (downstream, "lm_eval", "eval")],
 )
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys, command, packages, file):
     monkeypatch.setattr("runtime.output.find_spec", lambda name: None)

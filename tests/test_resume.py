@@ -179,9 +179,6 @@ def test_another_process_finishes_before_this_one_begins(run, books, tmp_path, m
     assert "already there" in run(*books) and os.listdir(tmp_path / "out") == ["text"]
 
 
-# killed
-
-
 class Stop:
     """An audit hook that stops this process before its k-th step that changes files below `folder`."""
 
@@ -416,9 +413,6 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
 
     assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
-
-
-# memory
 
 
 @pytest.mark.integration

@@ -22,21 +22,7 @@ from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
 from eval.routing import counts as routing_counts
 from eval.routing import page, pictures
-from eval.routing.counts import (
-    LayerCounts,
-    coactivation_shares,
-    compare_choices,
-    count_routing,
-    describe_layer,
-    divergence_from_text,
-    find_tokens,
-    mean_strongest,
-    record_routing,
-    shuffled_baseline,
-    vocabulary_specialization,
-)
-from eval.routing.page import build_token_table, format_token
-from eval.routing.pictures import order_by_similarity
+from eval.routing.counts import compare_choices, count_routing, describe_layer, record_routing, shuffled_baseline
 from model import GPT
 from router import ROUTERS, Routing
 from runtime.metrics import read_metrics
@@ -67,9 +53,6 @@ def tiny_model(tiny, seed=0, *overrides):
 
 def random_choices(N, E, K, seed):
     return torch.rand(N, E, generator=torch.Generator().manual_seed(seed)).topk(K).indices
-
-
-# --- counts against a loop ------------------------------------------------------------------------------------------
 
 
 def near(found, wanted, length, name):
@@ -166,22 +149,20 @@ def test_chance_is_another_window_and_position():
     assert shuffled_baseline(x[..., None].expand(4, 32, 2))[..., 1].equal(y)
 
 
-# --- measures by hand -----------------------------------------------------------------------------------------------
-
-
 def test_measures_by_hand():
     together = np.array([[4, 3, 1, 0], [3, 6, 3, 0], [1, 3, 4, 0], [0, 0, 0, 0]])  # 7 tokens, two experts each
-    shares = coactivation_shares(together)
+    shares = routing_counts.coactivation_shares(together)
     assert np.isnan(shares.diagonal()).all() and np.isnan(shares[3]).all()
     assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
-    assert mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
+    assert routing_counts.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
-    assert vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
+    assert routing_counts.vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
     e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
-    assert divergence_from_text(rows) == pytest.approx([e0, e1])
-    assert divergence_from_text(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
-    (found,) = find_tokens(rows[:, 1], np.array([101, 103]), np.array([4, 4]), 10, ByteTokenizer())
+    assert routing_counts.divergence_from_text(rows) == pytest.approx([e0, e1])
+    assert routing_counts.divergence_from_text(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
+    ids, counts = np.array([101, 103]), np.array([4, 4])
+    (found,) = routing_counts.find_tokens(rows[:, 1], ids, counts, 10, ByteTokenizer())
     assert found == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4)}
 
 
@@ -204,12 +185,9 @@ def test_partners_are_put_side_by_side():
     lift = np.where(group[:, None] == group, 2.0, -9.0)
     lift[9], lift[:, 9] = np.nan, np.nan
     np.fill_diagonal(lift, np.nan)
-    order = order_by_similarity(lift)
+    order = pictures.order_by_similarity(lift)
     assert sorted(order) == list(range(10)) and order[-1] == 9
     assert (np.diff(group[order[:-1]]) != 0).sum() == 2
-
-
-# --- agreement ------------------------------------------------------------------------------------------------------
 
 
 def agreement_of(model, other, tokens, top_k=2):
@@ -245,7 +223,7 @@ def test_independent_choices_agree_by_chance():
     E, K, N = 16, 4, 8192
 
     def compare(mine, theirs):
-        counts = LayerCounts(E, 1, 1, torch.device("cpu"))
+        counts = routing_counts.LayerCounts(E, 1, 1, torch.device("cpu"))
         routings = (Routing(torch.ones(N, K), experts, *torch.ones(2, N, E)) for experts in (mine, theirs))
         first, second = routings
         counts.add(first, torch.zeros(32, N // 32, dtype=torch.int64), second)
@@ -261,9 +239,6 @@ def test_independent_choices_agree_by_chance():
     theirs[: N // 2] = mine[: N // 2]
     _, found = compare(mine, theirs)
     assert found["same_number"] == found["matched"] == pytest.approx(0.5 + 0.5 * K / E, abs=0.01)
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
@@ -332,11 +307,11 @@ def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
 def test_tokens_are_shown_in_quotes():
     texts = (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30)
     expected = ["' the'", r"'\n\t'", "#7", r"'\x00'", "'é'", "'" + "x" * 19 + "…'"]
-    assert [format_token({"text": text, "id": 7}) for text in texts] == expected
+    assert [page.format_token({"text": text, "id": 7}) for text in texts] == expected
     token = {"id": 42, "text": " **", "share": 0.5, "lift": 2.0}
     expert = {"nats": 1.0, "nats_by_chance": 0.25, "tokens": [token]}
     idle = {"nats": 9.0, "nats_by_chance": 0.0, "tokens": []}
-    table = build_token_table({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
+    table = page.build_token_table({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
     assert table[2] == [["0, 0", "1.98", "0.75", "' ∗∗' 50% 2.0×", *[""] * 5]]  # the rare one is left out
 
 

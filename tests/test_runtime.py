@@ -18,9 +18,6 @@ from runtime.preflight import preflight
 from runtime.signals import Stop
 from runtime.validation import evaluate
 
-# ---- devices and ranks
-
-
 CPU = torch.device("cpu")
 
 
@@ -54,11 +51,9 @@ def test_pick_device(gpus, monkeypatch):
 
 @pytest.mark.parametrize(
     "capabilities, dense, mixture",
-    [
-        ({"amx_bf16": True, "avx512_bf16": True}, torch.bfloat16, torch.bfloat16),
-        ({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16, torch.float32),
-        ({"amx_bf16": False, "avx512_f": True}, torch.float32, torch.float32),
-    ],
+    [({"amx_bf16": True, "avx512_bf16": True}, torch.bfloat16, torch.bfloat16)]
+    + [({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16, torch.float32)]
+    + [({"amx_bf16": False, "avx512_f": True}, torch.float32, torch.float32)],
 )
 def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     monkeypatch.setattr(distributed, "cpu_capabilities", lambda: capabilities)
@@ -70,8 +65,7 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
 
 def test_cpu_without_capabilities_computes_in_float32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert distributed.pick_dtype("auto", CPU, "dense") == torch.float32
-    assert distributed.device_name(CPU) == "CPU"
+    assert distributed.pick_dtype("auto", CPU, "dense") == torch.float32 and distributed.device_name(CPU) == "CPU"
 
 
 def test_peak_flops_are_known_for_some_devices(gpus):
@@ -136,11 +130,8 @@ def test_evaluation_is_split_across_ranks(tiny):
     assert (parts[1]["val/window_losses"] != 0).tolist() == [False, True, False, True, False] and model.training
 
 
-# ---- the memory plan, by hand
-
-MODEL = SimpleNamespace(
-    n_layer=3, n_embd=8, n_expert=4, top_k=2, expert_hidden=6, router="kern", vocab_size=10, block_size=16
-)
+SIZES = {"n_layer": 3, "n_embd": 8, "n_expert": 4, "top_k": 2, "expert_hidden": 6, "vocab_size": 10, "block_size": 16}
+MODEL = SimpleNamespace(router="kern", **SIZES)
 BLOCK = {"attn.weight": (24, 8), "mlp.router": (4, 8), "mlp.w_in": (4, 8, 6), "mlp.w_out": (4, 6, 8)}  # 192 + 416
 SHAPES = {"wte": (10, 8)} | {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in BLOCK.items()}  # 1904
 TOKENS = 2 * 16
@@ -165,9 +156,6 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     plan = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS)
     assert LAYER == 10240 and LOGITS == 1472
-
-
-# ---- files and tables
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -45,7 +45,6 @@ def assert_same_scores(got, wanted, margins, name):
 
 
 def assert_as_by_hand(got, wanted, name):
-    """`assert_same_scores` of results of `by_hand`."""
     assert_same_scores(got, wanted, [margin for *_, margin in wanted], name)
 
 
@@ -83,10 +82,8 @@ def test_continuation_longer_than_the_block():
     """Every token is scored after at least half a block, or after all tokens before it."""
     model, rng = small_model(**{"model.router": "dense"}), random.Random(SEED)
     context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
-    parts = [
-        by_hand(model, (context + continuation)[: 5 + first], continuation[first : first + 8])
-        for first in range(0, 37, 8)
-    ]
+    ends = range(0, 37, 8)
+    parts = [by_hand(model, (context + continuation)[: 5 + at], continuation[at : at + 8]) for at in ends]
     wanted = [(sum(part[0] for part in parts), False, 1.0), by_hand(model, context, continuation[:3])]
     assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
 
@@ -122,9 +119,8 @@ def test_context_shared_by_many_is_split_into_batches():
         assert rows * longest <= 64 and rows * (width + longest) <= CACHED * 64
     assert all(len(batch) * max(len(context) for context, _ in batch) <= 64 for batch in made)
     model = small_model(**{"model.router": "dense"})
-    assert_as_by_hand(
-        Scorer(model, tokens=64).score(pairs)[:20], [by_hand(model, *pair) for pair in pairs[:20]], "shared"
-    )
+    wanted = [by_hand(model, *pair) for pair in pairs[:20]]
+    assert_as_by_hand(Scorer(model, tokens=64).score(pairs)[:20], wanted, "shared")
 
 
 def test_batches_hold_little_padding():

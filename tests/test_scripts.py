@@ -20,8 +20,6 @@ from runtime import memory
 from runtime.folder import path_of
 from scripts import plan, sample
 
-# ---- sample: the choice of a token
-
 
 def sampled_probabilities(logits, temperature, top_k, top_p):
     """{token: probability} by brute force: divide, keep k, then the fewest whose mass reaches p."""
@@ -55,9 +53,8 @@ def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
 
 @pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_greedy_in_several_ways(choice):
-    assert generation.sample_token(
-        torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice)
-    ).tolist() == [1, 4]
+    drawn = generation.sample_token(torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice))
+    assert drawn.tolist() == [1, 4]
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -66,12 +63,8 @@ def test_repetition_penalty_is_that_of_transformers():
     seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
     wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
-    assert generation.sample_token(logits, generation.SamplingParams(0, repetition_penalty=penalty), seen=seen).equal(
-        wanted.argmax(1)
-    )
-
-
-# ---- sample: a model's continuations
+    params = generation.SamplingParams(0, repetition_penalty=penalty)
+    assert generation.sample_token(logits, params, seen=seen).equal(wanted.argmax(1))
 
 
 def small_model(**settings):
@@ -113,21 +106,12 @@ def test_cached_logits_equal_those_of_full_passes(pos, router):
 
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
-    """Past the block too, where the window slides."""
     model = small_model(**{"model.pos": pos, "model.router": "dense"})
     prompts = [[1, 2, 3], list(range(16)), [7]]
     got = list(generation.generate(model, prompts, 20, generation.SamplingParams(0)))
     wanted = [without_cache(model, prompt, 20) for prompt in prompts]
     assert [list(row) for row in zip(*got, strict=True)] == wanted
     assert len(set(map(tuple, wanted))) == 3 and len(set(sum(wanted, []))) > 4
-
-
-def test_repetition_penalty_counts_the_prompt():
-    model = small_model()
-    ((free,),) = generation.generate(model, [[1, 2, 3]], 1, generation.SamplingParams(0))
-    params = generation.SamplingParams(0, repetition_penalty=1e9)
-    tokens = [token for (token,) in generation.generate(model, [[1, 2, free]], 12, params)]
-    assert not {1, 2, free} & {*tokens} and len({*tokens}) == 12
 
 
 def test_generation_costs_a_column_a_token(monkeypatch):
@@ -164,15 +148,13 @@ def test_rows_end_one_by_one():
     assert sample_rows([[1]], free[3])[0] == free[: free.index(free[3]) + 1]  # and the model is not asked for more
 
 
-@pytest.mark.parametrize(
-    "choice", [generation.SamplingParams(0), generation.SamplingParams(), generation.SamplingParams(top_k=5)]
-)
+PARAMS = [generation.SamplingParams(0), generation.SamplingParams(), generation.SamplingParams(top_k=5)]
+
+
+@pytest.mark.parametrize("choice", PARAMS, ids=["greedy", "sampled", "top_k"])
 def test_padding_of_the_vocabulary_is_never_drawn(choice):
     tokens = list(generation.generate(small_model(), [[0]], 14, choice, vocab_size=3))
     assert {token for (token,) in tokens} <= {0, 1, 2}
-
-
-# ---- sample: from a run
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +222,6 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
     assert "train it first" in error(tmp_path / "run")
 
 
-# ---- plan
-
-
 def test_plan_of_the_largest_model(call):
     """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under FSDP2."""
     out = call(plan.main, REPO_ROOT / "config/1b3.toml", "--gpus", 8, "--memory", 80, "--mfu", 0.4)
@@ -255,9 +234,8 @@ def test_plan_of_the_largest_model(call):
     assert [round(gib * 2**30 / 1e9) for gib in state] == [111, 14]
     assert out.splitlines()[-1] == "--train.parallel=fsdp"
     flops = configure.load(REPO_ROOT / "config/1b3.toml").train.max_steps * 131072 * 8.187e9
-    assert float(re.search(r"([\d.]+) h on 8 x H100", out)[1]) == pytest.approx(
-        flops / 8 / 989e12 / 0.4 / 3600, abs=0.1
-    )
+    hours = flops / 8 / 989e12 / 0.4 / 3600
+    assert float(re.search(r"([\d.]+) h on 8 x H100", out)[1]) == pytest.approx(hours, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +280,9 @@ def test_activations_are_what_autograd_keeps(router, dtype):
     """Of one block more: bytes of the tensors saved for the backward pass that are neither weights nor their casts."""
 
     def measure(n_layer):
-        model = configure.load(
-            REPO_ROOT / "config/125m.toml",
-            [f"--model.router={router}", f"--model.n_layer={n_layer}", "--model.vocab_size=64", "--model.n_embd=192"]
-            + ["--model.block_size=256", "--model.expert_hidden=192", "--model.n_expert=16", "--model.top_k=4"],
-        ).model
+        sizes = "vocab_size=64 n_embd=192 block_size=256 expert_hidden=192 n_expert=16 top_k=4"
+        words = [f"--model.{word}" for word in f"router={router} n_layer={n_layer} {sizes}".split()]
+        model = configure.load(REPO_ROOT / "config/125m.toml", words).model
         gpt, sizes, alive = GPT(model), {}, []
         shapes = {tuple(p.shape) for p in gpt.parameters() if p.dim() > 1}
         shapes |= {shape[::-1] for shape in shapes}

@@ -11,7 +11,6 @@ import os
 import pty
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -19,27 +18,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from conftest import write_tiny
-from runs import (
-    REPO_ROOT,
-    Forked,
-    assert_same_columns,
-    checkpoints,
-    column,
-    content,
-    end,
-    flip,
-    largest_file,
-    meet_in,
-    metrics,
-    run,
-    run_torchrun,
-    run_with_margin,
-    start_ranks,
-    steps,
-)
+from runs import checkpoints, column, content, end, flip, metrics, run, steps
 
 import configure
 import train
@@ -48,10 +31,9 @@ from data.bins import check_dataset, fingerprint
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder
 from runtime import state as train_state
-from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 
-RATE = train.learning_rate
+RATE, ALONE = train.learning_rate, distributed.Ranks(0, 1, torch.device("cpu"))
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
@@ -60,7 +42,6 @@ HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1"]
 
 
 def forget_the_last_evaluation(config):
-    """Without it a run is not finished."""
     metrics = folder.path_of(config) / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
 
@@ -78,8 +59,6 @@ def undisturbed(module_file):
 
 
 # ---- being asked to stop: one process
-
-
 @pytest.fixture
 def main(tiny_file, monkeypatch):
     """`main(*overrides)`: train.py's exit code. A signal that it does not take raises here."""
@@ -180,10 +159,9 @@ def test_signals_that_nohup_ignores_stay_ignored(main, tiny, at):
 
 @pytest.mark.integration
 def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
-    """Nothing can be printed then."""
     pid, terminal = pty.fork()
     if not pid:
-        os.chdir(REPO_ROOT)
+        os.chdir(runs.REPO_ROOT)
         os.execv(sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"])
     written = b""
     while b"val loss" not in written:
@@ -191,24 +169,6 @@ def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE, written
     assert steps(tiny())
-
-
-@pytest.mark.integration
-def test_train_py_ends_with_the_code_that_asks_for_another_start(tiny_file, tiny, main):
-    """The real program and a signal from outside, at any moment of a run that is too long to end by itself."""
-    command = [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000", "--eval.interval=1000000"]
-    process = subprocess.Popen(command, cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
-    metrics = folder.path_of(tiny()) / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and column(read_metrics(metrics), "train/loss")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 75, output
-    (saved,) = steps(tiny())
-    assert f"saved at step {saved}" in output
-    assert main(f"train.max_steps={saved + 2}", "eval.interval=1000000") == 0
-    lines = read_metrics(metrics)
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, saved + 3))
 
 
 # ---- being asked to stop: two ranks
@@ -223,8 +183,6 @@ def config_of(file, name, *overrides):
 
 
 def call_in_step_4(action):
-    """In this process, from now on."""
-
     def learning_rate(optim, max_steps, step):
         if step == 4:
             action()
@@ -255,8 +213,7 @@ def be_a_rank(file):
     rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
 
     def case(name, *overrides, stop=None):
-        """Ranks meet in a file of their own for each."""
-        meet_in(file.parent / f"{next(meetings)}.store")
+        runs.meet_in(file.parent / f"{next(meetings)}.store")
         try:
             train.train(config_of(file, name, *overrides), stop)
         except Exception as error:
@@ -302,29 +259,26 @@ def be_a_rank(file):
     GPT.forward = poisoned
     case("nan")
     GPT.forward = forward
-    alone = distributed.Ranks(0, 1, torch.device("cpu"))
-    with folder.claim(folder.path_of(config_of(file, "locked")), alone) if rank == 0 else nullcontext():
+    with folder.claim(folder.path_of(config_of(file, "locked")), ALONE) if rank == 0 else nullcontext():
         case("locked", "train.parallel=fsdp")
 
 
 @pytest.fixture(scope="module")
 def jobs(module_file):
-    """{signal: Job} of torchrun."""
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     words = ["--standalone", "--nproc_per_node=2", signals, __file__, module_file]
-    return run_torchrun({name: [*words, name] for name in LAUNCHER})
+    return runs.run_torchrun({name: [*words, name] for name in LAUNCHER})
 
 
 @pytest.fixture(scope="module")
 def resumed(jobs, module_file):
     """What the first of two ranks prints that resume the runs of `jobs`, among other things."""
-    (code, output), (other_code, _) = (rank.wait(600) for rank in start_ranks(2, be_a_rank, module_file))
+    (code, output), (other_code, _) = (rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file))
     assert (code, other_code) == (0, 0), output
     return output
 
 
 def assert_resumed(module_file, name, saved):
-    """The run ended as the undisturbed one did, with checkpoints of those steps."""
     config = config_of(module_file, name)
     assert end(config) == end(config_of(module_file, "undisturbed"))
     assert steps(config) == saved
@@ -346,7 +300,6 @@ def test_all_ranks_stop_when_their_launcher_is_told_to(jobs, resumed, module_fil
 @pytest.mark.integration
 @pytest.mark.parametrize("place, saved, kept", [("step", 5, [3, 5, 6, 7]), ("evaluation", 3, [3, 6, 7])])
 def test_all_ranks_stop_at_the_same_step_and_resume(resumed, module_file, place, saved, kept):
-    """Though one alone is asked."""
     for rank in range(2):
         error = (module_file.parent / f"{place}.{rank}.error").read_text()
         assert error.startswith("Stopped") and f"saved at step {saved}" in error
@@ -382,8 +335,6 @@ def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
 
 
 # ---- checkpoints that are damaged, and not written
-
-
 def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main, tiny, undisturbed, capsys):
     assert main(*HARD) == 0
     flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp", 999)
@@ -413,7 +364,7 @@ def full_disk(monkeypatch):
     steps, write = set(), checkpoint.Saver._write
 
     def writing(saver, step, *args):
-        with largest_file(20_000) if step in steps else nullcontext():
+        with runs.largest_file(20_000) if step in steps else nullcontext():
             write(saver, step, *args)
 
     monkeypatch.setattr(checkpoint.Saver, "_write", writing)
@@ -441,47 +392,28 @@ def test_full_disk_stops_the_run_or_is_a_warning(
 
 
 # ---- one process per folder
-
-
-def hold(path):
-    """Lock the run in `path`, say so, and wait to be killed."""
-    with folder.claim(path, distributed.Ranks(0, 1, torch.device("cpu"))):
-        print("locked", flush=True)
-        while True:
-            time.sleep(1)
-
-
-@pytest.mark.integration
 def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
     run(tiny("train.max_steps=2"))
-    before = content(folder.path_of(tiny()))
-    holder = Forked(hold, folder.path_of(tiny()))
-    while holder.process.is_alive() and "locked" not in Path(holder.printed).read_text():
-        time.sleep(0.01)
+    path = folder.path_of(tiny())
+    read, write = os.pipe()
+    if not (holder := os.fork()):
+        with folder.claim(path, ALONE):
+            signal.alarm(600)  # and it ends
+            os.write(write, b"locked")
+            signal.pause()
+    os.read(read, 6)
+    before = content(path)
     assert main() == 2
     error = capsys.readouterr().err
-    assert f"process {holder.process.pid} on {os.uname().nodename}" in error and "--fresh" in error
-    assert content(folder.path_of(tiny())) == before
-    assert holder.wait(0)[0] == -signal.SIGKILL
+    assert f"another process trains this run (process {holder} on {os.uname().nodename}" in error and "--fresh" in error
+    assert content(path) == before
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
     assert main() == 0  # the file is there still, the lock is not
     assert steps(tiny())[-1] == 4
 
 
-def test_run_holds_a_lock(tmp_path):
-    alone = distributed.Ranks(0, 1, torch.device("cpu"))
-    with (
-        folder.claim(tmp_path, alone),
-        pytest.raises(RunError, match=f"another process trains this run .process {os.getpid()} on"),
-        folder.claim(tmp_path, alone),
-    ):
-        pass
-    with folder.claim(tmp_path, alone):
-        pass
-
-
 # ---- --fresh
-
-
 def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
     for path in ("tiny", "tiny-2", "tiny-3"):
         before = content(Path(tiny().run.dir))
@@ -498,17 +430,13 @@ def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
 
 
 # ---- the data set, changed
-
-
 @pytest.fixture
 def own_data(tmp_path, corpus):
-    """A copy of the corpus, and the override that names it."""
     shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
     return tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
 
 
 def rewrite(path, **changed):
-    """Change meta.json."""
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(meta | changed))
 
@@ -535,19 +463,12 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
     assert content(folder.path_of(tiny())) == before
 
 
-def test_same_data_in_another_place_with_another_history_is_the_same(tiny, own_data):
-    path, where = own_data
-    assert run(tiny("train.max_steps=2"))[-1]["step"] == 2
-    rewrite(path, name="other", source={"of": "elsewhere"}, prepare="python -m data.prepare other")
-    assert run(tiny(where, "train.max_steps=3"))[-1]["step"] == 3
-
-
 # ---- the config, changed
 
 MAY_CHANGE = {
     *("run.dir", "data.dir", "eval.interval", "log.interval", "log.wandb", "log.project", "log.group"),
-    "log.tensorboard",
-    *("train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile", "train.activation_checkpointing"),
+    *("log.tensorboard", "train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile"),
+    "train.activation_checkpointing",
     *("train.device", "train.deterministic", "train.timeout_minutes", "train.checkpoint_interval"),
     *("train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps", "train.on_save_error"),
 }
@@ -585,15 +506,6 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
         assert f"\n  {line}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
 
 
-def test_all_refused_keys_are_named_and_no_other(tiny):
-    folder.path_of(tiny()).mkdir(parents=True)
-    folder.write_config(folder.path_of(tiny()), tiny("train.max_steps=2"))
-    with pytest.raises(RunError) as caught:
-        train.train(tiny("train.max_steps=3", "model.router=tanh", "optim.lr=0.1", "log.interval=7"))
-    named = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
-    assert named == ["model.router: 'kern' -> 'tanh'", "optim.lr: 0.003 -> 0.1"]
-
-
 def test_changed_config_resumes_and_is_saved(tiny, capsys):
     run(tiny())
     more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
@@ -608,20 +520,17 @@ def test_changed_config_resumes_and_is_saved(tiny, capsys):
 def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
     """Sums of one micro-batch a step, then of four."""
     own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
-    seed, at_once = run_with_margin(tiny, *own)
+    seed, at_once = runs.run_with_margin(tiny, *own)
     own += [seed, "run.name=parts"]
     run(tiny(*own))
     shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
     parts = run(tiny(*own, "train.micro_batch_size=2"))
-    assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
+    runs.assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
 
 
 # ---- the same bits
-
-
 @pytest.fixture
 def determinism(monkeypatch):
-    """Leaves torch as it was."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -637,12 +546,12 @@ def test_only_deterministic_runs_ask_torch_for_it(tiny, determinism):
 @pytest.mark.parametrize("backend, router", [("auto", "kern"), ("torch", "softmax"), ("reference", "dense")])
 def test_deterministic_asks_torch_for_it(tiny, determinism, backend, router):
     own = [f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1", "train.max_steps=2"]
-    runs = [tiny(f"run.name={name}", "train.deterministic=true", *own) for name in ("first", "second")]
-    for config in runs:
+    configs = [tiny(f"run.name={name}", "train.deterministic=true", *own) for name in ("first", "second")]
+    for config in configs:
         run(config)
         assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert end(runs[0]) == end(runs[1])
+    assert end(configs[0]) == end(configs[1])
 
 
 if __name__ == "__main__":

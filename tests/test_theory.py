@@ -94,9 +94,8 @@ def test_mean_norms(n):
 def test_copies_of_one_expert_add_up_as_amplitudes():
     """k = M: E(Σ relu)² = M/2 + M(M - 1)/(2π), over E‖z‖² = M. k = 1: one gate, so the sum's square is Σg²."""
     assert theory_exact.kern_squared_sum(64, 64) == pytest.approx(0.5 + 63 / (2 * math.pi), rel=1e-8)
-    assert theory_exact.kern_squared_sum(64, 1) == pytest.approx(
-        theory_exact.gate_sum("kern", 64, 1, 1, power=2), rel=1e-9
-    )
+    squares = theory_exact.gate_sum("kern", 64, 1, 1, power=2)
+    assert theory_exact.kern_squared_sum(64, 1) == pytest.approx(squares, rel=1e-9)
     s = sorted_logits(50_000, 16, 1)
     kept = s[:, :5].clip(0).sum(1) / np.linalg.norm(s, axis=1)
     assert theory_exact.kern_squared_sum(16, 5) == pytest.approx((kept**2).mean(), rel=0.01)

@@ -18,7 +18,6 @@ from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, assert_same_columns, checkpoints, column, content, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
-import configure
 import train
 from configure.schema import Optim, Train
 from data import DataError
@@ -50,8 +49,6 @@ def first_forward(config):
 
 
 # ---- equal runs
-
-
 def test_same_seed_same_numbers_bit_for_bit(tiny):
     first, again, other = (
         run(tiny("model.dropout=0.1", "train.max_steps=2", f"run.name={name}", f"run.seed={seed}"))
@@ -76,8 +73,6 @@ def test_accumulation_changes_nothing(tiny, router, scope):
 
 
 # ---- what is learned
-
-
 def test_bfloat16_is_near_float32(tiny):
     exact, rounded = (
         run(tiny("train.max_steps=2", f"run.name={dtype}", f"train.dtype={dtype}")) for dtype in ("float32", "bfloat16")
@@ -87,8 +82,6 @@ def test_bfloat16_is_near_float32(tiny):
 
 
 # ---- losses
-
-
 @pytest.mark.numerics
 def test_losses_are_cross_entropy_alone(tiny):
     """Auxiliary losses steer the gradient, and appear in no reported loss but their own."""
@@ -166,8 +159,6 @@ def test_selection_bias_follows_the_loads_of_the_batch(tiny):
 
 
 # ---- optimizer
-
-
 def test_learning_rate_by_hand():
     def rates(max_steps, steps, **optim):
         return pytest.approx([train.learning_rate(Optim(lr=1.0, **optim), max_steps, step) for step in steps])
@@ -215,8 +206,6 @@ def test_weight_decay_on_matrices_only(tiny):
 
 
 # ---- what is due, and what is summed
-
-
 def test_cadence_by_hand(tiny, monkeypatch):
     config = tiny("train.max_steps=7", "train.checkpoint_interval=3", "eval.interval=2", "train.checkpoint_minutes=1")
     now = [0.0]
@@ -279,8 +268,6 @@ def test_dropout_is_seeded_by_seed_step_and_rank(tiny, before_steps):
 
 
 # ---- resuming
-
-
 def test_killed_run_ends_like_an_undisturbed_one(tiny, capsys):
     own = ["model.dropout=0.1", "train.dtype=float16", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"]
     config = tiny("train.max_steps=7", "train.checkpoint_interval=2", "train.keep_checkpoints=9", *own)
@@ -332,8 +319,6 @@ def test_batch_is_split_across_ranks(tiny, ranks, micro_batch):
 
 @pytest.mark.parametrize("max_steps", [4, 3])
 def test_finished_run_is_left_alone(tiny, capsys, max_steps):
-    """Also one with more steps than are asked for."""
-
     def state():
         return content(path_of(tiny())), {path: path.stat().st_mtime_ns for path in path_of(tiny()).rglob("*")}
 
@@ -361,8 +346,6 @@ def test_a_resume_keeps_the_type_that_auto_chose(tiny, monkeypatch, capsys):
 
 
 # ---- what a run leaves behind
-
-
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16"))
     assert "warning: float16 on a CPU" in capsys.readouterr().out
@@ -409,12 +392,6 @@ def test_metrics_are_means_over_the_log_interval(tiny):
     assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
 
 
-def test_run_holds_its_config(tiny):
-    config = tiny("model.router=sigmoid-renorm", "optim.lr=1e-3", "train.max_steps=2")
-    run(config)
-    assert configure.load(path_of(config) / "config.toml") == config
-
-
 def test_progress_bar_shows_step_loss_speed_and_time_left(tiny, capsys):
     run(tiny("train.max_steps=2"))
     line = capsys.readouterr().err.splitlines()[-1]  # not a terminal
@@ -422,8 +399,6 @@ def test_progress_bar_shows_step_loss_speed_and_time_left(tiny, capsys):
 
 
 # ---- refusals, before anything is made
-
-
 @pytest.mark.parametrize(
     "override, error, words",
     [
@@ -441,27 +416,10 @@ def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error
     assert not path_of(config).exists()
 
 
-@pytest.mark.parametrize(
-    "change, arguments, words",
-    [
-        ('[sweep]\n"run.seed" = [0, 1]\n', [], "python -m scripts.sweep"),
-        ("", ["--optim.lrr=1"], "did you mean 'optim.lr'?"),
-        ("", ["--data.name=nowhere"], "error: "),
-        (None, [], "No such file"),
-    ],
-    ids=["open sweep", "unknown key", "no data", "no file"],
-)
-def test_command_line_errors_are_one_message(tiny_file, capsys, change, arguments, words):
-    if change is None:
-        tiny_file.unlink()
-    else:
-        tiny_file.write_text(tiny_file.read_text() + change)
-    try:
-        code = train.main([str(tiny_file), *arguments])
-    except SystemExit as end:
-        code = end.code
+def test_command_line_errors_are_one_message(tiny_file, capsys):
+    assert train.main([str(tiny_file), "--data.name=nowhere"]) == 2
     printed = capsys.readouterr()
-    assert code == 2 and words in printed.err and not printed.out and len(printed.err.splitlines()) <= 3
+    assert printed.err.startswith("error: ") and not printed.out and len(printed.err.splitlines()) <= 3
 
 
 def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
@@ -475,8 +433,6 @@ def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
 
 
 # ---- what a run does at its end, whatever the reason
-
-
 @pytest.fixture
 def exit_codes(monkeypatch):
     """Exit codes that wandb is given at the end of each run."""

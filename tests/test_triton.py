@@ -301,17 +301,14 @@ def test_where_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
         run_backend([t.double() for t in leaves], experts, d_out.double())
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
-    with pytest.raises(
-        ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1.*"
-    ):
+    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1"):
         run_backend(leaves, experts, d_out)
-    old = mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4")
-    with old:
-        assert "Tesla T4: use a GPU of compute capability 8.0" in kernels.find_triton_problem(
-            torch.device("cuda"), torch.float16
-        )
+    cuda = torch.device("cuda")
+    with mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4"):
+        problem = kernels.find_triton_problem(cuda, torch.float16)
+        assert "Tesla T4: use a GPU of compute capability 8.0" in problem
     with mock.patch.object(torch.cuda, "get_device_capability", lambda d: (8, 0)):
-        assert kernels.find_triton_problem(torch.device("cuda"), torch.float16) == ""
+        assert kernels.find_triton_problem(cuda, torch.float16) == ""
         monkeypatch.setattr(triton_experts, "INTERPRETED", True)
         for device, backend in (("cuda", "triton"), ("cpu", "torch")):
             assert kernels.choose_backend("auto", torch.device(device), torch.float16) == backend
@@ -350,13 +347,9 @@ aot.main()
 
 
 FULL = {  # N, C, H, E, K
-    "flagship": (32768, 768, 384, 64, 8),
-    "wide": (65536, 2048, 1024, 32, 4),
-    "narrow": (8192, 768, 96, 256, 64),
-    "many small": (16384, 1024, 256, 256, 8),
-    "few rows": (8192, 768, 384, 256, 4),
-    "odd": (8191, 1000, 200, 48, 5),
-}
+    "flagship": (32768, 768, 384, 64, 8), "wide": (65536, 2048, 1024, 32, 4), "narrow": (8192, 768, 96, 256, 64),
+    "many small": (16384, 1024, 256, 256, 8), "few rows": (8192, 768, 384, 256, 4), "odd": (8191, 1000, 200, 48, 5),
+}  # fmt: skip
 
 
 def make_full_inputs(name, routing, dtype):
@@ -407,13 +400,3 @@ def test_repeats_and_never_makes_the_host_wait_on_gpu(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.gpu
-def test_compiled_on_gpu():
-    leaves, experts, d_out = make_full_inputs("flagship", "balanced", torch.float16)
-    wanted = run_backend(leaves, experts, d_out)
-    leaves = [t.requires_grad_() for t in leaves]
-    out = torch.compile(expert_mlp, fullgraph=True)(*leaves, experts)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -2,14 +2,13 @@
 
 import json
 import math
-import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from numerics import SEED, assert_near, seeded, tolerance
-from runs import checkpoints, column, end, metrics, run, steps
+from runs import checkpoints, column, metrics, run, steps
 from test_kernels import AsOnGPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,9 +21,8 @@ from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.updates import BAD_GRADIENTS, WINDOW, Updates, is_spike
 
+
 # ---- against torch's own
-
-
 def both(grad_clip, scaled, **own):
     """Two equal models with AdamW: (parameters, Updates), and (parameters, a function that takes the same step with
     GradScaler, clip_grad_norm_ and AdamW, the plain one)."""
@@ -188,10 +186,7 @@ def test_steady_step_never_makes_the_host_wait(tiny, in_steady_steps, router, dt
 
 
 # ---- steps that are not finite
-
-
 def flat(model):
-    """All weights and selection biases."""
     return torch.cat([t.detach().flatten() for t in (*model.parameters(), *model.buffers())])
 
 
@@ -273,14 +268,10 @@ def test_loss_scale_has_a_floor(tiny, poison):
 
 @pytest.mark.parametrize(
     "pause, saved",
-    [
-        (["log.interval=5", "train.checkpoint_interval=3"], [3]),
-        (["train.checkpoint_interval=5"], []),
-        (["eval.interval=5"], []),
-    ],
+    [(["log.interval=5", "train.checkpoint_interval=3"], [3]), (["train.checkpoint_interval=5"], [])]
+    + [(["eval.interval=5"], [])],
 )
 def test_halted_run_is_noticed_before_it_logs_saves_or_evaluates(tiny, poison, saves_end_first, pause, saved):
-    """Until then nothing changes, and nothing of it is saved."""
     saves_end_first()
     weights = poison({3}, math.nan)
     config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", *pause)
@@ -362,8 +353,6 @@ def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, before_
 
 
 # ---- spikes of the loss
-
-
 def test_spike_by_hand():
     def spikes(losses, loss, sigma):
         ring = torch.zeros(WINDOW, dtype=torch.float64)
@@ -431,15 +420,3 @@ def test_losses_that_stay_high_stop_the_run_that_skips_them(tiny, short_history,
     with pytest.raises(RunError, match=r"4 steps in a row skipped, the last for a loss spike \(step 10"):
         run(tiny("eval.interval=50", *own))
     assert len(weights) == 10 and torch.equal(weights[6], weights[9])
-
-
-def test_history_of_losses_survives_a_resume(tiny, short_history, poison):
-    own = [*LONG, "train.loss_spike=skip", "train.checkpoint_interval=5"]
-    poison({6}, 50)
-    lines = run(tiny(*own))
-    assert column(lines, "optim/loss_spikes")[-1] == 1
-    undisturbed = end(tiny(*own))
-    shutil.rmtree(checkpoints(tiny()) / "step_00000008")
-    poison({1}, 50)  # of this process' steps, from 5
-    run(tiny(*own))
-    assert end(tiny(*own)) == undisturbed

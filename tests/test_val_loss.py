@@ -11,6 +11,7 @@ from conftest import write_tiny
 from corpora import write_ids
 from fake_runs import make_run
 from numerics import SEED, assert_near, tolerance
+from runs import column
 from runs import run as train_run
 from test_scripts import small_model
 
@@ -139,16 +140,13 @@ def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
 
 
 def test_all_windows_of_a_split(trained, score, corpus):
-    """By the name of the set and by its folder."""
     tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
     found, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
     assert [line["data"] for line in found] == [str(corpus / "tiny")]  # one and the same
     assert found[0]["windows"] == (len(tokens) - 1) // 32 and found[0]["logged"] is None
     assert out.count("tiny (train)") == 2 and "logged" not in out
     (few,), _ = score("--windows", 3)
-    losses = [
-        line["val/window_losses"] for line in read_metrics(trained / "metrics.jsonl", ARRAYS) if "val/loss" in line
-    ][-1]
+    losses = column(read_metrics(trained / "metrics.jsonl", ARRAYS), "val/window_losses")[-1]
     assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
 
 
@@ -216,7 +214,6 @@ def test_head_sees_only_scored_positions(monkeypatch):
 
 
 def test_changed_data_set_is_noted(trained, score, tmp_path):
-    """Another set under the run's data.name is scored, with a note."""
     config = (trained / "config.toml").read_text()
     write_set(tmp_path / "tiny", ByteTokenizer())
     try:

@@ -36,6 +36,7 @@ batch_size = 4
 group = "{group}"
 """
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
+SKIPS = {"optim/skipped_steps": 2, "optim/loss_spikes": 0}
 
 
 @pytest.fixture
@@ -133,12 +134,7 @@ def test_a_process_elsewhere_lives_while_it_writes(make_run):
         ([(10, TRAINING)], {"crash-step_00000009.json": "{}"}, "failed", "crash dump crash-step_00000009.json"),
         ([(10, TRAINING)], {"train.log": "x\nerror: one\nerror: disk full\nbye\n"}, "failed", "error: disk full"),
         ([(10, TRAINING)], {"train.log": "warning: slow\n"}, "stopped", "warning: slow"),
-        (
-            [(10, TRAINING | {"optim/skipped_steps": 2, "optim/loss_spikes": 0})],
-            {},
-            "stopped",
-            "warning: 2 skipped steps",
-        ),
+        ([(10, TRAINING | SKIPS)], {}, "stopped", "warning: 2 skipped steps"),
     ],
 )
 def test_trouble(make_run, lines, files, state, trouble):
@@ -227,7 +223,6 @@ def test_no_runs_yet_and_wrong_places(tmp_path, capsys, monkeypatch):
 
 
 def test_watching_imports_no_torch():
-    """So that a table is there at once."""
     words = "import sys, scripts.watch.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], cwd=REPO_ROOT, timeout=300).returncode == 0
 
@@ -313,7 +308,6 @@ def test_the_page_in_a_browser(make_run, tmp_path):
 @pytest.mark.integration
 @browser
 def test_the_page_refreshes_by_itself(make_run, monkeypatch):
-    """Each time that it asks, there is one line more."""
     folder, steps, read = make_run("a"), iter(range(10, 100)), watch.Watcher.as_json
 
     def read_more(watcher):
@@ -357,7 +351,6 @@ def train_point(file, name, *words):
 @pytest.mark.integration
 @browser
 def test_the_page_of_a_run_that_trains(tiny_file, tmp_path):
-    """Beside a finished one of its sweep; then it is asked to stop."""
     assert Forked(train_point, str(tiny_file), "dense", "--model.router=dense").wait(300)[0] == 0
     process = Forked(train_point, str(tiny_file), "long", "--train.max_steps=100000")
     watched, ends = tmp_path / "runs/long", time.monotonic() + 300
