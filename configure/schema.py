@@ -153,9 +153,13 @@ class Train(Section):
 
 
 class Optim(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
-    lr: float = Field(6e-4, gt=0, description="peak learning rate of AdamW")
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: the blocks' matrices but routers by Muon, at AdamW's step size; all else by AdamW"
+    )
+    lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's running mean of gradients; Nesterov's form")
     router_lr_ratio: float = Field(1.0, ge=0, description="routers' learning rate as a fraction of lr; 0 freezes them")
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",

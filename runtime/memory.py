@@ -14,6 +14,7 @@ from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
 from runtime import RunError, distributed
+from runtime.muon import is_for_muon
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
 STATE_BYTES = 16  # per parameter, over all ranks that share it: weight, gradient and two moments in fp32
@@ -27,7 +28,7 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    optimizer: int  # AdamW's two moments
+    optimizer: int  # AdamW's two moments, Muon's one
     copies: int  # weights cast to the compute type; under FSDP2 also gathered weights and their gradients
     activations: int
     logits: int
@@ -39,7 +40,14 @@ class Memory(NamedTuple):
 
 
 def estimate_memory(
-    shapes: Shapes, model: Model, micro_batch_size: int, dtype: str, parallel: str, shards: int, checkpointing: bool
+    shapes: Shapes,
+    model: Model,
+    micro_batch_size: int,
+    dtype: str,
+    parallel: str,
+    shards: int,
+    checkpointing: bool,
+    muon: bool = False,
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -51,6 +59,7 @@ def estimate_memory(
         parallel: "ddp" (also for one rank), "fsdp" or "hsdp".
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
+        muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     in_mlp = sum(size for name, size in sizes.items() if name.startswith("blocks.0.mlp."))
@@ -60,20 +69,21 @@ def estimate_memory(
     b = CAST_BYTES[dtype]
     copies = b * (outside + cast_blocks * in_block)
     if parallel == "ddp":
-        parameters = sum(sizes.values())
         copies += b * cast_blocks * in_mlp
     else:
-        parameters = sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes.values())
+        sizes = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # of this rank's
         # FSDP2 holds two gathered blocks, the buffer a third arrives in, and the fp32 gradients of one that are being
         # reduced. Parameters outside of blocks stay gathered.
         copies += (4 * (b or 4) + 4) * in_mlp + 5 * 4 * in_block + 2 * 4 * outside
+    parameters = sum(sizes.values())
+    by_muon = sum(size for name, size in sizes.items() if muon and is_for_muon(name, len(shapes[name])))
     tokens = micro_batch_size * model.block_size
     layer = activation_bytes(model, tokens, dtype)
     per_layer = 4 * tokens * model.n_embd if checkpointing else layer  # a block's fp32 input
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
-        optimizer=8 * parameters,
+        optimizer=8 * parameters - 4 * by_muon,
         copies=copies,
         activations=model.n_layer * per_layer + (layer if checkpointing else 0),
         logits=logits_bytes(model, tokens, dtype),
@@ -136,9 +146,9 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
+    name, options = str(dtype).removeprefix("torch."), (train.activation_checkpointing, config.optim.name == "muon")
     estimates = {
-        parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, checkpointing)
+        parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, *options)
         for parallel, shards in possible.items()
         if train.parallel in ("auto", parallel)
     }
@@ -158,7 +168,7 @@ def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> No
     if capacity is not None and memory.state > capacity:
         least = STATE_BYTES * sum(map(prod, shapes.values())) / (USABLE * capacity)
         raise RunError(
-            f"weights, gradients and AdamW need {format_bytes(memory.state)} a GPU, this one has "
+            f"weights, gradients and optimizer need {format_bytes(memory.state)} a GPU, this one has "
             f"{format_bytes(capacity)}: set --train.parallel=fsdp on {2 ** ceil(log2(least))} GPUs or more"
         )
 

@@ -1,5 +1,7 @@
 """The training state: what a step changes and a checkpoint holds."""
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -9,6 +11,7 @@ from model import GPT, MoE
 from router import update_selection_bias
 from runtime import checkpoint, initial
 from runtime.distributed import Ranks
+from runtime.muon import Muon, is_for_muon
 from runtime.parallel import distribute, full_tensor, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics
@@ -16,23 +19,28 @@ from runtime.updates import Updates
 
 
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
-    """AdamW with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
+    """AdamW or Muon with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
 
-    Routers (W, b, γ) have groups of their own if optim.router_lr_ratio is not 1. `Updates` reads a group's `lr_ratio`.
+    `Updates` reads a group's `lr_ratio`, optim.router_lr_ratio for routers (W, b, γ).
     """
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    routers = [name for name in params if ".router." in name and optim.router_lr_ratio != 1]
-    groups = []
-    for ratio, names in ((1.0, [name for name in params if name not in routers]), (optim.router_lr_ratio, routers)):
-        matrices = [params[name] for name in names if params[name].dim() >= 2]
-        others = [params[name] for name in names if params[name].dim() < 2]
-        groups.append({"params": matrices, "weight_decay": optim.weight_decay, "lr_ratio": ratio})
-        groups.append({"params": others, "weight_decay": 0.0, "lr_ratio": ratio})
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-    for p in params.values():  # now, not in the first step: float16 may skip that one, and a checkpoint holds the state
-        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    groups = defaultdict(list)  # (lr_ratio, decayed, by Muon): parameters
+    for name, p in model.named_parameters():
+        ratio = optim.router_lr_ratio if ".router." in name else 1.0
+        by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
+        if p.requires_grad:
+            groups[ratio, p.dim() >= 2, by_muon].append(p)
+    settings = [
+        {"params": of, "weight_decay": optim.weight_decay * decayed, "lr_ratio": ratio}
+        | ({"momentum": optim.momentum} if by_muon else {})
+        for (ratio, decayed, by_muon), of in groups.items()
+    ]
+    kind = Muon if optim.name == "muon" else torch.optim.AdamW
+    optimizer = kind(settings, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    for group in optimizer.param_groups:  # now, not in the first step: float16 may skip it, and a checkpoint holds them
+        names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
+        for p in group["params"]:
+            moments = {name: torch.zeros_like(p) for name in names}
+            optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return optimizer
 
 

@@ -77,7 +77,7 @@ def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node))
     plans = {
         parallel + ", checkpointing" * checkpointing: estimate_memory(
-            shapes, config.model, size, dtype, parallel, shards, checkpointing
+            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon"
         )
         for parallel, shards in possible.items()
         for checkpointing in (False, True)

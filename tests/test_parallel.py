@@ -87,6 +87,7 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
     ],
     "saved": [*SAVED, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"],
+    "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
     # The most state to resume: dropout, a loss scale, a checkpoint in the middle of a log interval.
@@ -94,7 +95,8 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
-COMPARED = ("pair", "dense", "kern", "biased", "cut", "idle", "windows", "triton", "saved")  # with a run on one rank
+ANY = ("dense", "kern", "biased", "cut", "windows", "triton", "muon")
+COMPARED = (*ANY, "pair", "idle", "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
@@ -104,6 +106,7 @@ CASES = {
         "biased": ["fsdp-2", "ddp-4", "hsdp-2x2"],
         "idle": ["ddp-2", "fsdp-2"],
         "windows": ["fsdp-2"],
+        "muon": ["ddp-2", "hsdp-2x2"],
         "inf": ["ddp-2", "fsdp-2"],
     }.items()
     for way in ways
@@ -117,7 +120,7 @@ RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("fsdp-2",)}  # saved under
 for saved, ways in RESHARDED.items():
     CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
     CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
-RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2")]
+RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
 for model, way in RESUMED:
     CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
     CASES[f"{model} {way} resumed"] = Case(model, way)
@@ -354,10 +357,7 @@ def test_gradients_are_averaged_in_the_last_micro_batch_alone():
 # ---- equal runs
 @pytest.mark.integration
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    "name",
-    [name for name, case in CASES.items() if case.model in ("dense", "kern", "biased", "cut", "windows", "triton")],
-)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.model in ANY])
 def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     """Also with unequal numbers of validation windows, though a forward pass gathers weights from all ranks."""
     ran = outcome(name)
@@ -460,15 +460,15 @@ def fake_ranks_of(world_size, per_node):
         dist.destroy_process_group()
 
 
-SHARDED = [("fsdp", 2, 2, 2), ("fsdp", 4, 4, 4), ("hsdp", 6, 2, 2), ("hsdp", 6, 3, 3)]
+SHARDED = [("fsdp", 2, 2, 2, "muon"), ("fsdp", 4, 4, 4, "adamw"), ("hsdp", 6, 2, 2, "adamw"), ("hsdp", 6, 3, 3, "muon")]
 
 
-@pytest.mark.parametrize("way, world_size, per_node, shards", SHARDED)
-def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards):
+@pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
+def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
     """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config = tiny("model.n_expert=6", "model.block_size=31")
+    config, muon = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}"), name == "muon"
     shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
-    plan = memory.estimate_memory(shapes, config.model, 8, "float32", way, possible[way], checkpointing=False)
+    plan = memory.estimate_memory(shapes, config.model, 8, "float32", way, possible[way], False, muon)
     with fake_ranks_of(world_size, per_node) as ranks:
         model = GPT(config.model)
         parallel.distribute(model, way, ranks, torch.float32)
