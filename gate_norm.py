@@ -4,7 +4,8 @@ A router's form sets the size of its gates at initialisation, over a 20-fold ran
 output. Routers compare at equal size if all begin at one norm.
 
 Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std · √n_embd for the input that
-LayerNorm leaves. Then these facts give E Σ gⁿ by quadrature for most routers, in numpy alone:
+LayerNorm or RMSNorm leaves, of squared length n_embd (where model.norm_eps is small beside the variance before it).
+Then these facts give E Σ gⁿ by quadrature for most routers, in numpy alone:
 
 1. A logit z is among the top k if at most k - 1 of the other M - 1 are above it, a binomial probability. So a sum of
    f(z) over the top k has the expectation M ∫ f(z) p(z) P(Bin(M - 1, Q(z)) < k) dz, with the normal density p and its

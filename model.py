@@ -1,4 +1,4 @@
-"""The GPT of the paper: decoder-only, pre-LayerNorm, with a dense MLP or a mixture of experts (MoE) in every block.
+"""The GPT of the paper: decoder-only, pre-norm, with a dense MLP or a mixture of experts (MoE) in every block.
 
 The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes in comments: B
 sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K = top_k, H = expert_hidden,
@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attention import Attention, KVCache, make_norm
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import expert_mlp
 from kernels.cross_entropy import linear_cross_entropy
+from kernels.torch_grouped import activate
 from router import ROUTERS, Router, entropy, expert_loads, token_distribution, z_loss
 
 
 class Stats(NamedTuple):
-    """What a forward pass reports about its routers, one row per layer (L = 0 rows for a dense model)."""
+    """What a forward pass reports about its routers, a row per layer with experts (L of them; dense: 0)."""
 
     loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
     probability: Tensor  # (L, B, E) mean over a sequence's tokens of the normalised scores, with gradient
@@ -42,107 +44,17 @@ class Output(NamedTuple):
     losses: Tensor | None  # (B,) mean cross-entropy of each sequence, without gradient; None without targets
 
 
-class KVCache:
-    """Keys and values of the tokens so far, so that each new token costs one token's work. For evaluation only.
-
-    Rows of unequal length are padded on the left, so row b begins at column start[b], or on the right, where later
-    columns attend to nothing real. A forward pass of T tokens calls `prepare` once and `update` once per layer.
-    """
-
-    def __init__(self, config: ModelConfig, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32) -> None:
-        """Allocate `capacity` columns (S) for len(start) rows; `start` (B,) int64 is on the model's device."""
-        self.start, self.length, self.layer, self.block_size = start, 0, 0, config.block_size
-        shape = (config.n_layer, 2, len(start), config.n_head, capacity, config.n_embd // config.n_head)
-        self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nh, S, hs)
-
-    def prepare(self, T: int) -> None:
-        """Add T columns: set their positions (B, T) and the mask (B, 1, T, S) of columns that each may attend to."""
-        device = self.start.device
-        new = self.length + torch.arange(T, device=device)  # (T,)
-        old = torch.arange(self.length + T, device=device)  # (S,)
-        self.positions = (new - self.start[:, None]).clamp(0, self.block_size - 1)  # only padding is clamped
-        real = old >= self.start[:, None, None]  # (B, 1, S)
-        own = old == new[:, None]  # (T, S): padding attends to itself, since attention to nothing gives NaN
-        self.mask = (real & (old <= new[:, None]) | own)[:, None]  # (B, 1, T, S)
-        self.length, self.layer = self.length + T, 0
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Store the next layer's keys and values (B, nh, T, hs) and return those of all columns, (B, nh, S, hs)."""
-        first = self.length - k.shape[2]
-        layer = self.columns[self.layer]
-        layer[0, :, :, first : self.length], layer[1, :, :, first : self.length] = k, v
-        self.layer += 1
-        return layer[..., : self.length, :].unbind(0)
-
-    def select_rows(self, index: Tensor, capacity: int) -> "KVCache":
-        """Copy the rows `index` (n,) int64, repeats allowed, to a new cache of `capacity` columns."""
-        copy = KVCache.__new__(KVCache)
-        copy.start, copy.length, copy.layer, copy.block_size = self.start[index], self.length, 0, self.block_size
-        L, _, _, nh, _, hs = self.columns.shape
-        copy.columns = self.columns.new_empty(L, 2, len(index), nh, capacity, hs)
-        copy.columns[..., : self.length, :] = self.columns[:, :, index, :, : self.length]
-        return copy
-
-
-def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Rotary position embedding, base 10000; channels i and i + hs/2 of a head are a pair.
-
-    Args:
-        x: (B, nh, T, hs) queries or keys.
-        positions: (B, T) int64; None: 0, 1, … T - 1 in every row.
-
-    Returns:
-        (B, nh, T, hs) in x's dtype.
-
-    Source: RoFormer (arXiv 2104.09864).
-    """
-    T, half = x.shape[-2], x.shape[-1] // 2
-    frequency = 10000 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # (hs/2,)
-    if positions is None:
-        positions = torch.arange(T, device=x.device)
-    angle = positions[..., None, :, None].float() * frequency  # (B, 1, T, hs/2) or (1, T, hs/2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_head = config.n_head
-        self.dropout = config.dropout
-        self.rope = config.pos == "rope"
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-
-    def forward(self, x: Tensor, past: KVCache | None = None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-        if self.rope:
-            positions = None if past is None else past.positions
-            q, k = rotate(q, positions), rotate(k, positions)
-        if past is None:
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        else:
-            y = F.scaled_dot_product_attention(q, *past.update(k, v), attn_mask=past.mask)
-        y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
-        return F.dropout(y, self.dropout, self.training)
-
-
 class MLP(nn.Module):
-    """The dense baseline: hidden width K·H, as many active parameters as the K experts of a token."""
+    """A dense MLP as wide as n experts. With n = K + shared experts it has as many active parameters as an MoE."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, n: int, bias: bool) -> None:
         super().__init__()
-        hidden = config.top_k * config.expert_hidden
-        self.w_in = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.w_out = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.hidden, self.activation = n * config.expert_hidden, config.activation
+        self.w_in = nn.Linear(config.n_embd, (1 + config.gated) * self.hidden, bias=bias)
+        self.w_out = nn.Linear(self.hidden, config.n_embd, bias=bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return self.w_out(F.gelu(self.w_in(x))), None
+        return self.w_out(activate(self.w_in(x), self.hidden, self.activation)[0]), None
 
 
 class Experts(nn.Module):
@@ -151,16 +63,19 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         E, C, H = config.n_expert, config.n_embd, config.expert_hidden
-        self.w_in = nn.Parameter(torch.empty(E, C, H))
+        self.w_in = nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
         self.w_out = nn.Parameter(torch.empty(E, H, C))
-        self.backend = config.backend
+        self.backend, self.activation = config.backend, config.activation
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend)
+        return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation)
 
 
 class MoE(nn.Module):
-    """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose. No token is dropped."""
+    """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose. No token is dropped.
+
+    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv 2401.06066).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -168,12 +83,15 @@ class MoE(nn.Module):
         assert spec is not None, "a dense model has no MoE"
         self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, gate_scale(config))
         self.experts = Experts(config)
+        self.shared = MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Stats]:
         """Return the output (B, T, C) and the Stats of this layer, without their dimension L."""
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
         routing = self.router(tokens)
         y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
+        if self.shared is not None:
+            y = y + self.shared(tokens)[0]
         loads = expert_loads(routing.experts.view(*x.shape[:2], -1), routing.scores.shape[-1])  # (B, E)
         distribution = token_distribution(routing)  # (N, E)
         probability = distribution.view(*x.shape[:2], -1).mean(1)  # (B, E)
@@ -183,14 +101,14 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: x + attention(LN(x)), then x + MLP(LN(x)) or x + MoE(LN(x))."""
+    """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dense: bool) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config, config.n_embd)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config) if ROUTERS[config.router] is None else MoE(config)
+        self.ln_2 = make_norm(config, config.n_embd)
+        self.mlp = MLP(config, config.top_k + config.n_shared_expert, config.bias) if dense else MoE(config)
         self.dropout = config.dropout
         self.checkpointing = False  # activation checkpointing: keep only x, recompute the block in the backward pass
 
@@ -213,14 +131,14 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.blocks = nn.ModuleList(Block(config, i < dense_layers(config)) for i in range(config.n_layer))
+        self.ln_f = make_norm(config, config.n_embd)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """As GPT-2: N(0, init_std²), residual projections divided by √(2L). LayerNorms and γ stay 1, biases 0."""
+        """As GPT-2: N(0, init_std²), residual projections divided by √(2L). Norms and γ stay 1, biases 0."""
         std = self.config.init_std
         for name, p in self.named_parameters():
             if p.dim() > 1:
@@ -277,12 +195,18 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.head)
 
 
+def dense_layers(config: ModelConfig) -> int:
+    """The number of layers without experts, which are the first: all of a dense model."""
+    return config.n_layer if ROUTERS[config.router] is None else config.n_dense_layer
+
+
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
-    """Stack the Stats of all layers to one with a row per layer; no rows if the layers are dense."""
-    if layers[0] is None:
+    """Stack the Stats of the layers with experts to one with a row for each; no rows if all layers are dense."""
+    rows = [stats for stats in layers if stats is not None]
+    if not rows:
         none = torch.zeros(0, 0, 0, device=device)
         return Stats(none.long(), none, *torch.zeros(len(Stats._fields) - 2, 0, device=device))
-    return Stats(*map(torch.stack, zip(*layers, strict=True)))
+    return Stats(*map(torch.stack, zip(*rows, strict=True)))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -293,19 +217,16 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count (total, active) parameters; active ones include K of E experts. A tied embedding counts once."""
-    C, H, E, K, bias = config.n_embd, config.expert_hidden, config.n_expert, config.top_k, config.bias
-    fixed = config.vocab_size * C * (1 if config.tie_embeddings else 2)
-    fixed += config.block_size * C if config.pos == "learned" else 0
-    fixed += C + C * bias  # final LayerNorm
-    layer = 4 * C * C + 2 * C + 6 * C * bias  # attention, two LayerNorms
-    spec = ROUTERS[config.router]
-    if spec is None:
-        E = K  # the MLP is as wide as K experts
-        layer += (H * K + C) * bias
-    else:
-        layer += E * (C + spec.bias) + spec.gamma  # router
-    fixed, expert = fixed + config.n_layer * layer, config.n_layer * 2 * C * H
-    return fixed + E * expert, fixed + K * expert
+    shapes = parameter_shapes(config)
+    return sum(map(math.prod, shapes.values())), sum(count_active(config, shapes).values())
+
+
+def count_active(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Elements of each of the model's parameters that act on a token: all, but only K of E experts."""
+    return {
+        name: math.prod(shape) // shape[0] * config.top_k if ".experts." in name else math.prod(shape)
+        for name, shape in shapes.items()
+    }
 
 
 def flops_per_token(config: ModelConfig) -> int:
@@ -314,7 +235,8 @@ def flops_per_token(config: ModelConfig) -> int:
     6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding look-ups, and 12·L·T·C
     for attention, without halving it for causality.
     """
-    C, K, H = config.n_embd, config.top_k, config.expert_hidden
-    router = 0 if ROUTERS[config.router] is None else config.n_expert * C
-    weights = config.n_layer * (4 * C * C + 2 * C * H * K + router) + config.vocab_size * C
-    return 6 * weights + 12 * config.n_layer * config.block_size * C
+    shapes = {
+        name: shape for name, shape in parameter_shapes(config).items() if len(shape) > 1 and name.startswith("blocks.")
+    }
+    weights = sum(count_active(config, shapes).values()) + config.vocab_size * config.n_embd
+    return 6 * weights + 12 * config.n_layer * config.block_size * config.n_embd

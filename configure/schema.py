@@ -56,16 +56,35 @@ class Model(Section):
 
     n_layer: int = Field(12, ge=1, le=2**10, description="transformer blocks")
     n_head: int = Field(12, ge=1, le=2**10, description="attention heads per block")
+    n_kv_head: int = Field(
+        0, ge=0, le=2**10, description="heads of keys and values, each shared by n_head / n_kv_head heads; 0: n_head"
+    )
+    qk_norm: Literal["off", "head", "all"] = Field(
+        "off", description="norm of queries and keys: over each head (Qwen3) or over all heads together (OLMoE)"
+    )
     n_embd: int = Field(768, ge=1, le=2**17, description="width of the residual stream")
     block_size: int = Field(512, ge=1, le=2**20, description="context length in tokens")
     vocab_size: int = Field(50304, ge=2, le=2**16, description="vocabulary; GPT-2's 50257 padded to a multiple of 64")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
     router: Literal[*read_router_names()] = Field(  # pyrefly: ignore[invalid-literal]  # known at run time only
-        "kern", description="how tokens choose experts; dense: one MLP of hidden width top_k * expert_hidden instead"
+        "kern",
+        description="how tokens choose experts; dense: one MLP instead, of hidden width (top_k + n_shared_expert) * "
+        "expert_hidden",
     )
     n_expert: int = Field(64, ge=1, le=2**14, description="experts per block; ignored by dense")
     top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
     expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
+    activation: Literal["gelu", "silu"] = Field("gelu", description="activation of MLPs and experts; gelu is exact")
+    gated: bool = Field(False, description="MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU")
+    n_shared_expert: int = Field(
+        0, ge=0, le=2**10, description="experts that every token takes, as one MLP; dense: added to its width"
+    )
+    n_dense_layer: int = Field(
+        0,
+        ge=0,
+        le=2**10,
+        description="first blocks with an MLP instead of experts, as wide as that of dense; ignored by dense",
+    )
     gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, times the router's own c")
     gate_norm: float = Field(
         0.0,
@@ -73,7 +92,10 @@ class Model(Section):
         description="initial sqrt(E|g|^2), g the gates of a token: sets their constant factor, so that all routers "
         "begin at one scale; 0: as the router is; ignored by dense",
     )
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="rmsnorm: without mean and bias")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
     pos: Literal["learned", "rope"] = Field("learned", description="position embeddings: a learned table or rotary")
+    rope_base: float = Field(1e4, ge=1, description="base of rotary angles: pair i turns by base^(-2i / head width)")
     tie_embeddings: bool = Field(True, description="the LM head shares the token embedding's weights")
     bias: bool = Field(False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none")
     init_std: float = Field(0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) in residual projections")
@@ -241,6 +263,14 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
             f"{width}; set --model.n_embd={-(-model.n_embd // head_unit) * head_unit}"
         )
 
+    if model.n_kv_head and model.n_head % model.n_kv_head:
+        fitting = [n for n in range(1, model.n_head + 1) if model.n_head % n == 0]
+        nearest = min(fitting, key=lambda n: abs(n - model.n_kv_head))
+        errors.append(
+            f"model.n_head = {model.n_head} is not a multiple of model.n_kv_head = {model.n_kv_head}; "
+            f"set --model.n_kv_head={nearest}"
+        )
+
     if model.top_k > model.n_expert and model.router != "dense":
         errors.append(
             f"model.top_k = {model.top_k} is more than model.n_expert = {model.n_expert}; "
@@ -251,6 +281,24 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
         errors.append(
             f"model.gate_norm = {model.gate_norm} sets the factor on the gates that model.gate_scale = "
             f"{model.gate_scale} would set; set --model.gate_scale=1 or --model.gate_norm=0"
+        )
+
+    if model.backend == "triton" and model.router != "dense" and (model.gated or model.activation != "gelu"):
+        form = "model.gated = true" if model.gated else f"model.activation = {model.activation}"
+        errors.append(
+            f"model.backend = triton computes GELU experts without a gate alone, not {form}; set --model.backend=auto"
+        )
+
+    if model.gated and model.bias:
+        errors.append(
+            "model.gated = true: a gated MLP has no biases, but model.bias = true; set --model.bias=false or "
+            "--model.gated=false"
+        )
+
+    if model.n_dense_layer >= model.n_layer and model.router != "dense":
+        errors.append(
+            f"model.n_dense_layer = {model.n_dense_layer} leaves no layer with experts of model.n_layer = "
+            f"{model.n_layer}; set --model.router=dense or --model.n_dense_layer={max(0, model.n_layer - 1)}"
         )
 
     group = train.micro_batch_size * world_size

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import GPT, KVCache
+from attention import KVCache
+from model import GPT
 
 GREEDY = 1e-4  # a temperature below this takes the most likely token: dividing logits by it could overflow
 

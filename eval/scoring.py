@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from model import GPT, KVCache
+from attention import KVCache
+from model import GPT
 from runtime import distributed
 from runtime.progress import progress_bar
 

@@ -15,7 +15,7 @@ try:
 except ImportError:  # triton exists for Linux only
     triton_experts = None
 
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None] = {
+BACKENDS: dict[str, Callable[..., Tensor] | None] = {
     "reference": reference.expert_mlp,
     "torch": torch_grouped.expert_mlp,
     "triton": triton_experts.expert_mlp if triton_experts else None,
@@ -23,20 +23,29 @@ BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] |
 
 
 def expert_mlp(
-    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, backend: str = "auto"
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    backend: str = "auto",
+    activation: str = "gelu",
 ) -> Tensor:
-    """out[n] = Σ_k weights[n, k] · GELU(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k]. Dropless at any imbalance.
+    """out[n] = Σ_k weights[n, k] · act(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k]. Dropless at any imbalance.
+
+    Gated experts compute act(a) · b with a, b = the two halves of x[n] @ w_in[e].
 
     Args:
         x: (N, C) tokens.
-        w_in: (E, C, H) up-projections of all experts.
+        w_in: (E, C, H) up-projections of all experts; gated: (E, C, 2H), the gate's before the up-projections.
         w_out: (E, H, C) down-projections of all experts.
         weights: (N, K) gates, fp32 (fp64 with fp64 inputs).
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
-        backend: a key of BACKENDS, or "auto": triton where it can run on the device, else torch.
+        backend: a key of BACKENDS, or "auto": triton where it can run, else torch.
+        activation: "gelu" or "silu"; "gelu" is the exact (erf) one.
 
     Returns:
-        (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product. GELU is the exact (erf) one.
+        (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product.
 
     Raises:
         ValueError: unknown backend, or triton where it cannot run.
@@ -45,8 +54,15 @@ def expert_mlp(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
-    function = BACKENDS[choose_backend(backend, x.device, x.dtype)]
-    return function(x, w_in, w_out, weights, experts)  # pyrefly: ignore[not-callable]  # None is never chosen
+    name = choose_backend(backend, x.device, x.dtype)
+    if name == "triton":  # its kernels compute GELU without a gate alone
+        if activation == "gelu" and w_in.shape[2] == w_out.shape[1]:
+            return triton_experts.expert_mlp(x, w_in, w_out, weights, experts)  # pyrefly: ignore[missing-attribute]
+        if backend == "triton":
+            raise ValueError("backend 'triton' has neither gated nor SiLU experts: set the backend to 'auto'")
+        name = "torch"
+    function = BACKENDS[name]
+    return function(x, w_in, w_out, weights, experts, activation)  # pyrefly: ignore[not-callable]  # None is not chosen
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

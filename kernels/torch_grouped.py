@@ -10,12 +10,14 @@ Rows are sorted by expert and stored in slots; some slots are padding. Three way
 
 docs/performance.md compares their times with those of alternatives.
 
-The backward pass keeps only x, the pre-activations and indices: with A = gelu(H) and dO the output's gradient, the
+The backward pass keeps only x, the pre-activations and indices: with A = act(H) and dO the output's gradient, the
 gate's gradient is <dO W_outᵀ, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE, arXiv
 2512.14080). AllExpertsDense keeps the pre-activations of all experts, N·E·H instead of N·K·H, and reordered weights.
 
-Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, S slots. This file imports only torch, so that
-exported models can ship it.
+Experts with a gate of their own (SwiGLU) have two pre-activations, P = 2H columns of one product: A = act(a) · b.
+
+Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, P = H or 2H pre-activations, S slots. This file
+imports only torch, so that exported models can ship it.
 """
 
 from typing import Any
@@ -26,7 +28,42 @@ from torch import Tensor
 
 DENSE_LIMIT = 64  # times K: the E·H up to which all experts take all tokens, see docs/performance.md
 PART_BYTES = 2**23  # of gathered tokens that a CPU works on at a time
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
 Layout = tuple[Tensor, int, list[Any]]  # slot (N, K) of each row, the number of slots, the parts
+
+
+def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tuple[Tensor, Tensor | None]:
+    """Apply the activation to pre-activations.
+
+    Args:
+        hidden: `width` of them along `dim`, or twice that if gated.
+        width: H.
+        activation: a key of ACTIVATIONS.
+        dim: the dimension of the pre-activations.
+
+    Returns:
+        The activations, H of them along `dim`, and what `activate_backward` needs besides `hidden`: act(a) if gated.
+    """
+    function = ACTIVATIONS[activation]
+    if hidden.shape[dim] == width:
+        return function(hidden), None
+    a, b = hidden.chunk(2, dim)
+    inner = function(a)
+    return inner * b, inner
+
+
+def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1) -> Tensor:
+    """The gradient of `hidden` from that of the activations, which it may overwrite; `inner` as `activate` returned it.
+
+    Returns:
+        Of the shape of `hidden`.
+    """
+    function = BACKWARD[activation]
+    if inner is None:
+        return function(d_act, hidden)
+    a, b = hidden.chunk(2, dim)
+    return torch.cat([function(d_act * b, a), d_act.mul_(inner)], dim)
 
 
 def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -178,15 +215,18 @@ class ExpertMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
+    ) -> Tensor:
         layout = PerExpertMM if experts.device.type == "cpu" else PaddedBMM
         ctx.slot, n_slot, ctx.parts = layout.build(weights, experts, w_in, x.dtype)
-        hidden = x.new_empty(n_slot, w_in.shape[-1])  # (S, H) pre-activations
+        ctx.activation, width = activation, w_out.shape[1]
+        hidden = x.new_empty(n_slot, w_in.shape[-1])  # (S, P) pre-activations
         out = torch.zeros_like(x, dtype=weights.dtype)
         for part in ctx.parts:
             rows = part.gather(x)
-            h = part.multiply(rows, w_in[part.experts], hidden[part.slots])
-            part.add_to_tokens(part.multiply(F.gelu(h).mul_(part.gate), w_out[part.experts]), out)
+            act = activate(part.multiply(rows, w_in[part.experts], hidden[part.slots]), width, activation)[0]
+            part.add_to_tokens(part.multiply(act.mul_(part.gate), w_out[part.experts]), out)
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return out.to(x.dtype)
 
@@ -199,53 +239,58 @@ class ExpertMLP(torch.autograd.Function):
         for part in ctx.parts:
             rows, h = part.gather(d_out), hidden[part.slots]
             d_act = part.multiply(rows, w_out[part.experts].mT)  # (S, H), before the gate
-            act = F.gelu(h)
+            act, inner = activate(h, w_out.shape[1], ctx.activation)
             torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
             part.weight_grad(act.mul_(part.gate), rows, d_w_out[part.experts])
-            d_h = torch.ops.aten.gelu_backward(d_act.mul_(part.gate), h)
+            d_h = activate_backward(d_act.mul_(part.gate), h, inner, ctx.activation)  # (S, P)
             part.weight_grad(part.gather(x), d_h, d_w_in[part.experts])
             part.add_to_tokens(part.multiply(d_h, w_in[part.experts].mT), d_x)
-        return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None
+        return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None, None
 
 
 class AllExpertsDense(torch.autograd.Function):
     """All experts on all tokens, with gate 0 where an expert was not chosen.
 
     A NaN or Inf in a token reaches all experts' gradients; an expert that overflows reaches only the tokens that chose
-    it. Pre-activations are (N, H, E): the last dimension is the one that a CPU vectorises.
+    it. Pre-activations are (N, P, E): the last dimension is the one that a CPU vectorises.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        (E, C, H), N = w_in.shape, len(x)
+    def forward(
+        ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
+    ) -> Tensor:
+        (E, C, P), N, H = w_in.shape, len(x), w_out.shape[1]
         gate = weights.new_zeros(N, 1, E).scatter_(2, experts.unsqueeze(1), weights.unsqueeze(1)).to(x.dtype)
         others = experts.new_ones(N, 1, E, dtype=torch.bool).scatter_(2, experts.unsqueeze(1), False)  # not chosen
-        w_in, w_out = w_in.permute(1, 2, 0).reshape(C, H * E), w_out.transpose(0, 1).reshape(H * E, C)
-        hidden = (x @ w_in).view(N, H, E).masked_fill_(others, 0)  # a gate of 0 times Inf would be NaN
-        ctx.gate_dtype = weights.dtype
+        w_in, w_out = w_in.permute(1, 2, 0).reshape(C, P * E), w_out.transpose(0, 1).reshape(H * E, C)
+        hidden = (x @ w_in).view(N, P, E).masked_fill_(others, 0)  # a gate of 0 times Inf would be NaN
+        ctx.gate_dtype, ctx.activation = weights.dtype, activation
         ctx.save_for_backward(x, w_in, w_out, hidden, gate, others, experts)
-        return F.gelu(hidden).mul_(gate).view(N, H * E) @ w_out
+        return activate(hidden, H, activation, dim=1)[0].mul_(gate).view(N, H * E) @ w_out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, w_in, w_out, hidden, gate, others, experts = ctx.saved_tensors
-        (N, H, E), C = hidden.shape, x.shape[1]
+        (N, P, E), C = hidden.shape, x.shape[1]
+        H = len(w_out) // E
         d_act = (d_out @ w_out.t()).view(N, H, E).masked_fill_(others, 0)  # before the gate
-        act = F.gelu(hidden)
+        act, inner = activate(hidden, H, ctx.activation, dim=1)
         d_gate = (act * d_act).sum(1, dtype=ctx.gate_dtype).gather(1, experts)  # (N, K)
         d_w_out = (act.mul_(gate).view(N, H * E).t() @ d_out).view(H, E, C).transpose(0, 1)
-        d_hidden = torch.ops.aten.gelu_backward(d_act.mul_(gate), hidden).view(N, H * E)
-        d_w_in = (x.t() @ d_hidden).view(C, H, E).permute(2, 0, 1)
-        return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None
+        d_hidden = activate_backward(d_act.mul_(gate), hidden, inner, ctx.activation, dim=1).view(N, P * E)
+        d_w_in = (x.t() @ d_hidden).view(C, P, E).permute(2, 0, 1)
+        return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None, None
 
 
-def choose_function(w_in: Tensor, experts: Tensor) -> type[torch.autograd.Function]:
+def choose_function(w_out: Tensor, experts: Tensor) -> type[torch.autograd.Function]:
     """Choose the autograd function that is fastest for these shapes and this device."""
-    (E, _, H), K = w_in.shape, experts.shape[1]
+    (E, H, _), K = w_out.shape, experts.shape[1]
     return AllExpertsDense if experts.device.type == "cpu" and E * H <= DENSE_LIMIT * K else ExpertMLP
 
 
 @torch.compiler.disable  # the sizes of its products depend on the loads: traced, the graph would break into pieces
-def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_mlp(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
+) -> Tensor:
     """See `kernels.expert_mlp`."""
-    return choose_function(w_in, experts).apply(x, w_in, w_out, weights, experts)
+    return choose_function(w_out, experts).apply(x, w_in, w_out, weights, experts, activation)

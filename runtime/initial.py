@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import configure
+from attention import kv_heads
 from configure import Config
 from configure.schema import Model
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
@@ -41,6 +42,11 @@ EXPORTED = {  # key of [model]: key of NanoKernConfig (scripts/export/configurat
     "top_k": "num_experts_per_tok",
     "expert_hidden": "moe_intermediate_size",
 } | {key: key for key in ("vocab_size", "router", "n_expert", "gate_scale", "pos", "bias")}
+
+EXPORTED_IF_SET = {  # the same for keys that exports have only where the value is not our default
+    "n_kv_head": "num_key_value_heads",
+    "activation": "hidden_act",
+} | {key: key for key in ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base")}
 
 
 class Weights(NamedTuple):
@@ -99,10 +105,10 @@ def load_initial_weights(model: GPT, weights: Weights, ranks: distributed.Ranks)
 def _drop_unused(weights: Weights, model: Model) -> None:
     """Reduce weights.state to what a GPT of `model` takes, and note what is missing, unused or different."""
     state, notes, own = weights.state, weights.notes, _meta_state(model)
-    for key in ("router", "top_k", "gate_scale"):
+    for key in ("router", "top_k", "gate_scale", "norm_eps"):
         value = gate_scale if key == "gate_scale" else attrgetter(key)  # what model.gate_norm makes of it
         before, now = value(weights.model), value(model)
-        if before != now and ROUTERS[model.router] is not None:
+        if before != now and (ROUTERS[model.router] is not None or key == "norm_eps"):
             notes.append(f"model.{key} changes from {before} to {now}")
     unused = []
     for name in list(state):
@@ -125,14 +131,17 @@ def _drop_unused(weights: Weights, model: Model) -> None:
 
 def _find_overrides(weights: Weights, model: Model) -> list[str]:
     """The overrides under which `weights` fit into `model`; none if they fit already."""
-    theirs, keys = weights.model, ["n_layer", "n_head", "n_embd", "pos", "tie_embeddings"]
+    theirs = weights.model
+    keys = ["n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings"]
     dense, was_dense = ROUTERS[model.router] is None, ROUTERS[theirs.router] is None
     keys += ["router"] if dense != was_dense else []
+    keys += ["n_kv_head"] if kv_heads(theirs) != kv_heads(model) else []
+    keys += ["rope_base"] if theirs.pos == "rope" else []
     if not was_dense:
-        keys += ["n_expert", "expert_hidden"]
-        keys += ["top_k"] if dense or model.top_k > theirs.n_expert else []
-    elif theirs.top_k * theirs.expert_hidden != model.top_k * model.expert_hidden:
-        keys += ["top_k", "expert_hidden"]
+        keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
+        keys += ["top_k"] if dense or theirs.n_dense_layer or model.top_k > theirs.n_expert else []
+    elif _dense_width(theirs) != _dense_width(model):
+        keys += ["top_k", "expert_hidden", "n_shared_expert"]
     keys += ["vocab_size"] if theirs.vocab_size > model.vocab_size else []
     keys += ["block_size"] if theirs.pos == "learned" and theirs.block_size < model.block_size else []
     needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
@@ -140,6 +149,10 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
     if not model.bias and any(weights.state[name].any() for name in biases):
         needed["bias"] = True
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
+
+
+def _dense_width(model: Model) -> int:
+    return (model.top_k + model.n_shared_expert) * model.expert_hidden
 
 
 def _meta_state(model: Model) -> dict[str, Tensor]:
@@ -193,13 +206,16 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
             notes = _check_gpt2(settings)
             keys = {key: settings[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
             keys |= {"block_size": settings["n_positions"], "router": "dense", "pos": "learned", "bias": True}
+            keys |= {"norm_eps": settings.get("layer_norm_epsilon", 1e-5)}
             hidden = settings.get("n_inner") or 4 * settings["n_embd"]
         else:
             keys = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
+            later = {ours: settings.get(theirs) for ours, theirs in EXPORTED_IF_SET.items()}
+            keys |= {ours: value for ours, value in later.items() if value is not None}
             hidden = settings["intermediate_size"]
         if keys["router"] == "dense":
             top_k = 1 if hidden % model.top_k else model.top_k
-            keys |= {"top_k": top_k, "expert_hidden": hidden // top_k}
+            keys |= {"top_k": top_k, "expert_hidden": hidden // top_k, "n_shared_expert": 0}
         described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", True))
         state = (from_gpt2 if kind == "gpt2" else from_hf)(_read_tensors(place))
     except ValidationError as error:
@@ -227,9 +243,8 @@ def _check_gpt2(settings: dict[str, Any]) -> list[str]:
     for key, allowed in GPT2.items():
         if found[key] not in allowed:
             raise RunError(f"config.json: {key} is {found[key]!r}, expected {allowed[0]!r}; use other weights")
-    activation, epsilon = found["activation_function"], settings.get("layer_norm_epsilon", 1e-5)
-    notes = [] if activation == "gelu" else [f"{activation} is computed as exact GELU, up to 5e-4 apart"]
-    return notes + ([] if epsilon == 1e-5 else [f"layer_norm_epsilon changes from {epsilon} to 1e-05"])
+    activation = found["activation_function"]
+    return [] if activation == "gelu" else [f"{activation} is computed as exact GELU, up to 5e-4 apart"]
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:

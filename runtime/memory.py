@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from attention import kv_heads
 from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
+from model import dense_layers
 from runtime import RunError, distributed
 from runtime.muon import is_for_muon
 
@@ -62,14 +64,15 @@ def estimate_memory(
         muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
-    in_mlp = sum(size for name, size in sizes.items() if name.startswith("blocks.0.mlp."))
-    in_block = sum(size for name, size in sizes.items() if name.startswith("blocks.0.")) - in_mlp
-    outside = sum(size for name, size in sizes.items() if not name.startswith("blocks."))
-    cast_blocks = 1 if checkpointing else model.n_layer  # autograd keeps the casts of these
+    mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(model.n_layer)]
+    rests = [sum_sizes(sizes, f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]
+    outside = sum(sizes.values()) - sum(mlps) - sum(rests)
+    in_mlp, in_block = max(mlps), max(rests)
+    kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
     b = CAST_BYTES[dtype]
-    copies = b * (outside + cast_blocks * in_block)
+    copies = b * (outside + kept(rests))
     if parallel == "ddp":
-        copies += b * cast_blocks * in_mlp
+        copies += b * kept(mlps)
     else:
         sizes = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # of this rank's
         # FSDP2 holds two gathered blocks, the buffer a third arrives in, and the fp32 gradients of one that are being
@@ -78,14 +81,15 @@ def estimate_memory(
     parameters = sum(sizes.values())
     by_muon = sum(size for name, size in sizes.items() if muon and is_for_muon(name, len(shapes[name])))
     tokens = micro_batch_size * model.block_size
-    layer = activation_bytes(model, tokens, dtype)
-    per_layer = 4 * tokens * model.n_embd if checkpointing else layer  # a block's fp32 input
+    n_dense = dense_layers(model)
+    layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
+    inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
         optimizer=8 * parameters - 4 * by_muon,
         copies=copies,
-        activations=model.n_layer * per_layer + (layer if checkpointing else 0),
+        activations=inputs + max(layers) if checkpointing else sum(layers),
         logits=logits_bytes(model, tokens, dtype),
     )
 
@@ -99,18 +103,41 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     return b * tokens * C + gradient + max(chunk, gradient)
 
 
-def activation_bytes(model: Model, tokens: int, dtype: str) -> int:
-    """Bytes that autograd saves of one block for `tokens` tokens."""
+def sum_sizes(sizes: Mapping[str, int], prefix: str) -> int:
+    """Elements of the parameters whose names begin with `prefix`."""
+    return sum(size for name, size in sizes.items() if name.startswith(prefix))
+
+
+def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
+    """Bytes that autograd saves of one block, with or without experts, for `tokens` tokens."""
     b = CAST_BYTES[dtype] or 4
-    C, H, K, E = model.n_embd, model.expert_hidden, model.top_k, model.n_expert
-    # Attention: its LayerNorm's input (fp32) and output, q k v, its output. Second LayerNorm: input, output.
-    bytes_per_token = (4 + b + 3 * b + b) * C + (4 + b) * C
-    if model.router == "dense":
-        return tokens * (bytes_per_token + 2 * b * K * H)  # before and after GELU
+    C, H, K, E, shared = model.n_embd, model.expert_hidden, model.top_k, model.n_expert, model.n_shared_expert
+    # First norm: input (fp32), output. Attention, its output. Second norm: input, output.
+    bytes_per_token = (4 + b) * C + attention_bytes(model, b) + (4 + b) * C
+    of_mlp = (4 if model.gated else 2) * b * H  # an MLP's pre-activations, activated gate, activations per n
+    if dense:
+        return tokens * (bytes_per_token + of_mlp * (K + shared))
     bytes_per_token += 4 * C * (b != 4)  # the router's fp32 input
     bytes_per_token += 4 * 4 * E  # logits, scores, probabilities and what their losses keep
-    bytes_per_token += b * K * H + 20 * K  # pre-activations, gates and indices
+    bytes_per_token += (1 + model.gated) * b * K * H + 20 * K  # pre-activations, gates and indices
+    if shared:
+        bytes_per_token += of_mlp * shared + b * C * (b != 4)  # also a cast of the input
     return tokens * bytes_per_token
+
+
+def attention_bytes(model: Model, b: int) -> int:
+    """Bytes per token that autograd saves of attention without its input; `b` bytes per element."""
+    C, kv = model.n_embd, model.n_embd // model.n_head * kv_heads(model)
+    normed, shared = model.qk_norm != "off", kv < C
+    separate = normed or model.pos == "rope"  # queries and keys are no longer a part of the product qkv
+    saved = b * C * (1 + separate)  # output, queries
+    saved += b * C * (model.pos == "rope")  # the output in the order of tokens: rotated queries lie in that of heads
+    saved += b * (2 * C if shared else kv * separate)  # keys and values repeated for the heads that share them; keys
+    if not (separate and shared) or (normed and b == 4):
+        saved += b * (C + 2 * kv)  # qkv, which queries, values or the norms' inputs are parts of
+    if normed and b != 4:
+        saved += 4 * (C + kv)  # the norms' inputs in fp32
+    return saved
 
 
 def list_parallelisms(world_size: int, local_size: int) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Weight names of model.py, of modeling_nanokern.py and of transformers' GPT-2, and conversions between them.
 
-model.py and GPT-2 have one matrix for queries, keys and values (qkv), modeling_nanokern.py has three. GPT-2 stores
-matrices transposed, as (in, out).
+model.py and GPT-2 have one matrix for queries, keys and values (qkv), modeling_nanokern.py has three. The w_in of a
+gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed, as (in, out).
 """
 
 import re
@@ -21,10 +21,14 @@ MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); #
     "blocks.#.ln_2": ("model.layers.#.post_attention_layernorm", "transformer.h.#.ln_2"),
     "blocks.#.attn.qkv": ("model.layers.#.self_attn.qkv_proj", "transformer.h.#.attn.c_attn"),
     "blocks.#.attn.proj": ("model.layers.#.self_attn.o_proj", "transformer.h.#.attn.c_proj"),
+    "blocks.#.attn.q_norm": ("model.layers.#.self_attn.q_norm", None),
+    "blocks.#.attn.k_norm": ("model.layers.#.self_attn.k_norm", None),
     "blocks.#.mlp.w_in": ("model.layers.#.mlp.up_proj", "transformer.h.#.mlp.c_fc"),
     "blocks.#.mlp.w_out": ("model.layers.#.mlp.down_proj", "transformer.h.#.mlp.c_proj"),
     "blocks.#.mlp.router": ("model.layers.#.mlp.router", None),
-    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),  # (E, C, H), a parameter
+    "blocks.#.mlp.shared.w_in": ("model.layers.#.mlp.shared_experts.up_proj", None),
+    "blocks.#.mlp.shared.w_out": ("model.layers.#.mlp.shared_experts.down_proj", None),
+    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),  # (E, C, H), a parameter; gated: 2H
     "blocks.#.mlp.experts.w_out": ("model.layers.#.mlp.experts.down_proj", None),  # (E, H, C)
 }
 HF = {name: hf for name, (hf, _) in MODULES.items()}
@@ -38,13 +42,27 @@ State = Mapping[str, Tensor]
 
 
 def to_hf(state: State) -> dict[str, Tensor]:
-    """Rename weights of model.py to those of modeling_nanokern.py. Raises RunError for an unknown name."""
+    """Rename weights of model.py to those of modeling_nanokern.py.
+
+    Raises:
+        RunError: a name is unknown.
+    """
     out = {}
     for name, tensor in state.items():
-        new = _rename(name, HF)
-        parts = tensor.chunk(3) if ".qkv_proj." in new else [tensor]
-        for letter, part in zip("qkv", parts, strict=False):
-            out[new.replace(".qkv_proj.", f".{letter}_proj.")] = part
+        new, names, sizes = _rename(name, HF), [], []
+        if ".qkv." in name:
+            C = len(state[re.sub(r"qkv\.\w+$", "proj.weight", name)])
+            kv = (len(tensor) - C) // 2
+            names, sizes = [new.replace(".qkv_proj.", f".{letter}_proj.") for letter in "qkv"], [C, kv, kv]
+        elif name.endswith((".w_in", ".w_in.weight")) and _is_gated(name, state):
+            if tensor.dim() == 3:
+                new = new.replace("up_proj", "gate_up_proj")
+            else:
+                names, sizes = (
+                    [new.replace("up_proj", f"{part}_proj") for part in ("gate", "up")],
+                    [len(tensor) // 2] * 2,
+                )
+        out |= zip(names, tensor.split(sizes), strict=True) if names else {new: tensor}
     return out
 
 
@@ -53,15 +71,28 @@ def from_hf(state: State) -> dict[str, Tensor]:
 
     Raises:
         RunError: a name is unknown.
-        KeyError: of q_proj, k_proj and v_proj only some are in `state`.
+        KeyError: of q_proj, k_proj and v_proj, or of gate_proj and up_proj, only some are in `state`.
     """
     out = {}
     for name, tensor in state.items():
-        new = _rename(re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name), FROM_HF)
-        if new not in out and ".qkv." in new:
+        new = _rename(
+            re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"gate_up_proj|gate_proj", "up_proj", name)), FROM_HF
+        )
+        if new in out:
+            continue
+        if ".qkv." in new:
             tensor = torch.cat([state[re.sub(r"\.[qkv]_proj\.", f".{letter}_proj.", name)] for letter in "qkv"])
-        out.setdefault(new, tensor)
+        gate, up = (re.sub(r"\.(gate|up)_proj\.", f".{part}_proj.", name) for part in ("gate", "up"))
+        if gate != up and gate in state:
+            tensor = torch.cat([state[gate], state[up]])
+        out[new] = tensor
     return out
+
+
+def _is_gated(name: str, state: State) -> bool:
+    """Whether the MLP or the experts whose w_in is `name` have twice as many pre-activations as activations."""
+    w_in, w_out = state[name], state[name.replace("w_in", "w_out")]
+    return (w_in.shape[2] if w_in.dim() == 3 else len(w_in)) == 2 * w_out.shape[1]
 
 
 def to_gpt2(state: State) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT
+from model import GPT, MoE
 from runtime.distributed import Ranks
 
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the option that does it.
@@ -54,8 +54,9 @@ def compile_blocks(model: GPT) -> None:
 def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
-    Each block is a group, its experts or MLP another. Experts are gathered in `dtype`, to which autocast would cast
-    them anyway; the rest in fp32, so that router, LayerNorms and residual stream compute as under DDP.
+    Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are gathered in `dtype`,
+    to which autocast would cast them anyway; the rest in fp32, so that router, norms and residual stream compute as
+    under DDP.
     """
     shape, names = (ranks.world_size,), ("shard",)
     if parallel == "hsdp":
@@ -65,7 +66,10 @@ def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         mlp = block.get_submodule("mlp")
-        fully_shard(getattr(mlp, "experts", mlp), mesh=mesh, mp_policy=cast)
+        parts = [mlp.experts, mlp.shared] if isinstance(mlp, MoE) else [mlp]
+        for part in parts:
+            if part is not None:
+                fully_shard(part, mesh=mesh, mp_policy=cast)
         fully_shard(block, mesh=mesh, mp_policy=keep)
     fully_shard(model, mesh=mesh, mp_policy=keep)
 

@@ -15,10 +15,14 @@ class TensorBoard:
 
     name, remedy = "tensorboard", ""
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        """Steps after `resume_step`, which an earlier start may have written, are purged: TensorBoard hides them."""
+    def __init__(self, folder: Path, resume_step: int, first_layer: int = 0) -> None:
+        """Steps after `resume_step`, which an earlier start may have written, are purged: TensorBoard hides them.
+
+        `first_layer` is the first with experts.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
+        self.first_layer = first_layer
         self.is_first = not any(folder.glob("events.*"))
         self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
@@ -29,7 +33,7 @@ class TensorBoard:
 
     def log(self, line: Line) -> None:
         """Write one line, so that a kill does not lose it."""
-        for name, value in flatten_line(line).items():
+        for name, value in flatten_line(line, self.first_layer).items():
             if name not in ("step", "tokens"):
                 self.writer.add_scalar(name, value, line["step"])
         self.writer.flush()
@@ -56,7 +60,7 @@ def start_tensorboard(config: Config, folder: Path, resume_step: int) -> TensorB
     if not config.log.tensorboard:
         return None
     try:
-        return TensorBoard(folder / "tensorboard", resume_step)
+        return TensorBoard(folder / "tensorboard", resume_step, config.model.n_dense_layer)
     except Exception as error:
         print(f"tensorboard: no files ({first_line(error)}): continuing without; metrics.jsonl has every number")
         return None

@@ -32,11 +32,11 @@ class Tracker:
 
     name = "wandb"
 
-    def __init__(self, run: Any, to_image: Callable, to_table: Callable, folder: Path) -> None:
-        """`run` is what wandb.init returned; `to_image` is wandb.Image, `to_table` wandb.Table; `folder` the run's."""
+    def __init__(self, run: Any, to_image: Callable, to_table: Callable, folder: Path, first_layer: int = 0) -> None:
+        """Take what wandb.init returned, wandb.Image, wandb.Table, the run's folder, the first layer with experts."""
         self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run, self.id, self.to_image, self.to_table = run, run.id, to_image, to_table
-        self.best, self.draws = math.inf, True
+        self.best, self.draws, self.first_layer = math.inf, True, first_layer
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Update the summary with `lines`: the least val loss of the run so far, and the last."""
@@ -47,10 +47,11 @@ class Tracker:
 
     def log(self, line: Line) -> None:
         """Send one line, with pictures if it has `val/loads`. If drawing fails, print one line and stop drawing."""
-        values = flatten_line(line)
+        values = flatten_line(line, self.first_layer)
         if self.draws and "val/loads" in line:
             try:
-                values |= {name: self.to_image(pixels) for name, pixels in draw_loads(line).items()}
+                pictures = draw_loads(line, self.first_layer)
+                values |= {name: self.to_image(pixels) for name, pixels in pictures.items()}
             except Exception as error:
                 self.draws = False
                 install = "; pip install -r requirements-report.txt" * isinstance(error, ImportError)
@@ -97,7 +98,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
             with suppress(Exception):
                 wandb.teardown()  # otherwise it refuses the id as in use
             run = _init_wandb(wandb, "offline", config, folder, id, tags)
-        return Tracker(run, wandb.Image, wandb.Table, folder)
+        return Tracker(run, wandb.Image, wandb.Table, folder, config.model.n_dense_layer)
     except Exception as error:
         print(f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every number")
         return None
@@ -124,8 +125,8 @@ def _has_wandb_key(base_url: str) -> bool:
         return False
 
 
-def flatten_line(line: Line) -> Line:
-    """The numbers of a line; lists by layer become `router/gamma/layer_00` and so on.
+def flatten_line(line: Line, first_layer: int = 0) -> Line:
+    """The numbers of a line; lists by layer become `router/gamma/layer_00` and so on, beginning at `first_layer`.
 
     `router/loads` becomes the load imbalance and the dead experts of each layer. Other lists are left out.
     """
@@ -135,12 +136,14 @@ def flatten_line(line: Line) -> Line:
         imbalance, dead = imbalance_and_dead(torch.tensor(line["router/loads"], dtype=torch.float64))
         layers |= {"router/load_imbalance": imbalance.tolist(), "router/dead_experts": dead.tolist()}
     for name, of_layers in layers.items():
-        values |= {f"{name}/layer_{layer:02}": value for layer, value in enumerate(of_layers)}
+        values |= {f"{name}/layer_{layer:02}": value for layer, value in enumerate(of_layers, first_layer)}
     return values
 
 
-def draw_loads(line: Line) -> dict[str, np.ndarray]:
+def draw_loads(line: Line, first_layer: int = 0) -> dict[str, np.ndarray]:
     """Draw `val/loads` (L, E), each layer over its mean, as a heat map and as one histogram per layer.
+
+    The first row is layer `first_layer`.
 
     Returns:
         {name: pixels (height, width, 3), uint8}. Scales are fixed, so that pictures of several runs compare.
@@ -157,7 +160,9 @@ def draw_loads(line: Line) -> dict[str, np.ndarray]:
     pictures = {}
     for name, draw in {"val/load_heatmap": _draw_heatmap, "val/load_histogram": _draw_histograms}.items():
         figure = Figure(tuple(size), layout="constrained")  # without pyplot there is nothing to close
-        draw(figure.add_subplot(yticks=range(0, L, 1 + L // 40), ylabel="layer"), relative)
+        axes, ticks = figure.add_subplot(ylabel="layer"), range(0, L, 1 + L // 40)
+        axes.set_yticks(ticks, [str(first_layer + row) for row in ticks])
+        draw(axes, relative)
         figure.suptitle(title, fontsize="medium")
         canvas = FigureCanvasAgg(figure)
         canvas.draw()

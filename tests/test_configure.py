@@ -463,7 +463,11 @@ def configs(draw):
     values["run"]["name"] = values["run"]["name"] or "x"
     model, train = values["model"], values["train"]
     model["n_embd"] = 2 * model["n_head"]
+    model["n_kv_head"] = min(model["n_kv_head"], 1)
     model["n_expert"] = model["top_k"]
+    model["n_dense_layer"] %= model["n_layer"]
+    model["bias"] &= not model["gated"]
+    model["backend"] = "auto"  # triton has not all forms of experts
     model["gate_scale"] = 1.0 if model["gate_norm"] else model["gate_scale"]
     train["micro_batch_size"] = 1 + train["micro_batch_size"] % 1000
     train["batch_size"] = 3 * train["micro_batch_size"]

@@ -21,9 +21,10 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import scripts.export.__main__ as export
+from attention import KVCache
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained
-from model import GPT, KVCache
+from model import GPT
 from router import ROUTERS
 from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
 from scripts.export import check
@@ -120,8 +121,55 @@ def test_variants(exported, overrides):
     assert_same_model(trained.model, load(out), use_cache=False)
 
 
+MODERN = ("model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.pos=rope", "model.rope_base=500")
+BLOCKS = {  # of modern models
+    "olmoe": (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", "model.tie_embeddings=false"),
+    "shared": (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
+    "dense": (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
+    "gpt": (
+        "model.router=tanh",
+        "model.qk_norm=all",
+        "model.bias=true",
+        "model.n_shared_expert=1",
+        "model.n_kv_head=1",
+    ),
+}
+
+
 @pytest.mark.numerics
-@pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320")])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_modern_blocks(exported, block):
+    trained, out = exported(*BLOCKS[block])
+    theirs, info = load(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_model(trained.model, theirs)
+    plan = theirs.config.base_model_tp_plan
+    assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in BLOCKS[block])
+
+
+def test_default_models_export_as_before(exported):
+    """The keys of config.json that were there before those of the modern block."""
+    _, out = exported("model.router=kern")
+    keys = set(json.loads((out / "config.json").read_text()))
+    assert not keys & {"num_key_value_heads", "hidden_act", "gated", "norm", "norm_eps", "qk_norm", "rope_base"}
+    assert not keys & {"n_shared_expert", "n_dense_layer"} and "gate_scale" in keys
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_modern_blocks_in_half_precision(exported, dtype):
+    """Norms of queries and keys, too; all experts chosen, so that rounding cannot choose others."""
+    trained, out = exported(*BLOCKS["olmoe"], "model.top_k=8", dtype=str(dtype).removeprefix("torch."))
+    idx, theirs = random_ids(1, 30), load(out, "auto")
+    wanted = logits_of(check.round_weights(trained.model, dtype).double(), idx)
+    assert theirs(idx).logits.dtype == dtype
+    assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert load(out)(idx).logits.isfinite().all()
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
 def test_dense_is_plain_gpt2(exported, more):
     trained, out = exported("model.router=dense", *more, form="gpt2")
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()

@@ -213,10 +213,7 @@ def test_check_needs_an_export(run, tmp_path, capsys):
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):
     assert command(run, tmp_path / "out", "--format", "gpt2") == 2
-    assert (
-        "the run has model.router = kern and model.pos = learned, GPT-2 supports only dense and learned"
-        in capsys.readouterr().err
-    )
+    assert "the run has model.router = kern, unlike GPT-2; use --format nanokern" in capsys.readouterr().err
     assert command(tmp_path, tmp_path / "out") == 2
     assert "no config.toml, so not a run" in capsys.readouterr().err
 
@@ -228,7 +225,12 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "overrides, form",
-    [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")],
+    [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")]
+    + [(("model.router=dense", word), "nanokern") for word in ("model.norm=rmsnorm", "model.gated=true")]
+    + [
+        (("model.router=dense", "model.n_kv_head=1"), "nanokern"),
+        (("model.router=dense", "model.n_kv_head=2"), "gpt2"),
+    ],
 )
 def test_form_is_gpt2_where_possible(tiny, overrides, form):
     model = tiny(*overrides).model

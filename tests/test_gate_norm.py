@@ -64,8 +64,13 @@ def test_quadrature_where_the_answer_is_known():
     assert 0.5 < gate_sum("kern", 4096, 3000, 1, power=2) <= 0.5 + 1e-8
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_fresh_models_have_the_norm_on_their_first_batch(name):
+MODERN = {"norm": "rmsnorm", "qk_norm": "head", "gated": True, "n_shared_expert": 1, "n_dense_layer": 1, "n_layer": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [*((name, {}) for name in SPARSE), *((name, MODERN) for name in ("softmax", "sigmoid", "kern"))]
+)
+def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
     """Within the error of a few draws of weights, which are those without gate_norm though it may be sampled."""
     gate_norm.sample_square.cache_clear()
     squares, idx = [], torch.randint(257, (4, 64), generator=seeded(0))
@@ -73,7 +78,7 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name):
         states = []
         for norm in (2.5, 0.0):
             torch.manual_seed(seeded(seed).initial_seed())
-            model = GPT(settings(router=name, gate_norm=norm))
+            model = GPT(settings(router=name, gate_norm=norm, **block))
             states.append({key: value for key, value in model.state_dict().items() if key[-2:] != ".c"})
             with torch.no_grad():
                 squares += model(idx, idx).stats.gate_square.tolist() if norm else []

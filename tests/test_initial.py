@@ -113,7 +113,7 @@ def test_differences_in_computation_are_printed(tiny, tmp_path):
     theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
     theirs.half().save_pretrained(tmp_path / "gpt2")
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
-    assert "gelu_new is computed as exact GELU, up to 5e-4 apart; layer_norm_epsilon changes from 0.0001" in words
+    assert "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001" in words
     wanted = theirs.float()(ids(32)).logits
     error = (logits(model, ids(32)) - wanted).norm() / wanted.norm()
     assert 20 * LOGITS < error < 0.01  # that of the formulas, far from rounding
@@ -184,12 +184,16 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert not folder.path_of(fresh).exists()
 
 
+MODERN = ["model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.n_kv_head=1"]
+MODERN += ["model.pos=rope", "model.rope_base=500"]
 EXPORTED = {
     "mixture": MOVED,
     "rope, untied": ["model.router=softmax", "model.pos=rope", "model.tie_embeddings=false"],
     "gpt2": ["model.router=dense"],
     "dense": [*DENSE, "model.pos=rope"],
     "gate_norm": ["model.router=sqrtsoftplus", "model.gate_norm=1.5"],
+    "modern": [*MODERN, "model.qk_norm=all", "model.n_shared_expert=1", "model.n_dense_layer=1"],
+    "modern dense": [*MODERN, "model.router=dense", "model.n_shared_expert=3", "model.norm_eps=0.001"],
 }
 
 
@@ -202,6 +206,23 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, settings):
     for name, tensor in load_model(folder.path_of(theirs)).model.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert words.endswith(("an exported model", "a GPT-2 checkpoint"))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_another_block_is_named_with_what_it_needs(tiny, tmp_path, dense):
+    """An exported modern model into the default block: every key at once; the commands then fit."""
+    settings = EXPORTED["modern dense" if dense else "modern"]
+    theirs = tiny("run.name=source", *settings)
+    run(theirs)
+    assert export.main([str(folder.path_of(theirs)), str(tmp_path / "export")]) == 0
+    with pytest.raises(RunError) as error:
+        start(tiny(f"train.init_from={tmp_path / 'export'}"))
+    needed = str(error.value).split(". Add ")[1].split()
+    keys = {"activation=silu", "gated=true", "norm=rmsnorm", "pos=rope", "n_kv_head=1", "rope_base=500.0"}
+    keys |= {"router=dense", "top_k=5"} if dense else {"qk_norm=all", "n_shared_expert=1", "n_dense_layer=1"}
+    assert {word.removeprefix("--model.") for word in needed} >= keys - {"top_k=5"}
+    _, words = start(tiny(f"train.init_from={tmp_path / 'export'}", *needed))
+    assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == dense
 
 
 def test_another_router_takes_the_weights_in_common(tiny, source):

@@ -5,16 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import kernels
 from kernels import expert_mlp, torch_grouped
 
 NAMES = ("out", "x", "w_in", "w_out", "weights")
+# activation and whether the experts have a gate: GELU alone is in all tests, the others in those that compare values
+FORMS = {"gelu": ("gelu",), "silu": ("silu",), "gated gelu": ("gelu", True), "gated silu": ("silu", True)}
 # N, C, H, E, K and what is special
 CASES = {
     "typical": (70, 16, 24, 8, 2),
@@ -29,13 +31,13 @@ CASES = {
 }
 
 
-def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
+def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu", gated=False):
     """(x, w_in, w_out, weights), experts and the gradient of the output.
 
     All are positive where few numbers come out: in a sum that cancels, relative errors have no bound.
     """
     g = seeded(N + E)
-    shapes = (N, C), (E, C, H), (E, H, C), (N, C), (N, K)
+    shapes = (N, C), (E, C, (1 + gated) * H), (E, H, C), (N, C), (N, K)
     x, w_in, w_out, d_out, weights = (torch.randn(shape, generator=g) for shape in shapes)
     if case in ("one token", "one expert", "any shape"):
         x, w_in, w_out, d_out, weights = (t.abs() for t in (x, w_in, w_out, d_out, weights))
@@ -52,27 +54,27 @@ def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu"):
     return leaves, experts, d_out.to(device, dtype)
 
 
-def run_backend(leaves, experts, d_out, backend="torch"):
+def run_backend(leaves, experts, d_out, backend="torch", activation="gelu"):
     """[output, four gradients]."""
     leaves = [t.detach().requires_grad_() for t in leaves]
-    out = expert_mlp(*leaves, experts, backend)
+    out = expert_mlp(*leaves, experts, backend, activation)
     return [t.detach().as_subclass(torch.Tensor) for t in (out, *torch.autograd.grad(out, leaves, d_out))]
 
 
-def assert_equals_reference(leaves, experts, d_out, run=run_backend):
+def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
     """Compare `run`, a backend, to `reference` in float64 on the same inputs."""
     dtype, wide = leaves[0].dtype, [t.double() for t in leaves]
-    wanted = run_backend(wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference")
+    wanted = run_backend(wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference", **more)
     longest = max(*leaves[0].shape, *leaves[1].shape)
     limit = tolerance(dtype, longest, roundings=4)  # of products, gelu, gated gelu, the sum over experts
-    for name, a, b in zip(NAMES, run(leaves, experts, d_out), wanted, strict=True):
+    for name, a, b in zip(NAMES, run(leaves, experts, d_out, **more), wanted, strict=True):
         assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
         assert_near(a, b, limit, name)
 
 
-def assert_exact_zeros(run, dtype=torch.float32):
+def assert_exact_zeros(run, dtype=torch.float32, gated=False):
     """Of experts that no token chose, and of tokens whose gates are all closed."""
-    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype)
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype, gated=gated)
     leaves[3][::2] = 0
     out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
     assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
@@ -142,7 +144,7 @@ def test_each_layout_is_the_one_tested(on_layout, request, monkeypatch):
 
 def test_tiny_experts_take_all_tokens():
     def chosen(H, E, K, dress=lambda experts: experts):
-        return torch_grouped.choose_function(torch.empty(E, 16, H), dress(torch.zeros(3, K, dtype=torch.int64)))
+        return torch_grouped.choose_function(torch.empty(E, H, 16), dress(torch.zeros(3, K, dtype=torch.int64)))
 
     assert chosen(8, 64, 8) is chosen(16, 32, 8) is torch_grouped.AllExpertsDense
     assert chosen(9, 64, 8) is chosen(128, 64, 8) is torch_grouped.ExpertMLP
@@ -162,6 +164,16 @@ def test_torch_equals_reference(case, dtype, on_layout):
     loads = experts.flatten().bincount(minlength=CASES[case][3])
     assert (loads.min() == 0) or case not in ("idle expert", "all on one expert")
     assert_equals_reference(leaves, on_layout(experts), d_out)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["typical", "idle expert", "all on one expert", "zero gates", "no token"])
+@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
+def test_every_form_equals_reference(form, case, dtype, on_layout):
+    activation, *gated = FORMS[form]
+    leaves, experts, d_out = make_inputs(*CASES[case], case, dtype, "cpu", *gated)
+    assert_equals_reference(leaves, on_layout(experts), d_out, activation=activation)
 
 
 @pytest.mark.numerics
@@ -194,12 +206,14 @@ def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layo
     assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
 
 
-def test_an_overflow_reaches_no_token_that_did_not_choose_the_expert(on_layout):
-    leaves, experts, d_out = make_inputs(*CASES["typical"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_overflow_reaches_no_token_that_did_not_choose_the_expert(on_layout, form):
+    activation, *gated = FORMS[form]
+    leaves, experts, d_out = make_inputs(*CASES["typical"], "", torch.float32, "cpu", *gated)
     experts[0] = torch.tensor([0, 1, 2, 3])[: experts.shape[1]]
-    leaves[0][0, 0] = 1e20
+    leaves[0][0, 0] = 1e10
     leaves[1][7, 0] = leaves[2][7] = 1e30  # of an expert that the first token did not choose
-    out, d_x, *_, d_weights = run_backend(leaves, on_layout(experts), d_out)
+    out, d_x, *_, d_weights = run_backend(leaves, on_layout(experts), d_out, activation=activation)
     assert all(t[0].isfinite().all() for t in (out, d_x, d_weights))
 
 
@@ -211,32 +225,46 @@ def test_torch_equals_reference_for_any_shape(data):
         return data.draw(st.integers(1, most))
 
     N, C, H, E = draw(80), draw(12), draw(12), draw(9)
-    leaves, experts, d_out = make_inputs(N, C, H, E, draw(E), "any shape", torch.float64)
+    activation, *gated = FORMS[data.draw(st.sampled_from(list(FORMS)))]
+    leaves, experts, d_out = make_inputs(N, C, H, E, draw(E), "any shape", torch.float64, "cpu", *gated)
     for dressed in (experts, experts.as_subclass(AsOnGPU)):
-        assert_equals_reference(leaves, dressed, d_out)
+        assert_equals_reference(leaves, dressed, d_out, activation=activation)
 
 
 @pytest.mark.numerics
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", ["typical", "idle expert", "every expert"])
-def test_reference_equals_a_loop_over_tokens(case):
+def test_reference_equals_a_loop_over_tokens(case, form):
     N, C, H, E, K = CASES[case]
-    leaves, experts, d_out = make_inputs(N, C, H, E, K, case, torch.float64)
+    activation, *gated = FORMS[form]
+    leaves, experts, d_out = make_inputs(N, C, H, E, K, case, torch.float64, "cpu", *gated)
+
+    def act(z):
+        return z * (torch.special.ndtr(z) if activation == "gelu" else 1 / (1 + torch.exp(-z)))
+
     x, w_in, w_out, weights = [t.requires_grad_() for t in leaves]
     rows = []
     for n in range(N):
         row = torch.zeros(C, dtype=torch.float64)
         for k in range(K):
             e = experts[n, k].item()
-            row = row + weights[n, k] * (F.gelu(x[n] @ w_in[e]) @ w_out[e])
+            a = act(x[n] @ w_in[e, :, :H])
+            row = row + weights[n, k] * ((a * (x[n] @ w_in[e, :, H:]) if gated else a) @ w_out[e])
         rows.append(row)
     loop = torch.stack(rows)
     gradients = torch.autograd.grad(loop, leaves, d_out)
-    for name, a, b in zip(NAMES, run_backend(leaves, experts, d_out, "reference"), [loop, *gradients], strict=True):
+    results = run_backend(leaves, experts, d_out, "reference", activation)
+    for name, a, b in zip(NAMES, results, [loop, *gradients], strict=True):
         assert_near(a, b, tolerance(torch.float64, max(N, C, H)), name)
 
 
-def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
-    assert_exact_zeros(lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out))
+@pytest.mark.parametrize("form", FORMS)
+def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout, form):
+    activation, *gated = FORMS[form]
+    assert_exact_zeros(
+        lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out, activation=activation),
+        gated=gated == [True],
+    )
 
 
 class BytesMade(TorchDispatchMode):
@@ -268,10 +296,10 @@ def measure_memory(leaves, experts, d_out):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("K", [1, 2])
-def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K):
+@pytest.mark.parametrize("K, gated", [(1, False), (2, False), (2, True)])
+def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K, gated):
     N, C, H, E = 1000, 16, 24, 8
-    leaves, _, d_out = make_inputs(N, C, H, E, K)
+    leaves, _, d_out = make_inputs(N, C, H, E, K, gated=gated)
     collapsed = torch.arange(K).expand(N, K) + E - K
     balanced = torch.arange(N * K).view(N, K) % E
     assert_equals_reference(leaves, on_layout(collapsed.contiguous()), d_out)
@@ -282,7 +310,8 @@ def test_memory_is_bounded_when_all_tokens_choose_the_same_experts(on_layout, K)
         N * K + E * torch_grouped.PaddedBMM.size if on_gpu else N * (E if torch_grouped.DENSE_LIMIT else K)
     )  # with last blocks
     indices = (5 * N * E + 8 * N * K) * (torch_grouped.DENSE_LIMIT == math.inf)
-    assert saved <= 4 * (N * C + 2 * E * C * H + slots * H) + indices  # x, w_in, w_out, hidden
+    P = (1 + gated) * H
+    assert saved <= 4 * (N * C + E * C * (P + H) + slots * P) + indices  # x, w_in, w_out, pre-activations
     assert made <= 1.02 * usual  # so the peak is no higher either
 
 
@@ -295,11 +324,13 @@ def test_a_cpu_never_holds_the_tokens_or_outputs_of_all_rows(monkeypatch):
     assert made.largest <= 4 * N * C
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_gradcheck(backend):
-    leaves, experts, _ = make_inputs(7, 3, 4, 4, 2, dtype=torch.float64)
+def test_gradcheck(backend, form):
+    activation, *gated = FORMS[form]
+    leaves, experts, _ = make_inputs(7, 3, 4, 4, 2, "", torch.float64, "cpu", *gated)
     leaves = [t.requires_grad_() for t in leaves]
-    assert torch.autograd.gradcheck(lambda *t: expert_mlp(*t, experts, backend), leaves)
+    assert torch.autograd.gradcheck(lambda *t: expert_mlp(*t, experts, backend, activation), leaves)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -312,6 +343,17 @@ def test_backends_by_name():
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
     with pytest.raises(ValueError, match="backend 'tritn' is not one of auto, reference, torch"):
         expert_mlp(*leaves, experts, "tritn")
+
+
+@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
+def test_triton_is_refused_where_it_lacks_the_form_and_auto_takes_torch(form, monkeypatch):
+    activation, *gated = FORMS[form]
+    leaves, experts, _ = make_inputs(*CASES["typical"], "", torch.float32, "cpu", *gated)
+    wanted = expert_mlp(*leaves, experts, "torch", activation)
+    monkeypatch.setattr(kernels, "choose_backend", lambda *_: "triton")
+    assert torch.equal(expert_mlp(*leaves, experts, "auto", activation), wanted)
+    with pytest.raises(ValueError, match="has neither gated nor SiLU experts: set the backend to 'auto'"):
+        expert_mlp(*leaves, experts, "triton", activation)
 
 
 @pytest.mark.numerics

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from attention import rotate
 from configure import Config
-from model import GPT, MoE, count_parameters, flops_per_token, rotate
+from model import GPT, MoE, count_parameters, flops_per_token
 from router import EPS, ROUTERS
 
 SPARSE = [name for name in ROUTERS if name != "dense"]
@@ -102,13 +103,17 @@ def test_dense_equals_gpt2_of_transformers(bias):
 
 
 @pytest.mark.numerics
-def test_rotary_embedding_equals_transformers():
+@pytest.mark.parametrize("base", [10000.0, 500.0])
+def test_rotary_embedding_equals_transformers(base):
     x = torch.randn(2, 3, 10, 8)
-    config = LlamaConfig(hidden_size=24, num_attention_heads=3, max_position_embeddings=10)
+    config = LlamaConfig(
+        hidden_size=24, num_attention_heads=3, max_position_embeddings=10,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+    )  # fmt: skip
     cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(10)[None])
     wanted = apply_rotary_pos_emb(x, x, cos, sin)[0]
-    assert_same(rotate(x), wanted)
-    assert rotate(x.bfloat16()).dtype == torch.bfloat16
+    assert_same(rotate(x, base), wanted)
+    assert rotate(x.bfloat16(), base).dtype == torch.bfloat16
 
 
 def test_rope_model_has_no_position_table_and_knows_order():

@@ -75,6 +75,10 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
     ],
     "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
+    "modern": [
+        *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
+        *("model.gated=true", "model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1"),
+    ],
     # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
     "idle": [
         *("model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"),
@@ -95,7 +99,7 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
-ANY = ("dense", "kern", "biased", "cut", "windows", "triton", "muon")
+ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
 COMPARED = (*ANY, "pair", "idle", "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
@@ -103,6 +107,7 @@ CASES = {
         "pair": ["ddp-2"],
         "dense": ["ddp-2", "fsdp-2"],
         "kern": ["fsdp-2", "fsdp-4"],
+        "modern": ["ddp-2", "fsdp-2"],
         "biased": ["fsdp-2", "ddp-4", "hsdp-2x2"],
         "idle": ["ddp-2", "fsdp-2"],
         "windows": ["fsdp-2"],

@@ -311,24 +311,24 @@ def test_tokens_are_shown_in_quotes():
     token = {"id": 42, "text": " **", "share": 0.5, "lift": 2.0}
     expert = {"nats": 1.0, "nats_by_chance": 0.25, "tokens": [token]}
     idle = {"nats": 9.0, "nats_by_chance": 0.0, "tokens": []}
-    table = page.build_token_table({"layers": [{"loads": [99, 1], "experts": [expert, idle]}]})
-    assert table[2] == [["0, 0", "1.98", "0.75", "' ∗∗' 50% 2.0×", *[""] * 5]]  # the rare one is left out
+    table = page.build_token_table({"layers": [{"layer": 1, "loads": [99, 1], "experts": [expert, idle]}]})
+    assert table[2] == [["1, 0", "1.98", "0.75", "' ∗∗' 50% 2.0×", *[""] * 5]]  # the rare one is left out
 
 
 def test_agreement_table_is_scaled_by_chance():
-    layer = {"same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
-    other = layer | {"matched": 1.0, "matched_by_chance": 1.0}
+    layer = {"layer": 0, "same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
+    other = layer | {"layer": 1, "matched": 1.0, "matched_by_chance": 1.0}
     rows = page.build_agreement({"agreement": [layer, other]})[2]
     assert rows == [["0", "50% (25%)", "70% (40%)", "0.50"], ["1", "50% (25%)", "100% (100%)", "-"]]
 
 
 def test_summary_table():
     gates = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
-    layer = {"load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
+    layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
     layer |= {"zero_gates": 0.125, "gate_sum": gates, "gate_norm": gates | {"0.5": 0.2}}
     layer |= {"vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
     _, head, (row,) = page.build_summary({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
     assert head[:7] == ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates"]
-    assert row[:7] == ["0", "2.00", "3", "5.0", "4.0", "1.386", "12.50%"]
+    assert row[:7] == ["3", "2.00", "3", "5.0", "4.0", "1.386", "12.50%"]
     assert head[7:] == ["sum", "norm", "vocabulary", "partner"]
     assert row[7:] == ["0.3 [0.1, 0.9]", "0.2 [0.1, 0.9]", "60% (20%)", "50% (10%)"]

@@ -54,6 +54,10 @@ def test_lists_by_layer_become_numbers():
         "router/dead_experts/layer_00": 3,
         "router/dead_experts/layer_01": 1,
     }
+    after_dense = flatten_line(lists, first_layer=3)
+    assert set(after_dense) == {
+        f"router/{name}/layer_0{i}" for i in (3, 4) for name in ("entropy", "gamma", "load_imbalance", "dead_experts")
+    }
 
 
 def test_summary_has_best_and_last_val_loss():

@@ -25,7 +25,13 @@ from router import ROUTERS
 from runtime import distributed
 from runtime.output import require_packages, write_atomic
 
-COMPARABLE = ("n_layer", "n_expert", "top_k", "block_size")  # have to be equal in two models to be compared
+COMPARABLE = (
+    "n_layer",
+    "n_dense_layer",
+    "n_expert",
+    "top_k",
+    "block_size",
+)  # have to be equal in two models to be compared
 
 
 def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
@@ -77,11 +83,17 @@ def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         "windows": len(indices),
         "tokens": layers[0].tokens,
         "torch": torch.__version__,
-        "layers": [describe_layer(layer, ids, seen, tokenizer) for layer in layers],
+        "layers": [
+            {"layer": number} | describe_layer(layer, ids, seen, tokenizer)
+            for number, layer in enumerate(layers, config.model.n_dense_layer)
+        ],
     }
     for other in others:
         found["other"] = f"{other.config.run.name}, {other.label}"
-        found["agreement"] = [compare_choices(layer.agreement.cpu().numpy(), config.model.top_k) for layer in layers]
+        found["agreement"] = [
+            {"layer": number} | compare_choices(layer.agreement.cpu().numpy(), config.model.top_k)
+            for number, layer in enumerate(layers, config.model.n_dense_layer)
+        ]
     return found, out
 
 

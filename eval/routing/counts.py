@@ -111,8 +111,8 @@ def count_routing(
     """Run the windows `indices` of `tokens`, two or more, through a model and the one to compare it with.
 
     Returns:
-        The counts of each layer; the ids (U,) of the tokens counted one by one, the most common first; and how often
-        each of them occurs (U,).
+        The counts of each layer with experts; the ids (U,) of the tokens counted one by one, the most common first;
+        and how often each of them occurs (U,).
 
     Raises:
         ValueError: no token occurs MIN_COUNT times.
@@ -129,7 +129,8 @@ def count_routing(
     row_of = torch.full((len(seen),), len(ids))
     row_of[torch.from_numpy(ids)] = torch.arange(len(ids))
     stride = math.ceil(seen.sum() / GATE_TOKENS)
-    layers = [LayerCounts(config.n_expert, len(ids) + 1, stride, device) for _ in range(config.n_layer)]
+    n_layer = config.n_layer - config.n_dense_layer  # with experts
+    layers = [LayerCounts(config.n_expert, len(ids) + 1, stride, device) for _ in range(n_layer)]
     for batch in progress_bar(iterable=batches, desc="windows", leave=False):
         idx = torch.from_numpy(windows(tokens, batch, config.block_size)[0])
         mine = record_routing(model, idx.to(device))

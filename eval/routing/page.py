@@ -45,8 +45,8 @@ def build_summary(found: Described) -> Block:
     """The table of one line per layer."""
     head = ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates", "sum", "norm"]
     rows = []
-    for number, layer in enumerate(found["layers"]):
-        row = [f"{number}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
+    for layer in found["layers"]:
+        row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
         row += [f"{exp(layer['load_entropy']):.1f}", f"{exp(layer['entropy']):.1f}", f"{layer['entropy']:.3f}"]
         row += [f"{layer['zero_gates']:.2%}"]
         for q in (layer["gate_sum"], layer["gate_norm"]):
@@ -63,14 +63,14 @@ def _with_chance(layer: Described, key: str) -> str:
 def build_token_table(found: Described) -> Block:
     """The table of the experts whose tokens differ most from the text's."""
     rows = []
-    for number, layer in enumerate(found["layers"]):
+    for layer in found["layers"]:
         loads, mean = layer["loads"], sum(layer["loads"]) / len(layer["loads"])
         beyond = {e: one["nats"] - one["nats_by_chance"] for e, one in enumerate(layer["experts"])}
         for e in sorted((e for e in beyond if loads[e] >= MIN_LOAD * mean), key=lambda e: -beyond[e])[:EXPERTS]:
             tokens = layer["experts"][e]["tokens"][:TOKENS]
             cells = [f"{format_token(t).translate(LITERAL)} {t['share']:.0%} {t['lift']:.1f}×" for t in tokens]
             cells += [""] * (TOKENS - len(cells))
-            rows.append([f"{number}, {e}", f"{loads[e] / mean:.2f}", f"{beyond[e]:.2f}", *cells])
+            rows.append([f"{layer['layer']}, {e}", f"{loads[e] / mean:.2f}", f"{beyond[e]:.2f}", *cells])
     return "table", ["layer, expert", "load / mean", "nats", "tokens", *[""] * (TOKENS - 1)], rows
 
 
@@ -83,8 +83,8 @@ def format_token(token: Described) -> str:
 def build_agreement(found: Described) -> Block:
     """The table of how far two models agree, one line per layer."""
     rows = []
-    for number, layer in enumerate(found["agreement"]):
+    for layer in found["agreement"]:
         chance = layer["matched_by_chance"]
         beyond = f"{(layer['matched'] - chance) / (1 - chance):.2f}" if chance < 1 else "-"
-        rows.append([f"{number}", _with_chance(layer, "same_number"), _with_chance(layer, "matched"), beyond])
+        rows.append([f"{layer['layer']}", _with_chance(layer, "same_number"), _with_chance(layer, "matched"), beyond])
     return "table", ["layer", "same number", "matched", "beyond chance"], rows

@@ -35,7 +35,9 @@ def plot_loads(found: Described) -> Figure:
     image = axes.imshow(shares, aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
     idle, experts = np.nonzero(loads == 0)
     axes.plot(experts, idle, "kx", markersize=min(5, 300 / E), scalex=False, scaley=False)
-    axes.set(xlabel="expert", ylabel="layer", yticks=range(0, L, ceil(L / 12)))
+    ticks = range(0, L, ceil(L / 12))
+    axes.set(xlabel="expert", ylabel="layer")
+    axes.set_yticks(ticks, [found["layers"][row]["layer"] for row in ticks])
     add_load_bar(figure, image, [axes], "load / mean load (×: no token)")
     return figure
 
@@ -51,7 +53,7 @@ def plot_coactivation(found: Described) -> Figure:
             lift = np.log2(coactivation_shares(together) / (together.diagonal() / found["tokens"]))
         lift = lift.clip(-9, 9)  # a pair never chosen has -inf, which would be drawn like NaN
         order = order_by_similarity(lift)
-        axes = figure.add_subplot(rows, columns, number, title=f"layer {number - 1}", xticks=[], yticks=[])
+        axes = figure.add_subplot(rows, columns, number, title=f"layer {layer['layer']}", xticks=[], yticks=[])
         axes.imshow(lift[np.ix_(order, order)], cmap=colours, vmin=-3, vmax=3, interpolation="nearest")
     label = "tokens that chose both / expected from their loads\n(grey: an expert without tokens)"
     add_load_bar(figure, figure.axes[-1].images[0], figure.axes, label)

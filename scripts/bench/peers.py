@@ -1,9 +1,9 @@
 """What a user would pick instead, for `scripts.bench step`: other implementations in the shape of a config.
 
 One function each, from the section [model] to a module whose forward(x, y) has a `.loss`. A gated expert has three
-matrices and gets two thirds of our hidden width, so that a token meets as many weights, rounded up to a multiple of 8,
-which grouped_mm asks for: weights are equal if `expert_hidden` is a multiple of 12. Positions are learned in the plain
-GPT and rotary in transformers' models.
+matrices and gets two thirds of the hidden width of ours without a gate, so that a token meets as many weights, rounded
+up to a multiple of 8, which grouped_mm asks for: weights are equal if `expert_hidden` is a multiple of 12. Positions
+are learned in the plain GPT and rotary in transformers' models.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
+from attention import kv_heads
 from configure.schema import Model
 
 
@@ -81,10 +82,10 @@ def make_builder(name: str, experts: str) -> Callable[[Model], nn.Module]:
         settings = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.n_embd,
-            "intermediate_size": -(-config.expert_hidden * 2 // 24) * 8,
+            "intermediate_size": config.expert_hidden if config.gated else -(-config.expert_hidden * 2 // 24) * 8,
             "num_hidden_layers": config.n_layer,
             "num_attention_heads": config.n_head,
-            "num_key_value_heads": config.n_head,
+            "num_key_value_heads": kv_heads(config),
             "max_position_embeddings": config.block_size,
             "num_experts_per_tok": config.top_k,
             "num_local_experts" if name == "Mixtral" else "num_experts": config.n_expert,

@@ -20,19 +20,27 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from attention import kv_heads
 from configure.schema import Model
 from data.tokenizer import Tokenizer, identity
 from eval.trained import Trained, add_run_arguments, load_run
 from gate_norm import gate_scale
-from router import ROUTERS
 from runtime import RunError
-from runtime.initial import EXPORTED
+from runtime.initial import EXPORTED, EXPORTED_IF_SET
 from runtime.names import to_gpt2, to_hf
 from runtime.output import require_packages
 from scripts.export.card import format_card
 from scripts.export.check import DTYPES, check_export, load_source
 from scripts.export.tokenizer_files import write_json, write_tokenizer
 
+GPT2 = {  # what a model has that can be written as a GPT-2, and as many heads of keys as of queries
+    "router": "dense",
+    "pos": "learned",
+    "norm": "layernorm",
+    "qk_norm": "off",
+    "activation": "gelu",
+    "gated": False,
+}
 REPO_ROOT = Path(__file__).parents[2]
 CODE = {  # file in an export: its source here
     "configuration_nanokern.py": "scripts/export/configuration_nanokern.py",
@@ -76,14 +84,14 @@ def export_run(
 
 def choose_form(form: str, model: Model) -> str:
     """Resolve "auto". Raises ValueError if GPT-2 is asked for and the model does not fit it."""
-    fits = ROUTERS[model.router] is None and model.pos == "learned"
-    if form == "gpt2" and not fits:
-        raise ValueError(
-            f"--format gpt2: the run has model.router = {model.router} and model.pos = {model.pos}, GPT-2 supports "
-            f"only dense and learned; use --format nanokern"
-        )
+    other = {key: getattr(model, key) for key, value in GPT2.items() if getattr(model, key) != value}
+    if kv_heads(model) != model.n_head:
+        other["n_kv_head"] = model.n_kv_head
+    if form == "gpt2" and other:
+        found = ", ".join(f"model.{key} = {str(value).lower()}" for key, value in other.items())
+        raise ValueError(f"--format gpt2: the run has {found}, unlike GPT-2; use --format nanokern")
     if form == "auto":
-        return "gpt2" if fits else "nanokern"
+        return "nanokern" if other else "gpt2"
     return form
 
 
@@ -114,7 +122,8 @@ def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path
 def make_config(model: Model, form: str) -> dict[str, Any]:
     """config.json for modeling_nanokern.py, or for transformers' GPT-2."""
     shared = {"model_type": form, "initializer_range": model.init_std, "tie_word_embeddings": model.tie_embeddings}
-    hidden = model.top_k * model.expert_hidden  # of a dense MLP
+    hidden = (model.top_k + model.n_shared_expert) * model.expert_hidden  # of a dense MLP
+    defaults = Model()
     if form == "gpt2":
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -123,6 +132,7 @@ def make_config(model: Model, form: str) -> dict[str, Any]:
             "n_positions": model.block_size,
             "n_inner": hidden,
             "activation_function": "gelu",  # the exact one
+            **({"layer_norm_epsilon": model.norm_eps} if model.norm_eps != defaults.norm_eps else {}),
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
         }
     return {
@@ -134,6 +144,11 @@ def make_config(model: Model, form: str) -> dict[str, Any]:
         },
         **shared,
         **{theirs: getattr(model, ours) for ours, theirs in EXPORTED.items()},
+        **{
+            theirs: getattr(model, ours)
+            for ours, theirs in EXPORTED_IF_SET.items()
+            if getattr(model, ours) != getattr(defaults, ours)
+        },
         "gate_scale": gate_scale(model),  # what model.gate_norm makes of it
         "intermediate_size": hidden,
         "dropout": model.dropout,

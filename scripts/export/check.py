@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention import KVCache
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from eval.trained import Trained, load_run
-from model import GPT, KVCache
+from model import GPT
 from runtime import RunError
 from runtime.output import first_line
 

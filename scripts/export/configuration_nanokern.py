@@ -7,13 +7,19 @@ class NanoKernConfig(PretrainedConfig):
     """Sizes and variants of a nanoKERN model.
 
     The number of experts is not called `num_experts`: under that name vLLM computes the experts itself, as gated SiLU
-    experts. These are GELU experts without a gate, so it has to run modeling_nanokern.py.
+    experts with weights in its own layout. It has to run modeling_nanokern.py instead.
 
     Args:
-        router: a key of ROUTERS in router.py. "dense" has one MLP of hidden width `intermediate_size` per block, any
-            other `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` per token.
+        router: a key of ROUTERS in router.py. "dense" has one MLP of hidden width `intermediate_size` per block, as
+            have the first `n_dense_layer` blocks of any other model; the rest have `n_expert` experts of hidden width
+            `moe_intermediate_size`, `num_experts_per_tok` per token, and `n_shared_expert` that every token takes.
+        gated: MLPs and experts compute hidden_act(gate) * up.
+        norm: "layernorm" or "rmsnorm", with `norm_eps`.
+        qk_norm: norm of queries and keys: "off", over each "head", or over "all" heads.
+        num_key_value_heads: None: as many as of queries.
         gate_scale: constant factor on all gates.
         pos: "learned" or "rope".
+        rope_base: base of the rotary angles.
         bias: biases in LayerNorms, attention and dense MLP; experts have none.
     """
 
@@ -22,21 +28,34 @@ class NanoKernConfig(PretrainedConfig):
     base_model_tp_plan = {
         **{f"layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
         "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **{
+            f"layers.*.mlp.{shared}{part}_proj": "colwise"
+            for shared in ("", "shared_experts.")
+            for part in ("gate", "up")
+        },
+        **{f"layers.*.mlp.{shared}down_proj": "rowwise" for shared in ("", "shared_experts.")},
     }
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    qk_norm: str = "off"
     max_position_embeddings: int = 512
     router: str = "kern"
     n_expert: int = 64
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 384
     intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    gated: bool = False
+    n_shared_expert: int = 0
+    n_dense_layer: int = 0
     gate_scale: float = 1.0
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
     pos: str = "learned"
+    rope_base: float = 10000.0
     bias: bool = False
     dropout: float = 0.0
     initializer_range: float = 0.02

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_nanokern import NanoKernConfig
 from .router import ROUTERS, Router  # pyrefly: ignore[missing-import]  (beside this file in an export)
-from .torch_grouped import expert_mlp  # pyrefly: ignore[missing-import]
+from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
 HAS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters  # transformers 4
 
@@ -33,10 +33,23 @@ def find_positions(attention_mask: Tensor | None, columns: Tensor) -> Tensor:
     return columns[None]
 
 
+def make_norm(config: NanoKernConfig, width: int) -> nn.Module:
+    """A norm over a last dimension of `width`."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+
+
+def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
+    """Norm of queries or keys (B, T, heads·hs), of each head or of all as the norm is wide, in its weight's dtype."""
+    weight = norm.get_parameter("weight")
+    return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
+
+
 def rotary_angles(config: NanoKernConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (B, 1, T, hs/2) fp32 each, of rotary positions, base 10000."""
+    """Cosine and sine, (B, 1, T, hs/2) fp32 each, of rotary positions."""
     half = config.hidden_size // config.num_attention_heads // 2
-    frequency = 10000 ** (-torch.arange(half, device=position_ids.device, dtype=torch.float32) / half)
+    frequency = config.rope_base ** (-torch.arange(half, device=position_ids.device, dtype=torch.float32) / half)
     angle = position_ids[:, None, :, None].float() * frequency
     return angle.cos(), angle.sin()
 
@@ -58,10 +71,17 @@ class NanoKernAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        self.num_key_value_groups = 1  # for eager_attention_forward
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        kv_size = kv_heads * self.head_dim
+        self.num_key_value_groups = config.num_attention_heads // kv_heads  # for the attention functions
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "off":
+            per_head = config.qk_norm == "head"
+            self.q_norm = make_norm(config, self.head_dim if per_head else config.hidden_size)
+            self.k_norm = make_norm(config, self.head_dim if per_head else kv_size)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(
@@ -73,8 +93,10 @@ class NanoKernAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)  # (B, nh, T, hs)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = normalize_heads(query, self.q_norm), normalize_heads(key, self.k_norm)
+        query, key = query.view(shape).transpose(1, 2), key.view(shape).transpose(1, 2)  # (B, nh or nkv, T, hs)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
@@ -88,37 +110,44 @@ class NanoKernAttention(nn.Module):
 
 
 class NanoKernMLP(nn.Module):
-    """The dense MLP, GELU without a gate."""
+    """A dense MLP."""
 
-    def __init__(self, config: NanoKernConfig) -> None:
+    def __init__(self, config: NanoKernConfig, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.gate_proj = nn.Linear(config.hidden_size, hidden, bias=bias) if config.gated else None
+        self.up_proj = nn.Linear(config.hidden_size, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, config.hidden_size, bias=bias)
+        self.act_fn = ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(hidden_states)))
+        up = self.up_proj(hidden_states)
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(up))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * up)
 
 
 class NanoKernExperts(nn.Module):
-    """E MLPs without gate or bias, packed as in transformers, each matrix (in, out)."""
+    """E MLPs without bias, packed as in transformers, each matrix (in, out)."""
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
         E, C, H = config.n_expert, config.hidden_size, config.moe_intermediate_size
-        self.up_proj = nn.Parameter(torch.empty(E, C, H))
+        self.up_name = "gate_up_proj" if config.gated else "up_proj"
+        self.register_parameter(self.up_name, nn.Parameter(torch.empty(E, C, (1 + config.gated) * H)))
         self.down_proj = nn.Parameter(torch.empty(E, H, C))
+        self.activation = config.hidden_act
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(N, C), (N, K) int64, (N, K) fp32 -> (N, C)."""
-        x, up, down = hidden_states, self.up_proj, self.down_proj
+        x, up, down = hidden_states, self.get_parameter(self.up_name), self.down_proj
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, up, down = x.to(dtype), up.to(dtype), down.to(dtype)
-        return expert_mlp(x, up, down, top_k_weights, top_k_index)
+        return expert_mlp(x, up, down, top_k_weights, top_k_index, self.activation)
 
 
 class NanoKernMoE(nn.Module):
-    """Router and experts."""
+    """Router, experts, and those that every token takes."""
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
@@ -126,22 +155,28 @@ class NanoKernMoE(nn.Module):
         assert spec is not None  # dense models have no MoE
         self.router = Router(config.hidden_size, config.n_expert, config.num_experts_per_tok, spec, config.gate_scale)
         self.experts = NanoKernExperts(config)
+        shared = config.n_shared_expert * config.moe_intermediate_size
+        self.shared_experts = NanoKernMLP(config, shared, bias=False) if shared else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
         routing = self.router(tokens)
-        return self.experts(tokens, routing.experts, routing.weights).view_as(hidden_states)
+        y = self.experts(tokens, routing.experts, routing.weights)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        return y.view_as(hidden_states)
 
 
 class NanoKernDecoderLayer(GradientCheckpointingLayer):
-    """One block: attention, then MLP or MoE, each after a LayerNorm."""
+    """One block: attention, then MLP or MoE, each after a norm."""
 
     def __init__(self, config: NanoKernConfig, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = NanoKernAttention(config, layer_idx)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, bias=config.bias)
-        self.mlp = NanoKernMLP(config) if ROUTERS[config.router] is None else NanoKernMoE(config)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        dense = ROUTERS[config.router] is None or layer_idx < config.n_dense_layer
+        self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias) if dense else NanoKernMoE(config)
         self.dropout = config.dropout
 
     def forward(
@@ -183,13 +218,18 @@ class NanoKernModel(NanoKernPreTrainedModel):
     """The model without its LM head."""
 
     def __init__(self, config: NanoKernConfig) -> None:
+        if config.qk_norm == "all":  # a norm over all heads cannot be split between devices
+            plan = NanoKernConfig.base_model_tp_plan or {}
+            config.base_model_tp_plan = {  # pyrefly: ignore[read-only]
+                name: how for name, how in plan.items() if ".self_attn." not in name
+            }
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if config.pos == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, bias=config.bias)
+        self.norm = make_norm(config, config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
 

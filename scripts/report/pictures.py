@@ -190,11 +190,13 @@ def plot_loads(setting: Setting, baseline: str) -> Figure | None:
     """Load of each expert over its layer's mean at the last common evaluation, for the first seed of each arm."""
     lines = {arm.label: arm.first.evaluations[setting.end] for arm in setting.arms}
     loads = {label: np.array(line["val/loads"], np.float64) for label, line in lines.items() if line.get("val/loads")}
+    first_layers = {arm.label: arm.first.config.model.n_dense_layer for arm in setting.arms}
     columns = 1 if len(loads) <= COLUMN else 2
     rows, layers = math.ceil(len(loads) / columns), max(map(len, loads.values()), default=0)
     figure = Figure((5 + 4 * columns, 1.3 + rows * (0.55 + 0.14 * max(3, layers))), layout="constrained")
     for i, (label, of) in enumerate(loads.items()):
-        axes = figure.add_subplot(rows, columns, i + 1, ylabel="layer", yticks=range(0, len(of), 1 + len(of) // 6))
+        axes, ticks = figure.add_subplot(rows, columns, i + 1, ylabel="layer"), range(0, len(of), 1 + len(of) // 6)
+        axes.set_yticks(ticks, [str(first_layers[label] + row) for row in ticks])
         axes.set_title(label, loc="left", fontsize=9)
         with np.errstate(divide="ignore"):
             octaves = np.log2(of / of.mean(1, keepdims=True))  # (L, E)

@@ -1,0 +1,136 @@
+"""Causal self-attention of model.py: rotary positions and the cache of keys and values.
+
+Shapes in comments: B sequences, T positions, S columns of the cache, C = n_embd, nh heads of size hs for
+queries, nkv for keys and values, L = n_layer.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from configure.schema import Model as ModelConfig
+
+
+def make_norm(config: ModelConfig, width: int) -> nn.Module:
+    """A LayerNorm, or the RMSNorm that has neither its mean nor its bias, over the last dimension of size `width`."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+
+
+class KVCache:
+    """Keys and values of the tokens so far, so that each new token costs one token's work. For evaluation only.
+
+    Rows of unequal length are padded on the left, so row b begins at column start[b], or on the right, where later
+    columns attend to nothing real. A forward pass of T tokens calls `prepare` once and `update` once per layer.
+    """
+
+    def __init__(self, config: ModelConfig, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+        """Allocate `capacity` columns (S) for len(start) rows; `start` (B,) int64 is on the model's device."""
+        self.start, self.length, self.layer, self.block_size = start, 0, 0, config.block_size
+        shape = (config.n_layer, 2, len(start), kv_heads(config), capacity, config.n_embd // config.n_head)
+        self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nkv, S, hs)
+
+    def prepare(self, T: int) -> None:
+        """Add T columns: set their positions (B, T) and the mask (B, 1, T, S) of columns that each may attend to."""
+        device = self.start.device
+        new = self.length + torch.arange(T, device=device)  # (T,)
+        old = torch.arange(self.length + T, device=device)  # (S,)
+        self.positions = (new - self.start[:, None]).clamp(0, self.block_size - 1)  # only padding is clamped
+        real = old >= self.start[:, None, None]  # (B, 1, S)
+        own = old == new[:, None]  # (T, S): padding attends to itself, since attention to nothing gives NaN
+        self.mask = (real & (old <= new[:, None]) | own)[:, None]  # (B, 1, T, S)
+        self.length, self.layer = self.length + T, 0
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Store the next layer's keys and values (B, nkv, T, hs) and return those of all columns, (B, nkv, S, hs)."""
+        first = self.length - k.shape[2]
+        layer = self.columns[self.layer]
+        layer[0, :, :, first : self.length], layer[1, :, :, first : self.length] = k, v
+        self.layer += 1
+        return layer[..., : self.length, :].unbind(0)
+
+    def select_rows(self, index: Tensor, capacity: int) -> "KVCache":
+        """Copy the rows `index` (n,) int64, repeats allowed, to a new cache of `capacity` columns."""
+        copy = KVCache.__new__(KVCache)
+        copy.start, copy.length, copy.layer, copy.block_size = self.start[index], self.length, 0, self.block_size
+        L, _, _, heads, _, hs = self.columns.shape
+        copy.columns = self.columns.new_empty(L, 2, len(index), heads, capacity, hs)
+        copy.columns[..., : self.length, :] = self.columns[:, :, index, :, : self.length]
+        return copy
+
+
+def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
+    """Rotary position embedding; channels i and i + hs/2 of a head are a pair.
+
+    Args:
+        x: (B, nh, T, hs) queries or keys.
+        base: pair i turns by base^(-2i/hs) radians per position.
+        positions: (B, T) int64; None: 0, 1, … T - 1 in every row.
+
+    Returns:
+        (B, nh, T, hs) in x's dtype.
+
+    Source: RoFormer (arXiv 2104.09864).
+    """
+    T, half = x.shape[-2], x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # (hs/2,)
+    if positions is None:
+        positions = torch.arange(T, device=x.device)
+    angle = positions[..., None, :, None].float() * frequency  # (B, 1, T, hs/2) or (1, T, hs/2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention: `n_head` heads of queries share `n_kv_head` heads of keys and values.
+
+    Source: grouped-query attention (arXiv 2305.13245); norms of queries and keys: Qwen3 per head, OLMoE over all heads.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = config.n_embd // config.n_head
+        self.n_kv_head = kv_heads(config)
+        self.groups = config.n_head // self.n_kv_head
+        self.dropout = config.dropout
+        self.rope_base = config.rope_base if config.pos == "rope" else None
+        self.widths = [config.n_embd, *[self.n_kv_head * self.head_size] * 2]  # of queries, keys, values
+        self.qkv = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "off":
+            per_head = config.qk_norm == "head"
+            self.q_norm, self.k_norm = (make_norm(config, self.head_size if per_head else w) for w in self.widths[:2])
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, past: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).split(self.widths, dim=-1)  # (B, T, nh·hs), twice (B, T, nkv·hs)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normalize_heads(q, self.q_norm), normalize_heads(k, self.k_norm)
+        q, k, v = (t.view(B, T, -1, self.head_size).transpose(1, 2) for t in (q, k, v))  # (B, nh or nkv, T, hs)
+        if self.rope_base:
+            positions = None if past is None else past.positions
+            q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
+        dropout = self.dropout if past is None and self.training else 0.0
+        mask = None
+        if past is not None:
+            (k, v), mask = past.update(k, v), past.mask
+        if self.groups > 1:  # copies: not every attention kernel knows groups
+            k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)  # (B, nh, T or S, hs)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=past is None)
+        y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
+        return F.dropout(y, self.dropout, self.training)
+
+
+def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
+    """Norm of queries or keys (B, T, heads·hs), of each head or of all as the norm is wide, in its weight's dtype."""
+    weight = norm.get_parameter("weight")
+    return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
+
+
+def kv_heads(config: ModelConfig) -> int:
+    """The heads of keys and values: model.n_kv_head, or as many as of queries where that is 0."""
+    return config.n_kv_head or config.n_head

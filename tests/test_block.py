@@ -1,0 +1,409 @@
+"""The block's variants (norms, shared heads, gated and shared experts, dense layers) against models of transformers."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from numerics import assert_near, seeded, tolerance
+from runs import checkpoints, column, modules_in, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import eval.routing.__main__ as routing
+import scripts.export.__main__ as export
+from attention import KVCache
+from configure import Config
+from configure.schema import find_conflicts
+from model import GPT, MoE, count_parameters, flops_per_token
+from router import ROUTERS
+from runtime import checkpoint, folder
+from runtime.names import from_hf, to_hf
+from scripts import sample
+
+B, T, V = 3, 12, 40
+SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
+SIZES |= {"n_expert": 8, "top_k": 2, "expert_hidden": 12}
+MODERN = {"norm": "rmsnorm", "norm_eps": 1e-3, "activation": "silu", "gated": True, "pos": "rope", "rope_base": 300.0}
+MODERN |= {"tie_embeddings": False, "n_kv_head": 2}
+
+
+def settings(**update):
+    return Config().model.model_copy(update={**SIZES, **MODERN, **update})
+
+
+def build(**update):
+    """A GPT in fp64 with weights that show where each applies."""
+    torch.manual_seed(seeded().initial_seed())
+    model = GPT(settings(**update)).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.2) + (p.dim() == 1 and not name.endswith("bias")))
+    return model
+
+
+def tokens(seed=0, shape=(B, T)):
+    return torch.randint(V, shape, generator=seeded(seed))
+
+
+def all_logits(model, idx, past=None):
+    return model.logits(model.hidden(idx, past)[0])
+
+
+# transformers
+
+
+def shared_sizes(config, **more):
+    return {
+        "vocab_size": V,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": config.n_kv_head or 4,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": T,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "experts_implementation": "eager",
+        "attn_implementation": "eager",
+    } | more
+
+
+def as_olmoe(config):
+    sizes = shared_sizes(config, num_experts=8, intermediate_size=12, norm_topk_prob=False)
+    return OlmoeForCausalLM(OlmoeConfig(**sizes, pad_token_id=None))
+
+
+def as_qwen3(config):
+    dense = config.n_dense_layer
+    sizes = shared_sizes(config, num_experts=8, moe_intermediate_size=12, intermediate_size=24, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=list(range(dense))))
+
+
+def as_mixtral(config):
+    sizes = shared_sizes(config, num_local_experts=8, intermediate_size=12, sliding_window=None)
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def as_glm4(config):
+    shared, dense = config.n_shared_expert, config.n_dense_layer
+    sizes = shared_sizes(config, n_routed_experts=8, moe_intermediate_size=12, intermediate_size=12 * (2 + shared))
+    sizes |= {"n_shared_experts": shared, "first_k_dense_replace": dense, "norm_topk_prob": True, "use_qk_norm": True}
+    sizes["rope_parameters"]["partial_rotary_factor"] = 1.0
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, num_mtp_layers=0, partial_rotary_factor=1.0))
+
+
+def their_name(name):
+    """What transformers calls a weight of modeling_nanokern.py."""
+    return name.replace(".mlp.router.", ".mlp.gate.").replace("gate.selection_bias", "gate.e_score_correction_bias")
+
+
+def load_theirs(model, theirs):
+    """Copy the weights, experts transposed."""
+    state = {their_name(name): tensor for name, tensor in to_hf(model.state_dict()).items()}
+    known = theirs.state_dict()
+    state = {name: tensor.mT if ".experts." in name else tensor for name, tensor in state.items() if name in known}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not missing and not unexpected
+    return theirs
+
+
+PEERS = {
+    "olmoe": (as_olmoe, {"router": "softmax", "qk_norm": "all"}),
+    "olmoe, every head its own keys": (as_olmoe, {"router": "softmax", "qk_norm": "all", "n_kv_head": 0}),
+    "qwen3": (as_qwen3, {"router": "softmax-renorm", "qk_norm": "head"}),
+    "qwen3, a dense layer": (as_qwen3, {"router": "softmax-renorm", "qk_norm": "head", "n_dense_layer": 1}),
+    "mixtral, one head of keys": (as_mixtral, {"router": "softmax-renorm", "n_kv_head": 1}),
+    "glm4, shared experts": (
+        as_glm4,
+        {"router": "sigmoid-renorm", "qk_norm": "head", "n_dense_layer": 2, "n_shared_expert": 3},
+    ),
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("peer", PEERS)
+def test_model_equals_that_of_transformers(peer):
+    """Logits, loss and the gradients of all weights. Norms and routers compute in fp32 there: some 8 of each layer."""
+    make, update = PEERS[peer]
+    model = build(**update)
+    theirs = load_theirs(model, make(model.config).double().eval())
+    idx = tokens(shape=(B, T + 1))[:, :T]
+    near = tolerance(torch.float32, 32, roundings=24)
+    assert_near(all_logits(model, idx), theirs(idx).logits, near)
+    loss = F.cross_entropy(theirs(idx[:, :-1]).logits.flatten(0, 1), idx[:, 1:].flatten())
+    out = model(idx[:, :-1], idx[:, 1:])
+    assert_near(out.loss, loss, near)
+    out.loss.backward()
+    loss.backward()
+    grads = to_hf({name: p.grad for name, p in model.named_parameters()})
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    ours = {their_name(name): grad.mT if ".experts." in name else grad for name, grad in grads.items()}
+    assert ours.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert_near(ours[name], grad, near, name)
+    assert out.stats.loads.shape == (3 - model.config.n_dense_layer, 8)
+
+
+# obvious code in fp64
+
+
+def naive_attention(x, attn, config):
+    """One position and one head at a time."""
+    hs, kv = config.n_embd // config.n_head, config.n_kv_head or config.n_head
+    q, k, v = (x @ attn.qkv.weight.T).split([config.n_embd, kv * hs, kv * hs], dim=-1)
+    out = torch.zeros_like(x)
+    for b in range(len(x)):
+        for h in range(config.n_head):
+            own, shared = slice(h * hs, h * hs + hs), h // (config.n_head // kv)
+            keys, values = (t[b, :, shared * hs : shared * hs + hs] for t in (k, v))
+            for t in range(x.shape[1]):
+                scores = torch.stack([q[b, t, own] @ keys[s] for s in range(t + 1)]) / hs**0.5
+                out[b, t, own] = (scores.softmax(0)[:, None] * values[: t + 1]).sum(0)
+    return out @ attn.proj.weight.T
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("n_kv_head", [0, 1, 2, 4])
+def test_shared_heads_equal_obvious_code(n_kv_head):
+    model = build(n_kv_head=n_kv_head, pos="learned", router="dense")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    attn = model.blocks[0].attn
+    assert_near(attn(x), naive_attention(x, attn, model.config), tolerance(torch.float64, 32))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_norms_equal_obvious_code(norm, eps):
+    model = build(norm=norm, norm_eps=eps, qk_norm="head", router="dense")
+    block = model.blocks[0]
+    for layer in (block.ln_1, block.ln_2, model.ln_f, block.attn.q_norm, block.attn.k_norm):
+        x = torch.randn(7, len(layer.weight), dtype=torch.float64)
+        centred = x - x.mean(1, keepdim=True) if norm == "layernorm" else x
+        wanted = centred / (centred.square().mean(1, keepdim=True) + eps).sqrt() * layer.weight
+        assert_near(layer(x), wanted, tolerance(torch.float64, 32))
+        assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("activation, function", [("gelu", lambda z: z * torch.special.ndtr(z)),
+                                                  ("silu", lambda z: z / (1 + torch.exp(-z)))])  # fmt: skip
+@pytest.mark.parametrize("gated", [False, True])
+def test_mlps_equal_obvious_code(activation, function, gated):
+    model = build(activation=activation, gated=gated, n_shared_expert=3, n_dense_layer=1)
+    dense, moe = model.blocks[0].mlp, model.blocks[1].mlp
+    x = torch.randn(9, 32, dtype=torch.float64)
+
+    def apply(w_in, w_out):  # (C, P), (H, C)
+        h, H = x @ w_in, len(w_out)
+        return (function(h[:, :H]) * h[:, H:] if gated else function(h)) @ w_out
+
+    near = tolerance(torch.float64, 32)
+    assert_near(dense(x)[0], apply(dense.w_in.weight.T, dense.w_out.weight.T), near)
+    routing = moe.router(x)
+    wanted = apply(moe.shared.w_in.weight.T, moe.shared.w_out.weight.T)
+    for e in range(8):
+        gate = (routing.weights * (routing.experts == e)).sum(1, keepdim=True)
+        wanted = wanted + gate * apply(moe.experts.w_in[e], moe.experts.w_out[e])
+    assert_near(moe(x[None])[0][0], wanted, near)
+    assert dense.w_out.weight.shape == (32, 12 * 5) and moe.shared.w_out.weight.shape == (32, 12 * 3)
+
+
+# counts, cache, names
+
+VARIANTS = [
+    {},
+    {"qk_norm": "head", "n_shared_expert": 2, "n_dense_layer": 1},
+    {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
+    {"qk_norm": "all", "n_kv_head": 0, "pos": "learned", "n_dense_layer": 2, "tie_embeddings": True},
+    {"gated": False, "activation": "silu", "n_kv_head": 1, "qk_norm": "head", "norm": "layernorm"},
+]
+variants = pytest.mark.parametrize("update", VARIANTS)
+
+
+@variants
+@pytest.mark.parametrize("router", ["dense", "kern", "softmax"])
+def test_active_parameters_are_equal(update, router):
+    """A dense model has as many as an MoE but for router and norms' biases; counts are those of the built model."""
+    model = GPT(settings(router=router, **update))
+    total = sum(p.numel() for p in model.parameters())
+    idle = sum(
+        (8 - 2) * p[0].numel()
+        for block in model.blocks
+        if isinstance(block.mlp, MoE)
+        for p in block.mlp.experts.parameters()
+    )
+    assert count_parameters(model.config) == (total, total - idle)
+    dense = count_parameters(settings(router="dense", **update))
+    routers = sum(p.numel() for name, p in model.named_parameters() if ".router." in name)
+    biases = sum(
+        p.numel()
+        for name, p in GPT(settings(router="dense", **update)).named_parameters()
+        if ".mlp." in name and name.endswith("bias")
+    ) * (router != "dense")
+    assert dense[0] == dense[1] == total - idle - routers + biases
+
+
+@variants
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_flops_equal_the_counters(update, router):
+    model = GPT(settings(router=router, backend="reference", **update))  # it multiplies only the chosen rows
+    idx = tokens()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts all T x T
+        model(idx, idx).loss.backward()
+    assert counter.get_total_flops() == B * T * flops_per_token(model.config)
+
+
+def test_flops_by_hand():
+    """n_embd 32, 4 heads of 8, 2 of keys; K·H = 24, gated; 1 shared expert; 1 of 3 layers dense; head 40 · 32."""
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    dense, moe = 3 * 32 * 36, 3 * 32 * 24 + 3 * 32 * 12 + 8 * 32
+    weights = 3 * attention + dense + 2 * moe + 40 * 32
+    config = settings(router="softmax", n_shared_expert=1, n_dense_layer=1, qk_norm="head")
+    assert flops_per_token(config) == 6 * weights + 12 * 3 * T * 32
+    norms = 3 * (2 * 32 + 2 * 8) + 32
+    experts = 2 * 3 * 32 * 12
+    assert count_parameters(config) == (weights + 40 * 32 + norms + 6 * experts, weights + 40 * 32 + norms)
+
+
+@pytest.mark.numerics
+@variants
+def test_cache_equals_the_full_forward_pass(update):
+    model = build(router="kern", top_k=8, **update).eval()  # all experts: no choice that rounding could change
+    idx, start = tokens(), torch.tensor([0, 2, 5])
+    past = KVCache(model.config, start, T, torch.float64)
+    heads = update.get("n_kv_head", 2) or 4
+    assert past.columns.shape == (3, 2, B, heads, T, 8)
+    with torch.no_grad():
+        steps = torch.cat([all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)], dim=1)
+        chosen = past.select_rows(torch.tensor([2, 0]), T)
+        assert chosen.columns.shape == (3, 2, 2, heads, T, 8)
+        for row, first in enumerate(start.tolist()):
+            whole = all_logits(model, idx[row : row + 1, first:])
+            assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
+
+
+@variants
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_names_round_trip_and_train(update, router):
+    model = GPT(settings(router=router, **update))
+    state = model.state_dict()
+    there = to_hf(state)
+    back = from_hf(there)
+    assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
+    assert any(".gate_proj." in name or ".gate_up_proj" in name for name in there) == model.config.gated
+    idx = tokens()
+    out = model(idx, idx)
+    out.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    n_moe = 0 if router == "dense" else 3 - model.config.n_dense_layer
+    assert out.stats.loads.shape[0] == n_moe == len(out.stats.entropy)
+    if n_moe:
+        assert (out.stats.loads.sum(1) == B * T * 2).all()
+
+
+def test_init_is_gpt2s():
+    model = GPT(settings(n_embd=64, expert_hidden=64, n_shared_expert=2, n_dense_layer=1, qk_norm="all", router="kern"))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            residual = name.endswith(("proj.weight", "w_out", "w_out.weight"))
+            assert p.std().item() == pytest.approx(0.02 / 6**0.5 if residual else 0.02, rel=0.15), name
+        else:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
+
+
+def test_defaults_are_the_papers():
+    config = Config().model
+    with torch.device("meta"):
+        model = GPT(config)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+    assert len(norms) == 2 * 12 + 1
+    assert all(isinstance(norm, nn.LayerNorm) and norm.eps == 1e-5 and norm.bias is None for norm in norms)
+    kinds = {name.split(".", 2)[-1] for name, _ in model.named_parameters() if name.startswith("blocks.")}
+    assert kinds == {f"{name}.weight" for name in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.router")} | {
+        f"mlp.{name}" for name in ("router.bias", "router.gamma", "experts.w_in", "experts.w_out")
+    }
+    assert model.blocks[0].mlp.experts.w_in.shape == (64, 768, 384)
+
+
+@pytest.mark.parametrize(
+    "update, words",
+    [
+        ({"n_kv_head": 3}, "model.n_head = 4 is not a multiple of model.n_kv_head = 3; set --model.n_kv_head=2"),
+        ({"n_kv_head": 64}, "model.n_kv_head = 64; set --model.n_kv_head=4"),
+        (
+            {"bias": True},
+            "model.gated = true: a gated MLP has no biases, but model.bias = true; set --model.bias=false",
+        ),
+        (
+            {"n_dense_layer": 3},
+            "no layer with experts of model.n_layer = 3; set --model.router=dense or --model.n_dense",
+        ),
+        ({"backend": "triton"}, "not model.gated = true; set --model.backend=auto"),
+        ({"backend": "triton", "gated": False}, "not model.activation = silu; set --model.backend=auto"),
+    ],
+)
+def test_what_means_nothing_is_refused(update, words):
+    (error,) = find_conflicts(Config().model_copy(update={"model": settings(**update)}))
+    assert words in error
+
+
+def test_dense_ignores_what_is_of_experts():
+    model = settings(router="dense", n_dense_layer=7, backend="triton")
+    assert not find_conflicts(Config().model_copy(update={"model": model}))
+    assert count_parameters(model) == count_parameters(settings(router="dense"))
+
+
+def test_routers_all_take_the_modern_block():
+    idx = tokens()
+    for router in ROUTERS:
+        loss = GPT(settings(router=router, qk_norm="head", n_shared_expert=1, n_dense_layer=1))(idx, idx).loss
+        assert loss.isfinite()
+
+
+# a run
+
+
+def test_run_of_a_modern_block(tiny, tmp_path, monkeypatch, capsys):
+    """Train, resume bit for bit, evaluate, sample, export and check: layers keep their numbers after a dense one."""
+    words = ["model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope", "model.gated=true"]
+    words += ["model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1", "model.n_layer=3"]
+    words += ["model.router=kern", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.01"]
+    lines = run(config := tiny(*words, "train.checkpoint_interval=2"))
+    assert np.shape(column(lines, "router/entropy_of_layers")) == (4, 2)
+    loads = column(lines, "val/loads")[-1]
+    assert np.shape(loads) == (2, 8)
+    shutil.rmtree(checkpoint.folder_of(checkpoints(config), 4))
+    again = run(config)
+    for name in ("train/loss", "val/loss", "optim/grad_norm"):
+        assert column(again, name)[-2:] == column(lines, name)[-2:]
+
+    monkeypatch.setattr("eval.routing.pictures.plot_routing", lambda found, out: None)
+    monkeypatch.setattr("eval.routing.page.build_page", lambda found: [("p", "")])
+    place = str(folder.path_of(config))
+    assert routing.main([place, "--windows", "6"]) == 0
+    (file,) = (folder.path_of(config) / "eval").rglob("routing.json")
+    found = json.loads(file.read_text())["layers"]
+    assert [layer["layer"] for layer in found] == [1, 2]
+    assert [layer["loads"] for layer in found] == loads
+    assert sample.main([place, "--tokens", "9", "--prompt", "a bee"]) == 0
+    with modules_in(tmp_path / "modules"):
+        assert export.main([place, str(tmp_path / "out"), "--check"]) == 0
+    assert "generated with a cache: at most" in capsys.readouterr().out
