@@ -25,13 +25,7 @@ from router import ROUTERS
 from runtime import distributed
 from runtime.output import require_packages, write_atomic
 
-COMPARABLE = (
-    "n_layer",
-    "n_dense_layer",
-    "n_expert",
-    "top_k",
-    "block_size",
-)  # have to be equal in two models to be compared
+COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
 
 
 def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
