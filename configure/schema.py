@@ -117,7 +117,7 @@ class Train(Section):
     max_steps: int = Field(50_000, ge=1, description="optimizer steps of the run")
     init_from: str = Field(
         "",
-        description="folder of the initial weights: a GPT-2 checkpoint of Hugging Face, an exported model or a "
+        description="folder of the initial weights: GPT-2, OLMoE, Qwen3-MoE or Mixtral of Hugging Face, an export or a "
         "run; empty: random weights",
     )
     branch_from: str = Field(

@@ -1,4 +1,4 @@
-"""Initial weights of a run (train.init_from): a GPT-2 checkpoint of Hugging Face, an exported model, or another run.
+"""Initial weights of a run (train.init_from): a model of Hugging Face, GPT-2 or an open MoE, an export, or a run.
 
 They are read from a local folder and checked before anything else of the run begins. A run that resumes from a
 checkpoint of its own does not look at them. Reading them executes nothing.
@@ -27,7 +27,9 @@ from model import GPT
 from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.names import from_gpt2, from_hf
+from runtime.open_moe import FAMILIES, from_open, read_open_config
 
+BUFFERS = ("router.c", "selection_bias")
 WEIGHTS = "model.safetensors"  # or split into several files, listed in that with .index.json
 GPT2 = {  # key of GPT2Config: its default, and what else is close enough to what model.py computes
     "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
@@ -123,7 +125,7 @@ def _drop_unused(weights: Weights, model: Model) -> None:
     rows = len(state["wte.weight"])
     if rows < model.vocab_size:
         notes.append(f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation")
-    missing = [name for name in own if name not in state and not name.endswith(("router.c", "selection_bias"))]
+    missing = [name for name in own if name not in state and not name.endswith(BUFFERS)]
     for names, meaning in ((missing, "missing, so initialised as usual"), (unused, "not used")):
         kinds = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in names)  # each once, not in each block
         notes += [f"{meaning}: {', '.join(kinds)}"] if kinds else []
@@ -198,9 +200,10 @@ def _read_run(place: Path, data: Path) -> Weights:
 def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     """A folder that transformers or scripts.export wrote. A dense MLP's width is described by model.top_k."""
     settings = _read_json(place / "config.json")
-    kind, notes = settings.get("model_type"), []
-    if kind not in ("gpt2", "nanokern"):
-        raise RunError(f"config.json: model_type is {kind!r}, expected gpt2 or nanokern; use other weights")
+    kind, notes, hidden = str(settings.get("model_type")), [], 0
+    if kind not in ("gpt2", "nanokern", *FAMILIES):
+        known = ", ".join(["gpt2", *FAMILIES, "nanokern"])
+        raise RunError(f"config.json: model_type is {kind!r}, expected one of {known}; use other weights")
     try:
         if kind == "gpt2":
             notes = _check_gpt2(settings)
@@ -208,6 +211,8 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
             keys |= {"block_size": settings["n_positions"], "router": "dense", "pos": "learned", "bias": True}
             keys |= {"norm_eps": settings.get("layer_norm_epsilon", 1e-5)}
             hidden = settings.get("n_inner") or 4 * settings["n_embd"]
+        elif kind in FAMILIES:
+            keys = read_open_config(settings)
         else:
             keys = {ours: settings[theirs] for ours, theirs in EXPORTED.items()}
             later = {ours: settings.get(theirs) for ours, theirs in EXPORTED_IF_SET.items()}
@@ -216,8 +221,9 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
         if keys["router"] == "dense":
             top_k = 1 if hidden % model.top_k else model.top_k
             keys |= {"top_k": top_k, "expert_hidden": hidden // top_k, "n_shared_expert": 0}
-        described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", True))
-        state = (from_gpt2 if kind == "gpt2" else from_hf)(_read_tensors(place))
+        described = Model(**keys, tie_embeddings=settings.get("tie_word_embeddings", kind not in FAMILIES))
+        tensors = _read_tensors(place)
+        state = from_open(tensors, kind) if kind in FAMILIES else (from_gpt2 if kind == "gpt2" else from_hf)(tensors)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
@@ -226,6 +232,8 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     if described.tie_embeddings:
         state.pop("lm_head.weight", None)  # older files store the tied weight twice
     expected = _meta_state(described)
+    if kind in FAMILIES:
+        expected = {name: of for name, of in expected.items() if not name.endswith(BUFFERS)}
     for name in expected | state:
         found, wanted = (tuple(of[name].shape) if name in of else None for of in (state, expected))
         if found != wanted:
@@ -234,7 +242,8 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
                 f"{wanted or 'none'}; download both again"
             )
     _check_vocabulary(place, settings, described.vocab_size, data)
-    return Weights("a GPT-2 checkpoint" if kind == "gpt2" else "an exported model", described, state, notes)
+    known = {"gpt2": "a GPT-2 checkpoint", "nanokern": "an exported model"}
+    return Weights(known.get(kind) or f"a model of class {FAMILIES[kind].architecture}", described, state, notes)
 
 
 def _check_gpt2(settings: dict[str, Any]) -> list[str]:

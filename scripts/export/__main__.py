@@ -5,12 +5,14 @@
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md (a model card) and
-config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, any other with the code it
-needs. Where OUT exists, --check only compares; exit code 1 if something differs.
+config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
+Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. Where OUT exists, --check only
+compares; exit code 1 if something differs.
 """
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from gate_norm import gate_scale
 from runtime import RunError
 from runtime.initial import EXPORTED, EXPORTED_IF_SET
 from runtime.names import to_gpt2, to_hf
+from runtime.open_moe import FAMILIES, find_misfits, make_open_config, to_open
 from runtime.output import require_packages
 from scripts.export.card import format_card
 from scripts.export.check import DTYPES, check_export, load_source
@@ -41,6 +44,7 @@ GPT2 = {  # what a model has that can be written as a GPT-2, and as many heads o
     "activation": "gelu",
     "gated": False,
 }
+ROUTER = re.compile(r"\.(router|gate)\.")  # weights of routers, which stay in fp32
 REPO_ROOT = Path(__file__).parents[2]
 CODE = {  # file in an export: its source here
     "configuration_nanokern.py": "scripts/export/configuration_nanokern.py",
@@ -62,17 +66,18 @@ def export_run(
         out: a new folder.
         step: the checkpoint's step; None: the last.
         average: checkpoints to average.
-        form: "nanokern", "gpt2", or "auto": GPT-2 where possible.
+        form: "nanokern", "gpt2", a key of FAMILIES, or "auto": the first of transformers' own classes that fits.
         dtype: of the weights; routers stay in fp32.
 
     Raises:
-        ValueError: no such model, `out` exists, or the model does not fit GPT-2.
+        ValueError: no such model, `out` exists, or the model does not fit the class that `form` names.
     """
     out = Path(os.path.realpath(out))  # what it points to, if it is a link
     if os.path.lexists(out):
         raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
     trained, tokenizer = load_run(run, step, average)
-    form = choose_form(form, trained.config.model)
+    biases = [buffer for name, buffer in trained.model.named_buffers() if name.endswith("selection_bias")]
+    form = choose_form(form, trained.config.model, any(bias.any() for bias in biases))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         partial = Path(private, out.name)
@@ -82,25 +87,35 @@ def export_run(
     return trained, tokenizer
 
 
-def choose_form(form: str, model: Model) -> str:
-    """Resolve "auto". Raises ValueError if GPT-2 is asked for and the model does not fit it."""
-    other = {key: getattr(model, key) for key, value in GPT2.items() if getattr(model, key) != value}
+def choose_form(form: str, model: Model, biased: bool = False) -> str:
+    """Resolve "auto". Raises ValueError if a class of transformers is asked for and the model does not fit it.
+
+    Args:
+        form: as in `export_run`.
+        model: the config's [model].
+        biased: whether selection biases have moved, which no such class has.
+    """
+    other = [f"model.{key} = {getattr(model, key)}" for key, value in GPT2.items() if getattr(model, key) != value]
     if kv_heads(model) != model.n_head:
-        other["n_kv_head"] = model.n_kv_head
-    if form == "gpt2" and other:
-        found = ", ".join(f"model.{key} = {str(value).lower()}" for key, value in other.items())
-        raise ValueError(f"--format gpt2: the run has {found}, unlike GPT-2; use --format nanokern")
+        other.append(f"model.n_kv_head = {model.n_kv_head}")
+    misfits = {"gpt2": other} | {kind: find_misfits(model, kind) for kind in FAMILIES}
+    for found in misfits.values():
+        found += ["a selection bias (train.bias_update_rate)"] * biased
+    if found := misfits.get(form):
+        name = FAMILIES[form].architecture.removesuffix("ForCausalLM") if form in FAMILIES else "GPT-2"
+        raise ValueError(f"--format {form}: the run has {', '.join(found)}, unlike {name}; use --format nanokern")
     if form == "auto":
-        return "nanokern" if other else "gpt2"
+        return next((kind for kind, found in misfits.items() if not found), "nanokern")
     return form
 
 
 def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path, form: str, dtype: str) -> None:
     """Write all files of an export into `folder`."""
     model = trained.config.model
-    state = (to_gpt2 if form == "gpt2" else to_hf)(trained.model.state_dict())
+    weights = trained.model.state_dict()
+    state = to_open(weights, model, form) if form in FAMILIES else (to_gpt2 if form == "gpt2" else to_hf)(weights)
     state = {
-        name: (tensor if ".router." in name else tensor.to(DTYPES[dtype])).contiguous()
+        name: (tensor if ROUTER.search(name) else tensor.to(DTYPES[dtype])).contiguous()
         for name, tensor in state.items()
     }
     save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
@@ -120,7 +135,9 @@ def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path
 
 
 def make_config(model: Model, form: str) -> dict[str, Any]:
-    """config.json for modeling_nanokern.py, or for transformers' GPT-2."""
+    """config.json for modeling_nanokern.py, or for a class of transformers."""
+    if form in FAMILIES:
+        return make_open_config(model, form)
     shared = {"model_type": form, "initializer_range": model.init_std, "tie_word_embeddings": model.tie_embeddings}
     hidden = (model.top_k + model.n_shared_expert) * model.expert_hidden  # of a dense MLP
     defaults = Model()
@@ -164,9 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="new folder; with --check it may exist, then nothing is written")
     parser.add_argument(
         "--format",
-        choices=("auto", "nanokern", "gpt2"),
+        choices=("auto", "nanokern", "gpt2", *FAMILIES),
         default="auto",
-        help="gpt2: needs no code of ours; dense models with learned positions only (default: gpt2 for these)",
+        help="nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")

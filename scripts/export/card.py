@@ -25,13 +25,15 @@ computed in fp32 whatever the dtype of the rest. [router.py](router.py) is the c
 
 
 def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
-    """README.md of an export of the run folder `run` as `form` ("nanokern" or "gpt2")."""
+    """README.md of an export of the run folder `run` as `form`, as in `export_run`."""
     config, model = trained.config, trained.config.model
     spec, custom = ROUTERS[model.router], form == "nanokern"
     settings, (total, active) = model.model_dump(), count_parameters(model)
     mean = f"the mean of those of {trained.average} checkpoints up to" if trained.average > 1 else "those of"
     return CARD.read_text("utf-8").format(
-        tags=", ".join(["nanokern", *(["mixture-of-experts", model.router] if spec else [] if custom else ["gpt2"])]),
+        tags=", ".join(
+            ["nanokern", *(["mixture-of-experts", model.router] if spec else []), *([] if custom else [form])]
+        ),
         name=config.run.name,
         kind=f"{model.n_expert} experts, {model.top_k} per token, router `{model.router}`" if spec else "dense",
         total=total,

@@ -13,6 +13,7 @@ from data.tokenizer import END_OF_TEXT, Tokenizer
 from eval.trained import Trained, load_run
 from model import GPT
 from runtime import RunError
+from runtime.open_moe import FAMILIES
 from runtime.output import first_line
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of an export
@@ -70,7 +71,9 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
     idx = torch.randint(tokenizer.vocab_size, (WINDOWS, trained.config.model.block_size), generator=generator)
     trust = {"trust_remote_code": "auto_map" in config}
     errors = compare_tokenizers(hf.AutoTokenizer.from_pretrained(out, **trust), tokenizer, idx)
-    settings = {"dtype": torch.float32, "output_loading_info": True}
+    settings: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    if config["model_type"] in FAMILIES:
+        settings["experts_implementation"] = "eager"  # others know no fp64
     model, info = hf.AutoModelForCausalLM.from_pretrained(out, **trust, **settings)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:

@@ -1,0 +1,164 @@
+"""runtime/open_moe.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
+
+import json
+
+import pytest
+import torch
+from numerics import assert_near, seeded, tolerance
+from runs import column, run
+from test_initial import refused, start
+
+import scripts.export.__main__ as export
+from data.bins import open_tokens
+from data.loader import Loader
+from eval.trained import load_model
+from runtime.folder import path_of
+from runtime.open_moe import FAMILIES, find_misfits, from_open
+
+SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 256}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "num_local_experts": 8}
+SIZES |= {"pad_token_id": None, "bos_token_id": 256, "rms_norm_eps": 1e-4}  # padding would get no gradient
+THEIRS = {  # what else makes a small model of that class
+    "olmoe": {"intermediate_size": 16, "num_experts": 8},
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True},
+    "mixtral": {"intermediate_size": 16, "tie_word_embeddings": True},
+}
+SHAPE = ["model.norm=rmsnorm", "model.pos=rope", "model.gated=true", "model.activation=silu", "model.n_head=4"]
+SHAPE += ["model.n_kv_head=2", "model.n_expert=8", "model.top_k=2", "model.expert_hidden=16", "model.block_size=32"]
+OURS = {  # the same model as settings
+    "olmoe": ["model.router=softmax", "model.qk_norm=all", "model.tie_embeddings=false"],
+    "qwen3_moe": ["model.router=softmax-renorm", "model.qk_norm=head", "model.tie_embeddings=false"],
+    "mixtral": ["model.router=softmax-renorm", "model.tie_embeddings=true", "model.rope_base=1000000"],
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+KINDS = pytest.mark.parametrize("kind", OURS)
+LIMIT = tolerance(torch.float32, 64, roundings=30)  # two blocks of some 15 roundings each
+
+
+def make_model(kind, **update):
+    """A small model of transformers with norms that are not 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seeded(1).initial_seed())
+    config = AutoConfig.for_model(kind, **SIZES | THEIRS[kind] | update)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def ids(T=32):
+    return torch.randint(257, (3, T), generator=seeded())
+
+
+@pytest.mark.numerics
+@KINDS
+def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, kind):
+    theirs = make_model(kind)
+    theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")
+    assert len([*(tmp_path / kind).glob("model-*.safetensors")]) > 2
+    model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
+    assert f"a model of class {FAMILIES[kind].architecture}" in words
+    idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
+    logits = theirs(idx).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    with torch.no_grad():
+        assert_near(model.logits(model.hidden(idx)[0]), logits, LIMIT, "logits")
+    out = model(idx, targets)
+    assert_near(out.loss, loss, LIMIT, "loss")
+    out.loss.backward()
+    loss.backward()
+    expected = from_open({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, kind)
+    for name, p in model.named_parameters():
+        assert_near(p.grad, expected[name], 3 * LIMIT, name)
+
+
+@pytest.mark.numerics
+def test_twenty_steps_beside_a_loop_of_transformers(tiny, tmp_path):
+    """AdamW with clipping and decay of matrices, on the batches of the run."""
+    theirs = make_model("olmoe")
+    theirs.save_pretrained(tmp_path / "olmoe")
+    own = ["optim.schedule=wsd", "optim.decay_fraction=0", "optim.warmup_steps=0", "optim.lr=1e-3", "log.interval=1"]
+    own += ["train.max_steps=20", "model.norm_eps=1e-4", f"train.init_from={tmp_path / 'olmoe'}"]
+    config = tiny(*own, *SHAPE, *OURS["olmoe"])
+    losses = column(run(config), "train/loss")
+    groups = [{"params": [p for p in theirs.parameters() if (p.dim() > 1) == decayed]} for decayed in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    optim = config.optim
+    optimizer = torch.optim.AdamW(groups, optim.lr, (optim.beta1, optim.beta2), optim.eps, optim.weight_decay)
+    tokens = open_tokens(f"{config.data.dir}/{config.data.name}", "train")
+    loader = Loader(tokens, 32, config.train.batch_size, config.run.seed)
+    expected = []
+    for step in range(20):
+        x, y = map(torch.from_numpy, loader.batch(step))
+        loss = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), optim.grad_clip)
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-3) and losses[-1] < losses[0] - 0.1
+
+
+@KINDS
+def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
+    """The constant on the gates goes to the experts; checked by the command itself, in float64."""
+    config = tiny("train.max_steps=2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
+    run(config)
+    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["model_type"] == kind and "auto_map" not in written
+    assert not [*(tmp_path / "out").glob("*.py")] and kind in (tmp_path / "out/README.md").read_text()
+    again, _ = start(tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *SHAPE, *OURS[kind]))
+    idx = ids()
+    assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
+
+
+def test_another_router_takes_over_the_experts(tiny, tmp_path):
+    make_model("olmoe").save_pretrained(tmp_path / "olmoe")
+    own = ["model.norm_eps=1e-4", *SHAPE, *OURS["olmoe"], f"train.init_from={tmp_path / 'olmoe'}"]
+    softmax, _ = start(tiny(*own))
+    config = tiny(*own, "model.router=kern", "train.max_steps=2")
+    kern, words = start(config)
+    assert "model.router changes from softmax to kern" in words
+    assert torch.equal(kern.blocks[1].mlp.experts.w_in, softmax.blocks[1].mlp.experts.w_in)
+    assert len(column(run(config), "train/loss")) == 2
+
+
+@pytest.mark.parametrize(
+    "kind, update, words",
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_moe", {"head_dim": 16}, "head_dim is 16, and model.py computes 8 only"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ("mixtral", {"sliding_window": 16}, "sliding_window is 16"),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type is 'linear'",
+        ),
+        ("mixtral", {"hidden_act": "relu"}, "activation: "),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(tiny, tmp_path, kind, update, words):
+    make_model(kind, **update).save_pretrained(tmp_path / kind)
+    assert words in refused(tiny(f"train.init_from={tmp_path / kind}", *SHAPE, *OURS[kind]))
+
+
+@KINDS
+def test_what_a_family_does_not_compute_is_named(tiny, kind):
+    model = tiny(*SHAPE, *OURS[kind]).model
+    assert find_misfits(model, kind) == []
+    kern = model.model_copy(update={"router": "kern", "n_shared_expert": 1})
+    assert find_misfits(kern, kind) == ["model.n_shared_expert = 1", "model.router = kern"]
+
+
+def test_a_run_with_selection_biases_needs_our_code(tiny, tmp_path, capsys):
+    config = tiny("train.max_steps=2", "train.bias_update_rate=0.1", *SHAPE, *OURS["olmoe"])
+    run(config)
+    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--format", "olmoe"]) == 2
+    assert "the run has a selection bias (train.bias_update_rate), unlike Olmoe" in capsys.readouterr().err
+    assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/modeling_nanokern.py").is_file()
