@@ -246,12 +246,9 @@ def test_tune_prints_lines_to_paste_and_leaves_the_tiles(run_bench, monkeypatch,
     assert [row["tile"] for row in rows] == ["32, 16, 16, 4, 2", "16, 16, 16, 4, 2"] * 4
     assert [row["over present"] for row in rows[:4]] == pytest.approx([0.99, 1, 0.9, 1])
     pasted = re.findall(r'^        "(\w+)": (Tile\(.*\)),(.*)$', printed, re.MULTILINE)
-    assert [(kernel, eval(tile, {"Tile": ours.Tile})) for kernel, tile, _ in pasted] == [
-        ("up", small),  # a gain of 1% may be noise
-        ("rows", ours.Tile(32, 16, 16, 4, 2)),
-        ("down_grad", small),
-        ("weight_grad", small),
-    ]
+    wanted = dict.fromkeys(["up", "rows", "down_grad", "weight_grad"], small)  # a gain of 1% may be noise
+    wanted["rows"] = ours.Tile(32, 16, 16, 4, 2)
+    assert [(kernel, eval(tile, {"Tile": ours.Tile})) for kernel, tile, _ in pasted] == [*wanted.items()]
     assert [note.strip() for *_, note in pasted] == ["", "# changed", "", ""]
     assert set(ours.TILES[9].values()) == {small} and {tile.rows for tile in seen} == {16, 32}
 

@@ -283,14 +283,8 @@ def test_fingerprint_depends_on_tokens_and_tokenizer_only(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"train": b"to beor nor"},
-        {"train": b"or notto be"},
-        {"train": b"to beor not!"},
-        {"val": b"that iz"},
-        {"train": b"that is", "val": b"to beor not"},
-        {"train": b"to beor no", "val": b"tthat is"},
-    ],
+    [{"train": b"to beor nor"}, {"train": b"or notto be"}, {"train": b"to beor not!"}, {"val": b"that iz"}]
+    + [{"train": b"that is", "val": b"to beor not"}, {"train": b"to beor no", "val": b"tthat is"}],
 )
 def test_fingerprint_of_other_tokens(tmp_path, change):
     once, other = prepared(tmp_path / "a"), prepared(tmp_path / "b", **change)
@@ -445,9 +439,7 @@ def test_order_is_frozen():
     """A changed order would silently unpair new runs from old ones."""
     assert permute(np.arange(8), 8, 0, np.zeros(8, np.int64)).tolist() == [1, 6, 2, 0, 4, 3, 7, 5]
     assert permute(np.array([10**9]), 10**10, 1337, np.array([3])).tolist() == [5094186605]
-
-
-def test_stream_seeds_are_frozen():
+    # and the seeds of streams, on which dropout of a resumed run depends
     assert stream_seed(0) == 8147104208329303767
     seeds = {(0, 0): 3269731276231068113, (0, 1): 7635188740105049934, (1, 0): 8663415526776124837}
     assert {place: stream_seed(1337, *place) for place in seeds} == seeds

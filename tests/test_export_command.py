@@ -34,15 +34,8 @@ def modules(tmp_path_factory):
         yield
 
 
-# ---- tokenizers
-
-
-TEXTS = [
-    *check.ODD_TEXTS,
-    "a" * 900 + " " * 300 + "b",
-    "\x00\xad ¡ÿĀ",
-    *(chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)),
-]
+TEXTS = [*check.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
+TEXTS += [chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)]
 
 
 def compare_on(tokenizer, folder, texts):
@@ -79,9 +72,6 @@ def test_gpt2_tokenizer(tmp_path):
     assert len(merges) == 50_000 and merges[:3] == [[b" ", b"t"], [b" ", b"a"], [b"h", b"e"]]
 
 
-# ---- the command
-
-
 ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
 
 
@@ -106,26 +96,14 @@ def test_export_and_check(run, tmp_path, capsys):
     out = tmp_path / "there/out"
     assert command(run, out, "--check") == 0
     printed = capsys.readouterr().out
-    assert (
-        "logits of 80 random tokens in 4 rows: at most" in printed
-        and "32 tokens generated with a cache: at most" in printed
-    )
-    names = {path.name for path in out.iterdir()}
-    assert names == {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"} | {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        *export.CODE,
-    }
+    assert "logits of 80 random tokens in 4 rows: at most" in printed
+    assert "32 tokens generated with a cache: at most" in printed
+    names = {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json", *export.CODE}
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()
     losses = [line["val/loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val/loss" in line]
-    for words in (
-        f"| {losses[-1]:.4f} (step 4) |",
-        "`RouterSpec(phi='relu'",
-        "| n_expert | 8 |",
-        "license: other",
-        "tiny",
-    ):
+    for words in (f"| {losses[-1]:.4f} (step 4) |", "`RouterSpec(phi='relu'", "| n_expert | 8 |", "license: other"):
         assert words in card
     total, active = count_parameters(load_model(run).config.model)
     assert f"of {total:,} parameters, {active:,} of them active" in card
@@ -153,11 +131,8 @@ def test_early_checkpoint(run, tmp_path, capsys):
     assert command(run, tmp_path / "out", "--checkpoint", 2) == 0
     wanted = to_hf(load_model(run, 2).model.state_dict())
     assert all(tensor.equal(wanted[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
-    loss = next(
-        line["val/loss"]
-        for line in map(json.loads, (run / "metrics.jsonl").open())
-        if line["step"] == 2 and "val/loss" in line
-    )
+    lines = map(json.loads, (run / "metrics.jsonl").open())
+    loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)
     card = (tmp_path / "out/README.md").read_text()
     assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
 

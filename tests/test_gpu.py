@@ -29,9 +29,7 @@ STEPS = 6
 @pytest.fixture
 def on(tiny):
     """`on(device, dtype, *overrides)` makes a Config."""
-    return lambda device, dtype, *overrides: tiny(
-        f"train.device={device}", f"train.dtype={dtype}", "model.router=kern", *overrides
-    )
+    return lambda device, dtype, *more: tiny(f"train.device={device}", f"train.dtype={dtype}", *more)
 
 
 @pytest.fixture

@@ -40,20 +40,6 @@ def test_metrics_are_numbers_line_by_line(tmp_path):
     assert last["step"] == 1 and last["train/loss"] == math.inf and math.isnan(last["val/loss"])
 
 
-def test_resuming_drops_lines_after_the_checkpoint_and_a_half_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    logged = [(0, "val"), (2, "train"), (4, "train"), (4, "val"), (6, "train")]
-    lines = [json.dumps({"step": step, "tokens": step * 64, name: 1.0}) for step, name in logged]
-    path.write_text("\n".join(lines) + '\n{"step": 8, "tok')
-    assert steps(tmp_path) == [0, 2, 4, 4, 6]
-    metrics = Metrics(tmp_path, 4)
-    metrics.log(5, 320)
-    metrics.close()
-    assert path.read_text().splitlines() == [*lines[:4], '{"step": 5, "tokens": 320}']
-    Metrics(tmp_path, -1).close()  # from the start: nothing is kept
-    assert path.read_text() == ""
-
-
 def test_resuming_leaves_each_step_once(tmp_path):
     line, again, other = ({"step": 2, "tokens": 64, name: value} for name, value in (("a", 1), ("a", 2), ("b", 3)))
     late = {"step": 1, "tokens": 32, "a": 4}

@@ -185,15 +185,10 @@ def garbled(data: bytes, at: int) -> bytes:
 def damaged_files() -> dict[str, tuple[str, bytes]]:
     rows = [f"row {i}: {i * 7919 % 1000}" for i in range(300)]
     archive = corpora.tar({f"{i}.txt": row.encode() * 60 for i, row in enumerate(rows[:20])})
-    intact = {
-        "in.jsonl.gz": gzip.compress(corpora.jsonl(rows)),
-        "in.jsonl.zst": corpora.zstd(corpora.jsonl(rows)),
-        "in.txt.gz": gzip.compress(corpora.jsonl(rows)),
-        "in.tar": archive,
-        "in.tar.gz": gzip.compress(archive),
-        "in.tar.zst": corpora.zstd(archive),
-        "in.parquet": parquet_bytes(rows),
-    }
+    intact = {"in.tar": archive, "in.tar.gz": gzip.compress(archive), "in.tar.zst": corpora.zstd(archive)}
+    gz, zst = (compress(corpora.jsonl(rows)) for compress in (gzip.compress, corpora.zstd))
+    intact |= {"in.jsonl.gz": gz, "in.txt.gz": gz, "in.jsonl.zst": zst}
+    intact["in.parquet"] = parquet_bytes(rows)
     cases = {}
     for name, data in intact.items():
         cases[f"{name} is garbage"] = name, b"garbage" * 200

@@ -112,14 +112,9 @@ def kill(number):
 
 @pytest.mark.parametrize(
     "place, after, saved",
-    [
-        ("start-up", 0, []),
-        ("step", 4, [3, 5]),
-        ("save", 0, [3, 4]),  # a save that was cut short would not be intact
-        ("evaluation", 2, []),  # before the first step, between steps, after the last
-        ("evaluation", 7, [3]),
-        ("evaluation", 17, [3, 6, 7]),
-    ],
+    [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]  # a save cut short would not be intact
+    # before the first step, between steps, after the last
+    + [("evaluation", 2, []), ("evaluation", 7, [3]), ("evaluation", 17, [3, 6, 7])],
 )
 def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved):
     """At once, but for a step, which is completed; the same command ends like an undisturbed run."""

@@ -290,14 +290,8 @@ def test_the_table_of_a_sweep(sweep_file):
 
 @pytest.mark.parametrize(
     ("gpus", "parallel", "shares"),
-    [
-        ("", 1, [[]]),
-        ("", 3, [[], [], []]),
-        ("0 1 2 3", 1, [["0", "1", "2", "3"]]),
-        ("0 1 2 3", 2, [["0", "1"], ["2", "3"]]),
-        ("4 5 7", 2, [["4"], ["5"]]),
-        ("GPU-a GPU-b", 3, [["GPU-a"], ["GPU-b"], ["GPU-a"]]),
-    ],
+    [("", 1, [[]]), ("", 3, [[], [], []]), ("0 1 2 3", 1, [["0", "1", "2", "3"]]), ("4 5 7", 2, [["4"], ["5"]])]
+    + [("0 1 2 3", 2, [["0", "1"], ["2", "3"]]), ("GPU-a GPU-b", 3, [["GPU-a"], ["GPU-b"], ["GPU-a"]])],
 )
 def test_gpus_are_split_evenly(gpus, parallel, shares):
     assert sweep.split_gpus(gpus.split(), parallel) == shares

@@ -44,20 +44,11 @@ def test_lists_by_layer_become_numbers():
         "val/loads": [[1, 2]],
         "val/window_losses": [1.0],
     }
-    assert flatten_line(numbers | lists) == numbers | {
-        "router/entropy/layer_00": 0.25,
-        "router/entropy/layer_01": 0.75,
-        "router/gamma/layer_00": 1.5,
-        "router/gamma/layer_01": 2.5,
-        "router/load_imbalance/layer_00": 4.0,
-        "router/load_imbalance/layer_01": 2.0,
-        "router/dead_experts/layer_00": 3,
-        "router/dead_experts/layer_01": 1,
-    }
-    after_dense = flatten_line(lists, first_layer=3)
-    assert set(after_dense) == {
-        f"router/{name}/layer_0{i}" for i in (3, 4) for name in ("entropy", "gamma", "load_imbalance", "dead_experts")
-    }
+    wanted = {"entropy": (0.25, 0.75), "gamma": (1.5, 2.5), "load_imbalance": (4.0, 2.0), "dead_experts": (3, 1)}
+    layers = {f"router/{name}/layer_0{i}": value for name, values in wanted.items() for i, value in enumerate(values)}
+    assert flatten_line(numbers | lists) == numbers | layers
+    after_dense = {f"router/{name}/layer_0{i}" for name in wanted for i in (3, 4)}
+    assert set(flatten_line(lists, first_layer=3)) == after_dense
 
 
 def test_summary_has_best_and_last_val_loss():

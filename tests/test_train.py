@@ -50,10 +50,9 @@ def first_forward(config):
 
 # ---- equal runs
 def test_same_seed_same_numbers_bit_for_bit(tiny):
-    first, again, other = (
-        run(tiny("model.dropout=0.1", "train.max_steps=2", f"run.name={name}", f"run.seed={seed}"))
-        for name, seed in (("first", 7), ("again", 7), ("other", 8))
-    )
+    own = ["model.dropout=0.1", "train.max_steps=2"]
+    names = (("first", 7), ("again", 7), ("other", 8))
+    first, again, other = (run(tiny(*own, f"run.name={name}", f"run.seed={seed}")) for name, seed in names)
     assert untimed(first) == untimed(again)
     assert not set(column(first, "train/loss")) & set(column(other, "train/loss"))
 
@@ -74,9 +73,8 @@ def test_accumulation_changes_nothing(tiny, router, scope):
 
 # ---- what is learned
 def test_bfloat16_is_near_float32(tiny):
-    exact, rounded = (
-        run(tiny("train.max_steps=2", f"run.name={dtype}", f"train.dtype={dtype}")) for dtype in ("float32", "bfloat16")
-    )
+    exact = run(tiny("train.max_steps=2", "run.name=exact"))
+    rounded = run(tiny("train.max_steps=2", "train.dtype=bfloat16"))
     assert column(exact, "val/loss") != column(rounded, "val/loss")
     assert column(exact, "val/loss") == pytest.approx(column(rounded, "val/loss"), abs=0.02)
 
@@ -192,11 +190,8 @@ def test_routers_learn_at_their_own_rate(tiny):
 def test_weight_decay_on_matrices_only(tiny):
     config = tiny("optim.weight_decay=0.3")
     model = GPT(config.model)
-    decay = {
-        id(parameter): group["weight_decay"]
-        for group in train_state.build_optimizer(model, config.optim).param_groups
-        for parameter in group["params"]
-    }
+    groups = train_state.build_optimizer(model, config.optim).param_groups
+    decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     spared = {"gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"}
     names = dict(model.named_parameters())
     assert len(decay) == len(names)

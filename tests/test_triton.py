@@ -330,13 +330,9 @@ triton_experts.TILES[9]["rows"] = triton_experts.Tile(128, 256, 64, 8, 6)
 aot.main()
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", again, "--shape", "125m", "--dtype", "float16"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", again, "--shape", "125m", "--dtype", "float16"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
     for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax"):
         for sm in ("80", "90"):

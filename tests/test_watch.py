@@ -77,15 +77,9 @@ END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
 
 @pytest.mark.parametrize(
     "lines, alive, state",
-    [
-        ([], True, "running"),
-        ([(10, TRAINING)], True, "running"),
-        ([(10, TRAINING)], False, "stopped"),
-        ([], False, "waiting"),
-        (END, False, "finished"),
-        (END, True, "running"),  # it saves its last checkpoint
-        ([(100, TRAINING)], False, "stopped"),  # before its last evaluation
-    ],
+    [([], True, "running"), ([(10, TRAINING)], True, "running"), ([(10, TRAINING)], False, "stopped")]
+    + [([], False, "waiting"), (END, False, "finished"), (END, True, "running")]  # it saves its last checkpoint
+    + [([(100, TRAINING)], False, "stopped")],  # before its last evaluation
 )
 def test_state(make_run, lines, alive, state):
     assert status_of(make_run("a", lines, os.getpid() if alive else dead_process())).state == state
