@@ -111,27 +111,39 @@ def spread_evenly(n: int, count: int) -> np.ndarray:
 def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np.ndarray:
     """Which windows are of one document: that of the middle target, so of more than half of them where one has so many.
 
-    Reads the split from the first window to the last, in constant memory, and skips what lies between the end of a
-    window's document and the next window.
-
     Args:
         tokens: of a split.
         block_size: T.
         indices: (W,) int64, ascending.
 
     Returns:
-        (W,) int64, ascending numbers, equal for windows of one document; all 0 where `tokens.eot` is None.
+        (W,) int64, see `number_documents`.
     """
-    middles = indices * block_size + (block_size + 1) // 2
-    found = np.zeros(len(indices), np.int64)
-    place = number = done = 0  # token to read from; documents that ended before it; windows whose document is known
-    while done < len(middles) and tokens.eot is not None:
-        place = max(place, int(middles[done])) if not done or number > found[done - 1] else place
-        ids = tokens.read(place, min(STRETCH, len(tokens) - place))
-        ends = place + np.flatnonzero(ids == tokens.eot)
-        stop = int(np.searchsorted(middles, place + len(ids)))
-        found[done:stop] = number + np.searchsorted(ends, middles[done:stop])
-        place, number, done = place + len(ids), number + len(ends), stop
+    return number_documents(tokens, indices * block_size + (block_size + 1) // 2)
+
+
+def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
+    """Which tokens are of one document.
+
+    Reads the split from the first place to the last, in constant memory, and skips what lies between the end of a
+    place's document and the next place.
+
+    Args:
+        tokens: of a split.
+        places: (n,) int64, ascending.
+
+    Returns:
+        (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is None.
+    """
+    found = np.zeros(len(places), np.int64)
+    start = number = done = 0  # token to read from; documents that ended before it; places whose document is known
+    while done < len(places) and tokens.eot is not None:
+        start = max(start, int(places[done])) if not done or number > found[done - 1] else start
+        ids = tokens.read(start, min(STRETCH, len(tokens) - start))
+        ends = start + np.flatnonzero(ids == tokens.eot)
+        stop = int(np.searchsorted(places, start + len(ids)))
+        found[done:stop] = number + np.searchsorted(ends, places[done:stop])
+        start, number, done = start + len(ids), number + len(ends), stop
     return found
 
 

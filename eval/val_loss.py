@@ -10,8 +10,8 @@ alone: it follows an end-of-text token, which is not scored, and all of its own 
 With --stride N windows overlap: every token is predicted from at least block_size - N tokens before it, except near the
 start of a row or document.
 
-loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard error over windows, taken as independent.
-Neighbouring windows are similar, overlapping ones more so, which makes it too small for them.
+loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard error over documents, taken as
+independent; windows of one document are not. Of a single document it is that over windows, and says nothing of others.
 perplexity: e^loss.
 bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no bytes, but its nats
 count. Only this one compares across tokenizers.
@@ -34,10 +34,11 @@ import torch
 from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
-from data.loader import fixed_windows, prefetch
+from data.loader import fixed_windows, number_documents, prefetch, spread_evenly
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
+from eval.intervals import number_clusters
 from eval.scoring import TOKENS
 from eval.trained import Trained, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
@@ -57,11 +58,13 @@ class Corpus(NamedTuple):
     Attributes:
         windows: (W, 3) int64, rows (start, stop, first): the model reads tokens start to stop - 1, and its predictions
             after each of them from `first` on are scored.
+        documents: (W,) equal numbers for windows of one document.
     """
 
     name: str
     tokens: Tokens
     windows: np.ndarray
+    documents: np.ndarray
     split: str | None = None  # None: a text file
     trained_on: bool = False  # the data set that the run was trained on, by sha256
 
@@ -93,7 +96,8 @@ def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace) -> C
         windows = make_windows(len(tokens), block, args.stride)
         windows = windows[: min(args.windows or math.inf, len(windows))]
     trained_on = all(trained.metadata.get(key) == sha256 for key, sha256 in fingerprint(read_meta(folder)).items())
-    return Corpus(str(folder), tokens, windows, args.split, trained_on)
+    documents = number_documents(tokens, (windows[:, 2] + windows[:, 1] + 1) // 2)
+    return Corpus(str(folder), tokens, windows, documents, args.split, trained_on)
 
 
 def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
@@ -111,10 +115,11 @@ def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse
     for document in documents:
         rows.append(start + make_windows(len(document), block, args.stride or block))
         start += len(document)
-    windows = np.concatenate(rows)
-    count = min(args.windows or math.inf, len(windows))
-    windows = windows[:count] if args.stride else windows[np.arange(count) * len(windows) // count]  # spread evenly
-    return Corpus(str(path), Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size), windows)
+    windows, of = np.concatenate(rows), np.repeat(np.arange(len(rows)), [*map(len, rows)])
+    count = int(min(args.windows or math.inf, len(windows)))
+    chosen = np.arange(count) if args.stride else spread_evenly(len(windows), count)
+    tokens = Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size)
+    return Corpus(str(path), tokens, windows[chosen], of[chosen])
 
 
 def check_token_count(name: str | Path, count: int) -> None:
@@ -208,19 +213,22 @@ def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.d
             losses = linear_cross_entropy(hidden, model.head, y[which], model.config.backend)[1].double().cpu()
             nats[index] = [part.sum().item() for part in losses.split(scored.sum(1).tolist())]
             bar.update(len(index))
-    return summarize_losses(nats, windows[:, 1] - windows[:, 2], size)
+    return summarize_losses(nats, windows[:, 1] - windows[:, 2], size, corpus.documents)
 
 
-def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int) -> Result:
-    """Loss over all windows, with the standard error of a ratio of two sums over windows.
+def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray) -> Result:
+    """Loss over all windows, with the standard error of a ratio of two sums over documents.
 
     Args:
         nats: (W,) total loss of each window.
         counts: (W,) scored tokens of each window.
         size: bytes in total.
+        documents: (W,) equal numbers for windows of one document; of a single one each window counts as one.
     """
     W, tokens, loss = len(nats), int(counts.sum()), float(nats.sum() / counts.sum())
-    stderr = math.sqrt(((nats - loss * counts) ** 2).sum() * W / (W - 1)) / tokens if W > 1 else math.nan
+    labels = number_clusters(documents, W)
+    rest, parts = np.bincount(labels, nats - loss * counts), np.bincount(labels, counts) / tokens
+    stderr = math.sqrt((rest**2 / (1 - parts)).sum()) / tokens if W > 1 else math.nan
     bits = float(nats.sum() / math.log(2) / size) if size else math.nan
     return Result(W, tokens, size, loss, stderr, math.exp(min(loss, 700)), bits)
 

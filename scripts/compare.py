@@ -17,8 +17,8 @@ from pathlib import Path
 import configure
 from runtime.output import require_packages, text_table
 from scripts import sample
-from scripts.report.claims import estimate_interval, pair_differences
-from scripts.report.runs import Arm, Setting, check_same_text, load_run_record
+from scripts.report.claims import compare_arms
+from scripts.report.runs import Arm, Setting, check_same_text, describe_windows, load_run_record
 from scripts.report.tables import COLUMNS, summarize_run
 
 STEPS = 5  # in the table of losses, at most
@@ -65,8 +65,8 @@ def compare(folders: Sequence[Path]) -> None:
     print("\n" + text_table(("", "A", "B"), list(zip(COLUMNS, summarize_run(a), summarize_run(b), strict=True))))
     print(f"\nvalidation loss, nats per token\n{format_losses(setting)}")
     print(
-        f"Intervals are over the {a.count_windows(setting.end)} validation windows of both runs. Other seeds may "
-        "differ by more: python -m scripts.report with several of each."
+        f"Intervals are over the {describe_windows(setting)}, of both runs. Other seeds may differ by more: "
+        "python -m scripts.report with several of each."
     )
 
 
@@ -74,7 +74,7 @@ def format_losses(setting: Setting) -> str:
     """A table of both losses and their difference, at STEPS common steps or fewer, the last among them."""
     (a, b), steps, rows = setting.arms, [step for step in setting.steps if step] or setting.steps, []
     for step in steps[:: -math.ceil(len(steps) / STEPS)][::-1]:
-        found = estimate_interval([pair_differences(a, b, step)])
+        found = compare_arms(a, b, step)
         losses = [f"{arm.first.loss(step):.4f}" for arm in (a, b)]
         rows.append([f"{step:,}", *losses, str(found), found.decide("A", "B")])
     return text_table(("step", "A", "B", "A minus B, 95% interval", "lower"), rows)

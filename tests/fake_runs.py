@@ -43,6 +43,7 @@ def metric_lines(
     noise: float = 0.0,
     points: int = 10,
     windows: int = 8,
+    documents: int = 0,
     until: float = 1.0,
     without: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
@@ -55,6 +56,7 @@ def metric_lines(
         noise: deviation of what moves this run's seed and windows alone.
         points: evaluations after step 0, if the run were finished.
         windows: of each evaluation.
+        documents: that the windows are of; 0: each is of its own.
         until: part of max_steps that was trained.
         without: beginnings of keys to leave out.
     """
@@ -75,6 +77,7 @@ def metric_lines(
             line |= {"router/gamma": 1.5 - left / 2}
         found += [line] * (i > 0)
         line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
+        line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
             line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}
             line |= {"val/loads": np.floor(1000 * shares).tolist()}

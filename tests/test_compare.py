@@ -12,6 +12,7 @@ from runs import run as train_run
 from scipy import stats
 
 import configure
+from eval.intervals import cluster_variance
 from runtime import folder
 from scripts import compare, sample
 from scripts.report.runs import load_run_record
@@ -70,11 +71,15 @@ def test_two_trained_runs(trained, said):
     assert cells(out, "total") == ["0.03M", "0.03M"] and len(cells(out, "val imbalance")) == 2
     a, b = (load_run_record(run).evaluations[4] for run in trained)
     apart = np.subtract(a["val/window_losses"], b["val/window_losses"])
-    half = stats.t.ppf(0.975, 5) * apart.std(ddof=1) / math.sqrt(6)
+    variance, freedom = cluster_variance(apart, np.unique(a["val/window_documents"], return_inverse=True)[1])
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(variance)
     row = [f"{value:.4f}" for value in (a["val/loss"], b["val/loss"])]
     row += [f"{apart.mean():+.4f}", f"[{apart.mean() - half:+.4f},", f"{apart.mean() + half:+.4f}]"]
     assert cells(out, "4  ")[:-1] == row and len(cells(out, "2  ")) == 6
-    assert "over the 6 validation windows" in out and "Other seeds may differ by more" in out
+    assert (
+        "over the 6 validation windows of 4 documents, at most 2 of one, of both runs" in out
+        and "Other seeds may differ by more" in out
+    )
     assert "sample of" not in out
 
 
@@ -148,6 +153,7 @@ def test_only_configs_of_runs_on_other_text_are_compared(tmp_path, error, said):
     cases = {
         "data (sha256 in their checkpoints) is 1 and 2": other,
         "model.block_size is 256 and 128": make_run(tmp_path / "length", "run.seed=1", "model.block_size=128"),
+        "eval.spread is documents and tokens": make_run(tmp_path / "spread", "run.seed=1", "eval.spread=tokens"),
         "data.name is mix-bytes and pg19": make_run(tmp_path / "name", "run.seed=1", "data.name=pg19"),
     }
     for words, other in cases.items():

@@ -13,22 +13,23 @@ from html.parser import HTMLParser
 import matplotlib.image
 import numpy as np
 import pytest
-import torch
 from fake_runs import CONFIG, add_checkpoint, make_run
-from numerics import assert_near, seeded
 
 import configure
 import eval.routing.__main__ as routing
 import scripts.report.__main__ as report
+from data.bins import fingerprint, open_tokens, read_meta
+from data.loader import fixed_windows, window_documents
 from eval import downstream
+from eval.intervals import Interval, half_width
 from eval.pages import write_page
 from eval.paper import NUMBERS, read_paper_losses
 from eval.style import STYLES, style
 from runtime.output import text_table
 from scripts import compare
 from scripts.report import claims, page, pictures, tables
-from scripts.report.claims import CLAIMS, MARGIN, Interval, estimate_interval, judge_claims, pair_differences
-from scripts.report.runs import Run, expand_folders, group_runs, load_run_record, load_run_records
+from scripts.report.claims import CLAIMS, MARGIN, judge_claims, pair_differences
+from scripts.report.runs import Run, Setting, expand_folders, group_runs, load_run_record, load_run_records
 
 
 def load_settings(*folders):
@@ -48,81 +49,6 @@ def make_pair(folder, left, right, seeds=3, gap=0.0, noise=0.0, early=0.0, overr
         for router in (left, right)
         for seed in range(seeds)
     ]  # fmt: skip
-
-
-# ---- intervals
-
-T = {3: 3.182446, 5: 2.570582}  # Student's t at 97.5%, by degrees of freedom, from a printed table
-TABLE_DIGITS = 1e-6  # the table's last digit, relative, four times over
-
-
-def assert_interval(found, mean, half, tolerance=TABLE_DIGITS):
-    wanted = torch.tensor([mean, mean - half, mean + half], dtype=torch.float64)
-    assert_near(torch.tensor(found[:3], dtype=torch.float64), wanted, tolerance, "interval")
-
-
-def draw(*shape, number=0):
-    return torch.randn(shape, generator=seeded(number), dtype=torch.float64).numpy()
-
-
-@pytest.mark.numerics
-def test_interval_is_students_over_seeds_or_windows_where_only_one_of_them_varies():
-    means = draw(4)
-    half = T[3] * statistics.stdev(means) / 2
-    found = estimate_interval([np.repeat(means[:, None], 50, 1)])
-    assert_interval(found, means.mean(), half)
-    assert found.seeds == 4
-    losses = draw(6, number=1)
-    half = T[5] * statistics.stdev(losses) / math.sqrt(6)
-    found = estimate_interval([losses[None]])
-    assert_interval(found, losses.mean(), half)
-    assert found.seeds == 1
-
-
-@pytest.mark.numerics
-def test_interval_weighs_seeds_and_windows():
-    """Cochran and Cox, by plain arithmetic: each quantile has the weight of its variance."""
-    d = draw(4, 6) + np.array([[0], [1], [2], [0.5]])
-    seeds = statistics.variance(d.mean(1).tolist()) / 4
-    windows = statistics.variance(d.mean(0).tolist()) / 6
-    t = (T[3] * seeds + T[5] * windows) / (seeds + windows)
-    assert_interval(estimate_interval([d]), d.mean(), t * math.sqrt(seeds + windows))
-
-
-def test_interval_at_its_limits():
-    zero = estimate_interval([np.zeros((3, 8))])  # a run against itself
-    assert zero == (0, 0, 0, 3) and str(zero) == "+0.0000 [+0.0000, +0.0000]"
-    one = estimate_interval([np.array([[0.5], [0.25]])])
-    assert one.mean == 0.375 and math.isnan(one.low) and math.isnan(one.high) and str(one) == "+0.3750"
-    unknown = estimate_interval([np.array([[0.5, math.nan], [0.25, 1.0]])])
-    assert {CLAIMS[0].judge(found) for found in (one, unknown)} == {"undecided (one window)"}
-
-
-@pytest.mark.numerics
-def test_interval_over_settings():
-    """Seeds are shared by all settings, windows by those of one text."""
-    d, rounding = draw(1, 32), 1e-12
-    alone = estimate_interval([d])
-    half = alone.high - alone.mean
-    assert_interval(estimate_interval([d, d], ["books", "books"]), alone.mean, half, rounding)
-    assert_interval(estimate_interval([d, d], ["books", "arxiv"]), alone.mean, half / math.sqrt(2), rounding)
-    assert estimate_interval([d, -d], ["books", "books"]) == (0, 0, 0, 1)
-    seeds = np.repeat(draw(3, 1, number=1), 8, 1)
-    alone = estimate_interval([seeds])  # more settings are not more seeds
-    assert_interval(estimate_interval([seeds, seeds]), alone.mean, alone.high - alone.mean, rounding)
-    assert_interval(estimate_interval([seeds, 0.9 - seeds]), 0.45, 0.0, rounding)
-
-
-@pytest.mark.parametrize("remainder", [0, 2])
-@pytest.mark.parametrize("seeds, windows", [(3, 32), (5, 64)])
-def test_95_percent_of_intervals_contain_the_difference(seeds, windows, remainder):
-    """Of 400 draws of crossed random effects at least 92% do, and not all: the intervals are not absurdly wide."""
-    rng, draws = np.random.default_rng([seeds, windows, remainder]), 400
-    for ratio in (0, 2, 30):  # part of the mean's deviation due to seeds, over that due to windows
-        d = ratio * math.sqrt(seeds / windows) * rng.standard_normal((draws, seeds, 1))
-        d = d + rng.standard_normal((draws, 1, windows)) + remainder * rng.standard_normal((draws, seeds, windows))
-        found = [estimate_interval([one]) for one in d]
-        assert 0.92 <= sum(one.low <= 0 <= one.high for one in found) / draws < 1, ratio
 
 
 # ---- pairing
@@ -157,6 +83,43 @@ def test_runs_of_other_data_are_refused(tmp_path, what):
     assert [of.label for of in load_settings(dense, softmax, kern, other)] == ["other"]
     (kern / "checkpoints/step_00000200/manifest.json").write_text("damaged")
     assert len(load_settings(dense, softmax, kern)) == 1
+
+
+def test_documents_of_validation_windows(tmp_path, corpus):
+    """As recorded; those of a run of before from its data set, if its checkpoint says that it is the same."""
+    assert load_run_record(make_run(tmp_path / "new", documents=3)).documents.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    shape = ["model.block_size=32", "eval.windows=6", "data.name=tiny", f"data.dir={corpus}"]
+    old = make_run(tmp_path / "old", *shape, "eval.spread=tokens", windows=6, without=["val/window_documents"])
+    assert load_run_record(old).documents is None  # no checkpoint
+    add_checkpoint(old, data=fingerprint(read_meta(corpus / "tiny"))["data"])
+    tokens = open_tokens(corpus / "tiny", "val")
+    wanted = window_documents(tokens, 32, fixed_windows(tokens, 32, 6, "tokens"))
+    assert load_run_record(old).documents.tolist() == wanted.tolist() and len({*wanted}) > 2
+    add_checkpoint(old, 200, data="another")
+    assert load_run_record(old).documents is None
+    gone = make_run(tmp_path / "gone", "data.name=nowhere", windows=6, without=["val/window_documents"])
+    add_checkpoint(gone, data="gone")
+    assert load_run_record(gone).documents is None
+
+
+def test_intervals_count_documents(tmp_path):
+    """Where windows share documents the interval is that of the documents; the page says how many, or why not."""
+    shape = {"left": "kern", "right": "softmax", "seeds": 2, "noise": 0.1}
+    pair = {name: make_pair(tmp_path / name, **shape, **of) for name, of in {
+        "apart": {"windows": 32}, "shared": {"windows": 32, "documents": 4}, "one": {"windows": 32, "documents": 1},
+        "unknown": {"windows": 32, "without": ["val/window_documents"]}}.items()}  # fmt: skip
+    found, said = {}, {}
+    for name, runs in pair.items():
+        (setting,), notes = group_runs([load_run_record(run) for run in runs])
+        found[name] = claims.compare_arms(*setting.arms, setting.end)
+        said[name] = [page.describe_setting(setting).split("; ")[-1], *notes]
+    assert [found[name].parts[0][1] for name in pair] == [31, 3, 31, 31]
+    assert found["apart"] == found["unknown"] == found["one"]
+    assert said["apart"] == ["32 validation windows of 32 documents, at most 1 of one."]
+    assert said["shared"] == ["32 validation windows of 4 documents, at most 8 of one."]
+    assert said["one"][1] == "the 32 validation windows are of one document: intervals say nothing of others"
+    assert said["unknown"][0] == "32 validation windows, taken as independent."
+    assert "documents of the 32 validation windows are not known" in said["unknown"][1]
 
 
 def test_runs_of_other_windows_or_steps_are_refused(tmp_path):
@@ -313,9 +276,9 @@ def test_claims_at_a_tenth(tmp_path):
     """kern begins worse than dense and ends better."""
     found = judge(*make_pair(tmp_path, "kern", "dense", gap=-0.2, early=1.0, noise=0.01))
     end = found["kern ends below dense"]
-    assert end.cells[""][0].mean == pytest.approx(-0.2, abs=0.04) and end.overall is None
-    assert end.cells[""][0].seeds == 3 and end.cells[""][1] == "supported" and len(found) == 2
-    assert found["kern is below dense at a tenth already"].cells[""][1] == "contradicted"
+    assert end.cells[""].interval.mean == pytest.approx(-0.2, abs=0.04) and end.overall is None
+    assert end.cells[""].interval.seeds == 3 and end.cells[""].verdict == "supported" and len(found) == 2
+    assert found["kern is below dense at a tenth already"].cells[""].verdict == "contradicted"
 
 
 @pytest.mark.parametrize("points, steps", [(4, 1000), (2, 4)])
@@ -334,7 +297,7 @@ def test_claims_over_settings(tmp_path):
     found = judge(*runs)["kern ends below softmax"]
     assert {label: cell[1] for label, cell in found.cells.items()} == {"arxiv": "supported", "books3": "contradicted"}
     assert [cell[0].seeds for cell in found.cells.values()] == [2, 3]
-    over_all, verdict = found.overall
+    over_all, verdict, *_ = found.overall
     assert over_all.seeds == 2 and over_all.mean == pytest.approx(-0.05, abs=0.01) and verdict == "mixed"
 
     apart = make_pair(tmp_path / "x", "kern", "softmax", 1, overrides=["data.name=arxiv"])
@@ -349,7 +312,7 @@ def test_every_pair_of_routers_is_judged(tmp_path):
     runs = make_pair(tmp_path / "a", gap=-0.2, overrides=["data.name=arxiv"], **shape)
     runs += make_pair(tmp_path / "b", gap=0.1, overrides=["data.name=books3"], **shape)
     (pair,) = claims.judge_pairs(load_settings(*runs))
-    verdicts = {label: verdict for label, (_, verdict) in pair.cells.items()} | {pair.words: pair.overall[1]}
+    verdicts = {label: cell.verdict for label, cell in pair.cells.items()} | {pair.words: pair.overall.verdict}
     assert verdicts == {"arxiv": "lower", "books3": "higher", "sqrtsoftplus against tanh": "mixed"}
     runs = [make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}", until=0.55)
             for a in ("kern", "softmax") for b in (1, 3)]  # fmt: skip
@@ -357,6 +320,41 @@ def test_every_pair_of_routers_is_judged(tmp_path):
     assert len(words) == 4 and "kern against softmax (gate_scale 1)" in words
     assert "kern against kern (kern, gate_scale 3; kern, gate_scale 1)" in words
     assert claims.judge_pairs(load_settings(*make_pair(tmp_path / "x", "kern", "tanh", 2, until=0))) == []
+
+
+def test_a_family_of_claims_is_corrected():
+    """Three claims that are supported alone; two are not as a family. Another setting's column is another family."""
+    claim, found = CLAIMS[0], Interval(-1, -2, -0.5, 3, ((0.1, 9.0),))
+    cells = [{"a": claims.Judged(found, "supported", p)} for p in (0.01, 0.03, 0.04)]
+    cells[1]["b"] = claims.Judged(found, "supported", 0.03)
+    cells[2]["b"] = claims.Judged(found, "undecided (one seed)")
+    overall = [None, None, claims.Judged(found, "supported", 0.01)]
+    findings = [claims.Finding(claim, str(i), cells[i], overall[i]) for i in range(3)]
+    corrected = claims.correct_findings(findings)
+    assert [of.cells["a"].corrected for of in corrected] == pytest.approx([0.03, 0.06, 0.06])
+    assert [of.cells["a"].lost for of in corrected] == [False, True, True]
+    assert corrected[1].cells["b"].corrected == 0.03 and corrected[2].overall.corrected == 0.01
+    said = [report.format_finding(of._replace(overall=None))[0].split(", -")[0] for of in corrected]
+    assert said[:2] == ["0 in a: supported (Holm: p 0.03)", "1 in a: supported (Holm: undecided, p 0.06)"]
+    assert report.format_finding(corrected[2])[2].split(", -")[0] == "  2 in b: undecided (one seed)"
+    text = tables.build_findings_table(corrected, [Setting(name, {}, []) for name in "ab"])[1]
+    assert [row[3].split("] ")[1] for row in text[:2]] == [
+        "**supported** (Holm: p 0.03)",
+        "**supported** (Holm: undecided, p 0.06)",
+    ]
+
+
+def test_p_values_agree_with_verdicts(tmp_path):
+    """Below 0.05 where the interval decides, for differences and for equal losses, and at the limits."""
+    equal = next(claim for claim in CLAIMS if claim.equal)
+    for mean in np.linspace(-2, 2, 81) * MARGIN:
+        for variance in (1e-9, 1e-6, 4e-6, 1e-5):
+            parts = ((variance, 4.0), (variance / 3, 2.0))
+            half = half_width(parts, 0.05)
+            found = Interval(float(mean), mean - half, mean + half, 3, parts)
+            for claim in (CLAIMS[0], equal):
+                assert (claim.p_value(found) < 0.05) == (claim.judge(found) != "undecided")
+    assert math.isnan(CLAIMS[0].p_value(found._replace(seeds=1)))
 
 
 def test_settings_of_one_text_share_their_windows(tmp_path):
@@ -368,7 +366,7 @@ def test_settings_of_one_text_share_their_windows(tmp_path):
             runs += make_pair(tmp_path / str(value), "kern", "softmax", 1, noise=0.1, overrides=[f"{key}={value}"])
         found = judge(*runs)["kern ends below softmax"]
         one, other = found.cells.values()
-        assert one[0] == pytest.approx(other[0])
+        assert one[0][:4] == pytest.approx(other[0][:4])
         overall[key] = (found.overall[0].high - found.overall[0].low) / (one[0].high - one[0].low)
     assert overall == pytest.approx({"model.n_expert": 1, "data.name": 1 / math.sqrt(2)})
 
@@ -578,8 +576,9 @@ PICTURES = {  # size in pixels, height and width
 }  # fmt: skip
 DESCRIPTION = (
     "`mix-bytes`: 2,048 tokens per step, 2.0 M in all; max_steps 1000, n_layer 2, n_expert 64, top_k 8, n_embd 128, "
-    "block_size 256, expert_hidden 8, lr 0.003, windows 128, gate_scale 1.0, gate_norm 0.0, "
-    "balance_loss_coef 0.0, z_loss_coef 0.0, bias_update_rate 0.0, router_lr_ratio 1.0."
+    "block_size 256, expert_hidden 8, lr 0.003, gate_scale 1.0, gate_norm 0.0, "
+    "balance_loss_coef 0.0, balance_loss_scope global, z_loss_coef 0.0, bias_update_rate 0.0, router_lr_ratio 1.0; "
+    "8 validation windows of 8 documents, at most 1 of one."
 )
 
 
@@ -597,7 +596,9 @@ def test_report_is_written(written):
     for part in ("| kern ends below dense | Sec. 4.1 | -0.", "3.4429?", "(5K)", DESCRIPTION):
         assert part in text, part
     assert said[2].split()[:2] == ["small-dense", "dense"] and said[7].split()[0] == "small-softmax-seed1"
-    assert any(re.fullmatch(r"kern ends below dense: \w+, -0\.\d{4} \[.*\]", line) for line in said)
+    assert any(
+        re.fullmatch(r"kern ends below dense: \w+(?: \(Holm: [^)]+\))?, -0\.\d{4} \[.*\]", line) for line in said
+    )
     assert said[-1] == f"report: {out}/report.html"
 
 
@@ -764,7 +765,7 @@ def test_several_settings(tmp_path, drawn):
     assert len(set(drawn)) == len(drawn) and drawn[:2] == ["ends.png", "model.n_expert.png"]
     head = next(line for line in text.splitlines() if line.startswith("| claim"))
     assert head.split(" | ")[:4] == ["| claim", "where", "all settings", "n_expert 16, mix_a"]
-    assert any(re.match(r"kern ends below softmax: supported, -0\.(09|10)", line) for line in said)
+    assert any(re.match(r"kern ends below softmax: supported \(Holm: p .*\), -0\.(09|10)", line) for line in said)
     part = text.partition("## n_expert 64, alone")[2].partition("\n## ")[0]
     assert "minus kern" not in part and "dense" in part
     drawn.clear()

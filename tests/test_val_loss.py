@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,18 @@ import configure
 from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
-from eval.trained import load_model
-from eval.val_loss import Corpus, logged_loss, main, make_windows, measure_loss, token_lengths
+from eval.intervals import cluster_variance
+from eval.trained import load_model, load_run
+from eval.val_loss import (
+    Corpus,
+    logged_loss,
+    main,
+    make_windows,
+    measure_loss,
+    open_prepared,
+    open_text,
+    token_lengths,
+)
 from runtime import folder
 from runtime.metrics import ARRAYS, read_metrics
 
@@ -84,7 +95,8 @@ def test_loss_equals_the_logged_one(trained, score):
     assert_close(line["loss"], losses.mean(), "loss")
     assert line["logged"] == steps[4]["val/loss"]
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
-    assert line["stderr"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6), rel=1e-3)
+    labels = np.unique(steps[4]["val/window_documents"], return_inverse=True)[1]
+    assert line["stderr"] == pytest.approx(math.sqrt(cluster_variance(losses, labels)[0]), rel=1e-3)
     assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert f"logged in training at step 4: {losses.mean():.4f} (6 windows" in out
     assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so step and checkpoint matter
@@ -195,13 +207,35 @@ def test_bytes_of_gpt2_tokens(fake_ranks, monkeypatch):
 
 def test_standard_error_of_unequal_windows():
     """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
-    nats, counts = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3])
-    result = val_loss.summarize_losses(nats, counts, 18)
+    nats, counts, each = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3]), np.arange(3)
+    result = val_loss.summarize_losses(nats, counts, 18, each)
     assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
     apart = [10 - 4 * 23 / 9, 4 - 2 * 23 / 9, 9 - 3 * 23 / 9]
-    assert result.stderr == pytest.approx(math.sqrt(3 / 2 * sum(d * d for d in apart)) / 9)
-    assert math.isnan(val_loss.summarize_losses(nats[:1], counts[:1], 0).stderr)
-    assert math.isnan(val_loss.summarize_losses(nats[:1], counts[:1], 0).bits_per_byte)
+    shares = [1 - count / 9 for count in counts]
+    assert result.stderr == pytest.approx(math.sqrt(sum(d * d / s for d, s in zip(apart, shares, strict=True))) / 9)
+    assert val_loss.summarize_losses(nats, counts, 18, np.zeros(3)) == result  # of a single document: over windows
+    shared = val_loss.summarize_losses(nats, counts, 18, np.array([0, 0, 1]))
+    assert shared._replace(stderr=0) == result._replace(stderr=0)
+    assert shared.stderr == pytest.approx(math.sqrt((apart[0] + apart[1]) ** 2 * (9 / 3 + 9 / 6)) / 9)
+    alone = val_loss.summarize_losses(nats[:1], counts[:1], 0, each[:1])
+    assert math.isnan(alone.stderr) and math.isnan(alone.bits_per_byte)
+
+
+def test_documents_of_scored_windows(trained, tmp_path, score, corpus):
+    """Of a set by its end-of-text tokens, of a text file by its documents: ± is over these, however windows overlap."""
+    trained_model, tokenizer = load_run(trained)
+    tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2")
+    for stride in (None, 8):
+        args = SimpleNamespace(split="val", stride=stride, windows=math.inf)
+        found = open_prepared(corpus / "tiny", trained_model, args)
+        middles = [(first + stop + 1) // 2 for _, stop, first in found.windows.tolist()]
+        wanted = [int(np.count_nonzero(tokens[:middle] == EOT)) for middle in middles]
+        assert (np.diff(found.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist() and wanted[-1] > 2
+    (tmp_path / "two.jsonl").write_text(json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": "x" * 40}) + "\n")
+    args = SimpleNamespace(stride=8, windows=None, text_field="text")
+    found = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, args)
+    assert found.documents.tolist() == sorted(found.documents.tolist()) and {*found.documents.tolist()} == {0, 1}
+    assert len(found.documents) == len(found.windows)
 
 
 def test_head_sees_only_scored_positions(monkeypatch):
@@ -209,7 +243,9 @@ def test_head_sees_only_scored_positions(monkeypatch):
     loss = val_loss.linear_cross_entropy
     monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
     tokens = Tokens([np.arange(41, dtype=np.uint16)])
-    result = measure_loss(model, Corpus("", tokens, make_windows(41, 16, 4)), np.ones(64, np.int64))
+    result = measure_loss(
+        model, Corpus("", tokens, rows_of := make_windows(41, 16, 4), np.arange(len(rows_of))), np.ones(64, np.int64)
+    )
     assert sum(rows) == 40 == result.tokens
 
 

@@ -79,9 +79,10 @@ def report(args: argparse.Namespace) -> None:
 def format_finding(finding: Finding) -> list[str]:
     """A line for the verdict over all settings, and one for each setting."""
     _, words, cells, overall = finding
-    lines = [f"{words}: {overall[1]}, {overall[0]}"] if overall else []
-    for where, (found, verdict) in cells.items():
-        lines.append(f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}: {verdict}, {found}")
+    lines = [f"{words}: {overall.verdict}{overall.holm}, {overall.interval}"] if overall else []
+    for where, found in cells.items():
+        place = f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}"
+        lines.append(f"{place}: {found.verdict}{found.holm}, {found.interval}")
     return lines
 
 

@@ -1,25 +1,28 @@
-"""Paired differences with 95% intervals, what they say about the paper's claims, and which of two routers is lower."""
+"""Paired differences of arms, what they say about the paper's claims, and which of two routers is lower."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from eval import paper
-from scripts.report.runs import Arm, Setting
+from eval.intervals import CONFIDENCE, UNDECIDED, Interval, correct_holm, estimate_interval
+from scripts.report.runs import Arm, Setting, find_documents
 
-CONFIDENCE = 0.95
 MARGIN = 0.005  # nats per token; the paper's own standard deviation over seeds at 50K is 0.004 to 0.005
-SUPPORTED, CONTRADICTED, UNDECIDED, MIXED = "supported", "contradicted", "undecided", "mixed"
+SUPPORTED, CONTRADICTED, MIXED = "supported", "contradicted", "mixed"
 
 HOW = """\
-Differences are paired by seed and validation window; the intervals take both as crossed random effects
-(estimate_interval in scripts/report/claims.py). **Undecided**: the interval contains zero, or there is one seed.
-**Mixed**: one setting contradicts another. Verdicts are about runs of this size, each alone: of many undecidable
-ones, one in twenty is decided by chance."""
+Differences are paired by seed and validation window. Intervals assume that seeds are independent draws, and so are the
+documents that the windows are of; windows of one document are not (eval/intervals.py; `python -m scripts.coverage`
+simulates how often they contain the truth). **Undecided**: the interval contains zero, or there is one seed. **Mixed**:
+one setting contradicts another. A verdict is about runs of this size, and alone: of many undecidable ones, one in
+twenty is decided by chance. **Holm** corrects for that. Its family is a column of a table: all claims, or all pairs, of
+one setting or over all settings. Its p-value is the verdict's, corrected: at 0.05 or more the verdict is undecided as
+one of its family."""
 HOW_CLAIMS = f"""\
 **Supported**: the interval is on the claim's side of zero; for "ends like", within ±{MARGIN} nats, the paper's own
 deviation over seeds. **Contradicted**: on the other side, or outside."""
@@ -28,55 +31,10 @@ Loss of the first router minus that of the second, at the last step that all run
 **higher**: the first router's loss is, by an interval that is on that side of zero."""
 
 
-class Interval(NamedTuple):
-    """A mean difference and the ends of its 95% interval, nats per token, and the number of seeds behind it."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-    def decide(self, below: str, above: str) -> str:
-        """`below` or `above`, the side of zero that the interval is on; UNDECIDED if it touches zero or has no ends."""
-        return below if self.high < 0 else above if self.low > 0 else UNDECIDED
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f}" + ("" if math.isnan(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]")
-
-
-def estimate_interval(differences: Sequence[np.ndarray], texts: Sequence[Any] | None = None) -> Interval:
-    """Mean difference over settings with its interval, from crossed random effects of seeds and windows.
-
-    For d[s, w], seed s of S and window w of W, the mean has the variance V = V_s + V_w, V_s = Var_s(mean_w d) / S and
-    V_w = Var_w(mean_s d) / W; their common remainder is counted twice, so V errs to the large side. The interval is
-    mean ± (t_s·V_s + t_w·V_w) / √V, with the quantiles of Student's t for S - 1 and W - 1 degrees of freedom. Over
-    settings, each seed's differences are averaged first, and each window's over settings that share windows.
-
-    Args:
-        differences: one (S seeds, W windows) array per setting, nats per token, of the same seeds in each.
-        texts: one value per setting; settings of equal values share their windows. By default none do.
-
-    Returns:
-        With one seed the interval is over windows alone; with one window its ends are NaN.
-
-    Source: the approximate t of Cochran and Cox, Experimental Designs.
-    """
-    from scipy.stats import t  # only reports need scipy
-
-    seeds, settings = len(differences[0]), len(differences)
-    mean = float(np.mean([d.mean() for d in differences]))
-    sharing = defaultdict(list)
-    for text, d in zip(texts or range(settings), differences, strict=True):
-        sharing[text].append(d.mean(0))
-    effects = [np.sum(means, 0) / settings for means in sharing.values()]  # by window, each a part of the mean
-    if seeds > 1:
-        effects.append(np.mean([d.mean(1) for d in differences], 0))
-    if any(len(values) == 1 for values in effects):
-        return Interval(mean, math.nan, math.nan, seeds)
-    variances = [values.var(ddof=1) / len(values) for values in effects]
-    quantiles = [t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) for values in effects]
-    half = float(np.dot(variances, quantiles) / math.sqrt(sum(variances))) if any(variances) else 0.0
-    return Interval(mean, mean - half, mean + half, seeds)
+def compare_arms(left: Arm, right: Arm, step: int) -> Interval:
+    """The mean of `pair_differences` with its interval."""
+    d = pair_differences(left, right, step)
+    return estimate_interval([d], documents=[find_documents((left, right), d.shape[1])])
 
 
 def pair_differences(left: Arm, right: Arm, step: int, seeds: Sequence[int] | None = None) -> np.ndarray:
@@ -118,17 +76,44 @@ class Claim(NamedTuple):
             return SUPPORTED if within else CONTRADICTED if outside else UNDECIDED
         return found.decide(self.below, self.above)
 
+    def p_value(self, found: Interval) -> float:
+        """That of the verdict being wrong; NaN with one seed, or one window."""
+        if found.seeds < 2 or math.isnan(found.low):
+            return math.nan
+        return found.p_value(abs(abs(found.mean) - MARGIN) if self.equal else None)
+
 
 CLAIMS = [Claim(source, words, **of) for source, claims in paper.CLAIMS.items() for words, of in claims.items()]
 
 
+class Judged(NamedTuple):
+    """An interval, its verdict, that one's p-value, and the same corrected for its family; NaN where none is tested."""
+
+    interval: Interval
+    verdict: str
+    p_value: float = math.nan
+    corrected: float = math.nan
+
+    @property
+    def holm(self) -> str:
+        """What the correction says of a decided verdict, in brackets; empty for others."""
+        if self.p_value > 1 - CONFIDENCE or self.verdict == MIXED or math.isnan(self.corrected):
+            return ""
+        return f" (Holm: {UNDECIDED}, p {self.corrected:.2g})" * self.lost or f" (Holm: p {self.corrected:.2g})"
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is decided alone, but not as one of its family."""
+        return self.p_value < 1 - CONFIDENCE <= self.corrected
+
+
 class Finding(NamedTuple):
-    """What the runs say of a claim: {setting's label: (interval, verdict)}, and the same over several settings."""
+    """What the runs say of a claim: {setting's label: Judged}, and the same over several settings."""
 
     claim: Claim
     words: str
-    cells: dict[str, tuple[Interval, str]]
-    overall: tuple[Interval, str] | None
+    cells: dict[str, Judged]
+    overall: Judged | None
 
 
 def judge_claims(settings: Sequence[Setting]) -> list[Finding]:
@@ -142,7 +127,7 @@ def judge_claims(settings: Sequence[Setting]) -> list[Finding]:
                     for other in setting.counterparts(arm, claim.right) if arm.router == claim.left else ():
                         found[claim.words + _name_constants(arm, other)].append((setting, arm, other))
         findings += [_judge(claim, words, pairs) for words, pairs in found.items()]
-    return findings
+    return correct_findings(findings)
 
 
 def judge_pairs(settings: Sequence[Setting]) -> list[Finding]:
@@ -155,16 +140,34 @@ def judge_pairs(settings: Sequence[Setting]) -> list[Finding]:
             if same or arm in setting.counterparts(other, names[0]) or other in setting.counterparts(arm, names[1]):
                 claim = Claim("", "{} against {}".format(*names), *names, tenth=None, below="lower", above="higher")
                 found[claim, claim.words + _name_constants(arm, other)].append((setting, arm, other))
-    return [_judge(claim, words, pairs) for (claim, words), pairs in found.items()]
+    return correct_findings([_judge(claim, words, pairs) for (claim, words), pairs in found.items()])
 
 
 def _judge(claim: Claim, words: str, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> Finding:
     """The Finding of a claim about two arms in each of several settings."""
     cells = {pair[0].label: judged for pair in pairs if (judged := _judge_pairs(claim, [pair]))}
     overall = _judge_pairs(claim, pairs) if len(pairs) > 1 else None
-    if overall and {claim.below, claim.above} <= {overall[1], *(verdict for _, verdict in cells.values())}:
-        overall = overall[0], MIXED
+    if overall and {claim.below, claim.above} <= {overall.verdict, *(cell.verdict for cell in cells.values())}:
+        overall = overall._replace(verdict=MIXED)
     return Finding(claim, words, cells, overall)
+
+
+def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """The same with p-values corrected, each column being a family: a setting, or all settings."""
+    columns = defaultdict(list)  # label, None over all settings: findings' places with a test
+    for i, finding in enumerate(findings):
+        for label, judged in [*finding.cells.items(), (None, finding.overall)]:
+            if judged and not math.isnan(judged.p_value):
+                columns[label].append((i, judged))
+    fixed = [finding._replace(cells={**finding.cells}) for finding in findings]
+    for label, column in columns.items():
+        corrected = correct_holm([judged.p_value for _, judged in column])
+        for (i, judged), p in zip(column, corrected, strict=True):
+            if label is None:
+                fixed[i] = fixed[i]._replace(overall=judged._replace(corrected=p))
+            else:
+                fixed[i].cells[label] = judged._replace(corrected=p)
+    return fixed
 
 
 def _name_constants(arm: Arm, other: Arm) -> str:
@@ -173,14 +176,15 @@ def _name_constants(arm: Arm, other: Arm) -> str:
     return f" ({arm.label}; {other.label})" if mine != theirs else f" ({mine})" if mine else ""
 
 
-def _judge_pairs(claim: Claim, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> tuple[Interval, str] | None:
+def _judge_pairs(claim: Claim, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> Judged | None:
     """Interval and verdict of the mean over settings, by the seeds that all of them have; None without any."""
     seeds = sorted(set.intersection(*(set(arm.shared_seeds(other)) for _, arm, other in pairs)))
     if not seeds:
         return None
     steps = [(step, arm, other) for of, arm, other in pairs if (step := claim.step(of)) is not None]
     differences = [pair_differences(arm, other, step, seeds) for step, arm, other in steps]
-    keys = ("data.name", "model.block_size")
+    keys = ("data.name", "model.block_size", "eval.spread")
     texts = [(*map(pair[0].values.get, keys), d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
-    found = estimate_interval(differences, texts)
-    return found, claim.judge(found)
+    documents = [find_documents(pair[1:], d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
+    found = estimate_interval(differences, texts, documents)
+    return Judged(found, claim.judge(found), claim.p_value(found))

@@ -8,18 +8,19 @@ from matplotlib.figure import Figure
 
 import configure
 from eval import paper
+from eval.intervals import UNDECIDED
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from scripts.report import pictures, tables
-from scripts.report.claims import HOW, HOW_CLAIMS, HOW_PAIRS, UNDECIDED, Finding, judge_claims, judge_pairs
-from scripts.report.runs import ARM_KEYS, Run, Setting
+from scripts.report.claims import HOW, HOW_CLAIMS, HOW_PAIRS, Finding, judge_claims, judge_pairs
+from scripts.report.runs import ARM_KEYS, Run, Setting, describe_windows
 
 COST = """Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` and
 `python -m scripts.bench router` time routers in turns within one process."""
 SWEPT = ("model.n_expert", "model.top_k", "model.n_embd", "model.block_size", "model.expert_hidden")
 TITLE = re.compile(r"# (One run|\d+ runs compared)\n")  # of a page that this module wrote
 NOTES, PAIRS = 6, 15  # shown; more notes, or a table of more pairs, are folded
-SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr", "eval.windows")
+SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
     "loss": ("Validation and training loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
@@ -101,7 +102,7 @@ def remove_pictures(folder: Path) -> None:
 
 def count_verdicts(pairs: Sequence[Finding]) -> str:
     """How many pairs were decided somewhere, in words."""
-    undecided = sum(all(verdict.startswith(UNDECIDED) for _, verdict in pair.cells.values()) for pair in pairs)
+    undecided = sum(all(cell.verdict.startswith(UNDECIDED) for cell in pair.cells.values()) for pair in pairs)
     return f"{len(pairs)} pairs, {undecided} of them undecided"
 
 
@@ -113,7 +114,7 @@ def describe_setting(setting: Setting) -> str:
     }
     shared = ", ".join(f"{key.split('.')[1]} {value}" for key, (value, *more) in values.items() if not more)
     tokens = f"{setting.tokens:,} tokens per step, {setting.tokens * setting.max_steps / 1e6:,.1f} M in all"
-    return f"`{setting.values['data.name']}`: {tokens}; {shared}."
+    return f"`{setting.values['data.name']}`: {tokens}; {shared}; {describe_windows(setting)}."
 
 
 def compare_with_paper(setting: Setting, experiment: str) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.intervals import UNDECIDED
 from eval.pictures import add_load_bar
 from eval.style import style
-from scripts.report.claims import UNDECIDED, estimate_interval, pair_differences
+from scripts.report.claims import compare_arms
 from scripts.report.runs import Arm, Setting
 
 MARKS = 12  # markers per line, about
@@ -48,7 +49,7 @@ def plot_difference(setting: Setting, baseline: str) -> Figure | None:
 
     def subtract(arm: Arm) -> Points:
         base = setting.counterpart(arm, baseline)
-        return {step: estimate_interval([pair_differences(arm, base, step)])[:3] for step in steps} if base else {}
+        return {step: compare_arms(arm, base, step)[:3] for step in steps} if base else {}
 
     lines = draw_arms(setting, subtract)
     if lines:
@@ -148,7 +149,7 @@ def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
     figure = Figure((width, 1.2 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, nats per token (left of 0: better)")
     for place, (setting, arm, base) in enumerate(rows):
-        found, look = estimate_interval([pair_differences(arm, base, setting.end)]), style_arm(setting, arm)
+        found, look = compare_arms(arm, base, setting.end), style_arm(setting, arm)
         axes.plot([found.low, found.high], [place, place], color=look["color"], linewidth=2)
         axes.plot(found.mean, place, color=look["color"], marker=look["marker"])
         theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
@@ -170,7 +171,7 @@ def plot_pairs(setting: Setting, baseline: str) -> Figure | None:
     figure = Figure((3 + 0.62 * len(arms), 2 + 0.35 * len(arms)), layout="constrained")
     axes, decided = figure.add_subplot(), np.zeros((len(arms), len(arms)))
     for arm, other in pairs:
-        found = estimate_interval([pair_differences(arm, other, setting.end)])
+        found = compare_arms(arm, other, setting.end)
         row, column = arms.index(arm), arms.index(other)
         sure = found.seeds > 1 and found.decide("lower", "higher") != UNDECIDED
         decided[row, column] = found.mean if sure else 0

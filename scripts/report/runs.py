@@ -16,13 +16,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import configure
 from configure.schema import KEYS
+from data.bins import check_lengths, fingerprint, open_tokens, read_meta
+from data.loader import fixed_windows, window_documents
 from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.folder import explain_missing
 from runtime.metrics import read_metrics
+from runtime.output import plural
 from scripts.watch.runs import find_runs
 
 # What differs between arms of one setting.
@@ -89,6 +94,27 @@ class Run:
     def logged(self, key: str) -> dict[int, float]:
         """{step: value} of the lines of training that have the key."""
         return {line["step"]: line[key] for line in self.logs if key in line}
+
+    @cached_property
+    def documents(self) -> np.ndarray | None:
+        """(W,) equal numbers for validation windows of one document; None if that is not known.
+
+        A run of before they were recorded has them from its data set, if that is still there.
+        """
+        for line in self.evaluations.values():
+            if "val/window_documents" in line:
+                return np.array(line["val/window_documents"])
+        folder = Path(self.config.data.dir, self.config.data.name)
+        try:
+            meta = read_meta(folder)
+            if read_identity(self).get("data") != fingerprint(meta)["data"]:
+                return None
+            check_lengths(folder, meta)
+            tokens, block = open_tokens(folder, "val"), self.config.model.block_size
+            of = self.config.eval
+            return window_documents(tokens, block, fixed_windows(tokens, block, of.windows, of.spread))
+        except (ValueError, OSError):
+            return None
 
     def count_windows(self, step: int) -> int:
         """Validation windows of the evaluation at `step`."""
@@ -195,7 +221,7 @@ def load_run_record(folder: Path) -> Run:
     if not (folder / "config.toml").is_file():
         raise ValueError(explain_missing(folder))
     run = Run(folder, configure.load(folder / "config.toml"), {}, [])
-    for line in read_metrics(folder / "metrics.jsonl", ("val/window_losses", "val/loads")):
+    for line in read_metrics(folder / "metrics.jsonl", ("val/window_losses", "val/window_documents", "val/loads")):
         if "train/loss" in line:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):
@@ -269,6 +295,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
             continue
         settings.append(setting)
         types[_describe_types(setting)].append(setting.label)
+        types[_describe_dependence(setting)].append(setting.label)
         if short := [f"{run.folder} ({run.progress})" for run in setting.runs if not run.ended]:
             notes.append(
                 f"{setting.label}{': ' * bool(setting.label)}unfinished or diverged: {', '.join(short)}. All are "
@@ -299,6 +326,36 @@ def _describe_types(setting: Setting) -> str:
     return f"computed in different types, so rounding is part of differences: {found}; {remedy}" * (len(arms) > 1)
 
 
+def find_documents(arms: Iterable[Arm], windows: int) -> np.ndarray | None:
+    """The document of each of that many validation windows of these arms; None if no run knows them."""
+    known = (run.documents for arm in arms for run in arm.runs.values())
+    return next((labels for labels in known if labels is not None and len(labels) == windows), None)
+
+
+def describe_windows(setting: Setting) -> str:
+    """How many validation windows there are, and of how many documents."""
+    count = setting.runs[0].count_windows(setting.end)
+    labels = find_documents(setting.arms, count)
+    if labels is None:
+        return f"{count:,} validation windows, taken as independent"
+    _, sizes = np.unique(labels, return_counts=True)
+    return f"{count:,} validation windows of {plural(len(sizes), 'document')}, at most {sizes.max()} of one"
+
+
+def _describe_dependence(setting: Setting) -> str:
+    """What intervals leave out, where documents of windows are not known or only one; else ""."""
+    count = setting.runs[0].count_windows(setting.end)
+    labels = find_documents(setting.arms, count)
+    if labels is None:
+        return (
+            f"the documents of the {count:,} validation windows are not known, since the runs are of before they were "
+            f"recorded and the data set or the checkpoints are gone: intervals take windows as independent, and are "
+            f"too narrow if many share a document"
+        )
+    one = count > 1 and not np.ptp(labels)
+    return f"the {count:,} validation windows are of one document: intervals say nothing of others" * one
+
+
 def check_same_text(setting: Setting) -> None:
     """Raise ValueError if the losses cannot be paired: other data, tokenizer, length or windows, or no common step."""
     runs, identities = setting.runs, [read_identity(run) for run in setting.runs]
@@ -309,6 +366,7 @@ def check_same_text(setting: Setting) -> None:
     for key in ("model.block_size", "data.name") if not all(identities) else ("model.block_size",):
         seen[key] = {run.value(key): run for run in runs}
     seen["number of validation windows"] = {run.count_windows(at): run for run in runs for at in setting.steps}
+    seen["eval.spread"] = {run.value("eval.spread"): run for run in runs}
     for what, of in seen.items():
         if len(of) > 1:
             (one, run), (two, other), *_ = of.items()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from eval import paper
 from model import count_parameters
-from scripts.report.claims import Finding, estimate_interval, pair_differences
+from scripts.report.claims import Finding, Judged, compare_arms
 from scripts.report.runs import Run, Setting
 
 Table = tuple[list[str], list[list[str]]]
@@ -59,7 +59,7 @@ def build_difference_table(setting: Setting, baseline: str) -> Table:
     for arm in setting.arms:
         cells = [arm.label, str(len(arm.seeds)), format_mean(arm.losses(setting.end))]
         if base := setting.counterpart(arm, baseline):
-            found = estimate_interval([pair_differences(arm, base, setting.end)])
+            found = compare_arms(arm, base, setting.end)
             cells[1] += f", {found.seeds} paired" * (found.seeds < len(arm.seeds))
             theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
             cells += [str(found), found.decide("worse", "better") if found.seeds > 1 else "undecided (one seed)"]
@@ -76,10 +76,14 @@ def build_findings_table(findings: Sequence[Finding], settings: Sequence[Setting
     head += [setting.label or "left minus right, 95%" for setting in settings]
     rows = []
     for claim, words, found, overall in findings:
-        cells = ["{} **{}**".format(*overall) if overall else ""] * several
+        cells = [_format_judged(overall)] * several
         for setting in settings:
             theirs = setting.printed.subtract(claim.left, claim.right, claim.tenth or setting.end_tenth)
-            cell = "{} **{}**".format(*found[setting.label]) if setting.label in found else ""
+            cell = _format_judged(found.get(setting.label))
             cells.append(cell + (f" (paper: {theirs:+.4f})" if cell and theirs is not None else ""))
         rows.append([words, *[claim.source] * claims, *cells])
     return head, rows
+
+
+def _format_judged(judged: Judged | None) -> str:
+    return f"{judged.interval} **{judged.verdict}**{judged.holm}" if judged else ""

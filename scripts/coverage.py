@@ -1,0 +1,90 @@
+"""How often the 95% intervals of reports contain the truth where validation windows share documents: a simulation.
+
+    python -m scripts.coverage                  a table, beside intervals that take windows as independent ("old")
+    python -m scripts.coverage --draws 20000    the same, more exactly
+
+Each draw is an array of paired differences, seeds by 128 windows, whose true mean is 0: d = seed + document + window +
+seed × document + seed × window, each normal and independent. EFFECTS are their standard deviations in that order, in
+units of the window's; "measured" is what tanh minus softmax shows on mix-bytes (docs/LOG.md). With one seed its own
+effect is left out: then the interval is about that pair of runs. Needs requirements-report.txt.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from eval.intervals import estimate_interval, half_width
+from runtime.output import require_packages, text_table
+
+EFFECTS = {
+    "measured": (0.6, 0.9, 1.0, 0.5, 1.3),
+    "documents alike": (0.6, 0.0, 1.0, 0.0, 1.3),
+    "seeds alike": (0.0, 0.9, 1.0, 0.5, 1.3),
+    "seeds differ": (2.0, 0.9, 1.0, 0.5, 1.3),
+}
+WINDOWS = 128
+BOOKS = [35, 25, 18, 4, 4, 2, 2, 2, 2, 2, 2, *[1] * 30]  # windows by document of mix-bytes, evenly over its tokens
+SPREAD = [2] * 53 + [1] * 22  # and spread over its documents
+SIZES = {**{f"{n} each": [n] * (WINDOWS // n) for n in (1, 4, 8, 16)}, "35, 25, 18, …": BOOKS, "at most 2": SPREAD}
+SEEDS = (1, 2, 3, 5)
+
+
+def draw_differences(rng: np.random.Generator, effects: Sequence[float], labels: np.ndarray, seeds: int) -> np.ndarray:
+    """One array of paired differences, (S, W); `labels`: (W,), the document of each window."""
+    seed, document, window, seed_document, seed_window = effects
+    of_documents = document * rng.standard_normal(labels[-1] + 1)
+    of_documents = of_documents + seed_document * rng.standard_normal((seeds, labels[-1] + 1))  # (S, D)
+    of_windows = window * rng.standard_normal(len(labels)) + seed_window * rng.standard_normal((seeds, len(labels)))
+    return of_documents[:, labels] + of_windows + seed * (seeds > 1) * rng.standard_normal((seeds, 1))
+
+
+def old_half_width(d: np.ndarray) -> float:
+    """Half the interval of before: seeds and windows are independent, and their remainder counts twice."""
+    S, W = d.shape
+    parts = [(d.mean(0).var(ddof=1) / W, W - 1.0)]
+    if S > 1:
+        parts.append((d.mean(1).var(ddof=1) / S, S - 1.0))
+    return half_width(parts, 0.05)
+
+
+def simulate_coverage(effects: Sequence[float], sizes: Sequence[int], seeds: int, draws: int) -> tuple[float, float]:
+    """Parts of the old and of the new intervals that contain the truth. The same numbers each time."""
+    rng, labels = np.random.default_rng([seeds, *sizes]), np.repeat(np.arange(len(sizes)), sizes)
+    old = new = 0
+    for _ in range(draws):
+        d = draw_differences(rng, effects, labels, seeds)
+        found = estimate_interval([d], documents=[labels])
+        old += abs(found.mean) <= old_half_width(d)
+        new += found.low <= 0 <= found.high
+    return old / draws, new / draws
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 2 after an error that is the user's to fix."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.coverage", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--draws", type=int, default=2000, help="of each cell (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        require_packages("scipy")
+        if args.draws < 1:
+            raise ValueError(f"--draws {args.draws}: expected 1 or more")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = []
+    for name, effects in EFFECTS.items():
+        for label, sizes in SIZES.items():
+            cells = [simulate_coverage(effects, sizes, seeds, args.draws) for seeds in SEEDS]
+            rows.append([name, label, *(f"{old:.3f} {new:.3f}" for old, new in cells)])
+    print(text_table(("effects", "windows of a document", *(f"{n} seeds: old, new" for n in SEEDS)), rows, left=2))
+    print(f"{args.draws:,} draws of a cell, so ± {1.96 * math.sqrt(0.05 * 0.95 / args.draws):.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
