@@ -5,15 +5,17 @@ import json
 import pytest
 import torch
 from numerics import assert_near, seeded, tolerance
-from runs import column, run
+from runs import REPO_ROOT, column, run
 from test_initial import refused, start
 
+import configure
 import scripts.export.__main__ as export
 from data.bins import open_tokens
 from data.loader import Loader
 from eval.trained import load_model
+from model import count_parameters
 from runtime.folder import path_of
-from runtime.open_moe import FAMILIES, find_misfits, from_open
+from runtime.open_moe import FAMILIES, find_misfits, from_open, make_open_config
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 256}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "num_local_experts": 8}
@@ -162,3 +164,17 @@ def test_a_run_with_selection_biases_needs_our_code(tiny, tmp_path, capsys):
     assert "the run has a selection bias (train.bias_update_rate), unlike Olmoe" in capsys.readouterr().err
     assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/modeling_nanokern.py").is_file()
+
+
+def test_the_preset_has_the_shape_of_olmoe():
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    model = configure.load(REPO_ROOT / "config/olmoe.toml").model
+    with torch.device("meta"):
+        theirs = OlmoeForCausalLM(OlmoeConfig(intermediate_size=1024))  # whose other defaults are the released model's
+    total, active = count_parameters(model)
+    assert total == sum(p.numel() for p in theirs.parameters()) == 6_919_161_856
+    assert active == total - 16 * 56 * 3 * 2048 * 1024  # without 56 of 64 experts in each of 16 layers
+    written = make_open_config(model, "olmoe")
+    shared = written.keys() & SIZES.keys()
+    assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}
