@@ -137,7 +137,7 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
     keys = ["n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings"]
     dense, was_dense = ROUTERS[model.router] is None, ROUTERS[theirs.router] is None
     keys += ["router"] if dense != was_dense else []
-    keys += ["n_kv_head"] if kv_heads(theirs) != kv_heads(model) else []
+    keys += ["n_kv_head"] if kv_heads(theirs) != (model.n_kv_head or theirs.n_head) else []  # once n_head is theirs
     keys += ["rope_base"] if theirs.pos == "rope" else []
     if not was_dense:
         keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]

@@ -184,7 +184,7 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert not folder.path_of(fresh).exists()
 
 
-MODERN = ["model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.n_kv_head=1"]
+MODERN = ["model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.n_head=4", "model.n_kv_head=2"]
 MODERN += ["model.pos=rope", "model.rope_base=500"]
 EXPORTED = {
     "mixture": MOVED,
@@ -218,7 +218,7 @@ def test_another_block_is_named_with_what_it_needs(tiny, tmp_path, dense):
     with pytest.raises(RunError) as error:
         start(tiny(f"train.init_from={tmp_path / 'export'}"))
     needed = str(error.value).split(". Add ")[1].split()
-    keys = {"activation=silu", "gated=true", "norm=rmsnorm", "pos=rope", "n_kv_head=1", "rope_base=500.0"}
+    keys = {"activation=silu", "gated=true", "norm=rmsnorm", "pos=rope", "n_head=4", "n_kv_head=2", "rope_base=500.0"}
     keys |= {"router=dense", "top_k=5"} if dense else {"qk_norm=all", "n_shared_expert=1", "n_dense_layer=1"}
     assert {word.removeprefix("--model.") for word in needed} >= keys - {"top_k=5"}
     _, words = start(tiny(f"train.init_from={tmp_path / 'export'}", *needed))
