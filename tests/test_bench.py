@@ -189,9 +189,8 @@ def assert_same(function, leaves, experts, d_out):
 def test_moe(small_ceiling, run_bench):
     rows, _ = run_bench("moe", *TINY, "--rounds=1", "--dtype", "float32", "bfloat16")
     names = ["kernels", "F.grouped_mm", "loop", "dense", "matmul ceiling"]
-    assert [(row["implementation"], row["dtype"]) for row in rows] == [
-        (name, dtype) for dtype in ("float32", "bfloat16") for name in names
-    ]
+    wanted = [(name, dtype) for dtype in ("float32", "bfloat16") for name in names]
+    assert [(row["implementation"], row["dtype"]) for row in rows] == wanted
     kernels, *_, dense, ceiling = rows[:5]
     assert kernels["over kernels"] == dense["over dense"] == 1
     assert kernels["over dense"] == pytest.approx(kernels["forward+backward ms"] / dense["forward+backward ms"])
@@ -265,9 +264,8 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     arguments = ["--routers", "dense", "kern", "--dtype", "float32", "bfloat16", "--peers", "olmoe-eager", "nanogpt"]
     rows, printed = run_bench("step", tiny_file, *arguments)
     assert "skipped olmoe-eager float32 off: ImportError: No module named 'transformers'" in printed
-    assert [(row["router"], row["dtype"], row["compile"]) for row in rows] == [
-        (router, dtype, "off") for dtype in ("float32", "bfloat16") for router in ("dense", "kern", "nanogpt")
-    ]
+    cases = [(model, dtype) for dtype in ("float32", "bfloat16") for model in ("dense", "kern", "nanogpt")]
+    assert [(row["router"], row["dtype"], row["compile"]) for row in rows] == [(*case, "off") for case in cases]
     assert [row["ratio"] for row in rows] == [1, 2, 4] * 2
     assert [row["tokens/s"] for row in rows] == [1024, 512, 256] * 2  # 8 · 32 a step
     # A layer's active weights: 4·32² of attention, 2·32·8·2 of experts, 32·8 of the router; the head's 257·32.
@@ -286,9 +284,8 @@ def test_step_compiled(tiny_file, run_bench, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, *more, **still: compiled.append(model) or model)
     arguments = ["--routers", "dense", "--peers", "nanogpt", "--compile", "on", "off", "--rounds=1"]
     rows, _ = run_bench("step", tiny_file, *arguments)
-    assert [(row["compile"], row["router"]) for row in rows] == [
-        (mode, model) for mode in ("off", "on") for model in ("dense", "nanogpt")
-    ]
+    wanted = [("off", "dense"), ("off", "nanogpt"), ("on", "dense"), ("on", "nanogpt")]
+    assert [(row["compile"], row["router"]) for row in rows] == wanted
     assert len(compiled) == 2 + 1  # our blocks, and another's model as a whole
 
 
@@ -477,9 +474,8 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse):
     assert [config.model.router for config in configs] == ["kern", "dense", "softmax", "sigmoid", "tanh"]
     assert {(config.data.name, config.train.max_steps) for config in configs} == {(name, 10 if rehearse else 80)}
     assert f"python -m scripts.report {configs[0].run.dir}/*" in printed
-    kernels, steps, compiled = (
-        {word for word in asked[name] if word.startswith("tests/")} for name in ("kernels", "steps", "compiled")
-    )
+    pieces = ("kernels", "steps", "compiled")
+    kernels, steps, compiled = ({word for word in asked[name] if word.startswith("tests/")} for name in pieces)
     mark = "mark." + "gpu"
     marked = {f"tests/{file.name}" for file in (REPO_ROOT / "tests").glob("test_*.py") if mark in file.read_text()}
     assert steps | kernels == marked and not steps & kernels and compiled == steps

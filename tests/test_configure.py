@@ -400,6 +400,15 @@ def test_group_is_the_files_name_for_every_point_and_stays_in_the_runs_own_file(
     assert load(file, ["--model.router=kern", "--optim.lr=1", "--log.group=mine"]).log.group == "mine"
 
 
+def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
+    """In the run's own config.toml, which has every key of its day, but in no file that a user writes."""
+    old = re.sub("spread = .*\n", "", dumps(load(write("[model]\nn_layer = 2"))))
+    assert load(write(old, "config.toml")).eval.spread == "tokens"
+    assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
+    assert load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
+    assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
+
+
 # ---- back to text
 
 

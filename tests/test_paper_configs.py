@@ -108,10 +108,10 @@ def test_parameters_are_the_digests(stem):
 def test_runs_are_those_of_the_paper(stem):
     routers, sets, length, shapes = PAPER[stem]
     seeds = [0, 1, 2] if stem == "seeds" else [0]
-    found = [
-        (c.model.router, c.data.name, (c.model.n_expert, c.model.top_k, c.model.expert_hidden), c.run.seed)
-        for c in runs(stem)
-    ]
+    found = []
+    for c in runs(stem):
+        shape = (c.model.n_expert, c.model.top_k, c.model.expert_hidden)
+        found.append((c.model.router, c.data.name, shape, c.run.seed))
     assert sorted(found) == sorted((r, d, s, seed) for r in routers for d in sets for s in shapes for seed in seeds)
     assert {c.model.block_size for c in runs(stem)} == {length}
 
@@ -165,9 +165,8 @@ def test_files_hold_differences_and_say_where_from(stem):
 def test_every_file_is_a_row_of_the_document():
     """Each row has the file's number of runs, and the last row their sum."""
     lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
-    rows = {
-        cells[1].strip("` "): int(cells[3]) for line in lines if len(cells := line.split("|")) == 7 and "`" in cells[1]
-    }
+    cells = [line.split("|") for line in lines]
+    rows = {row[1].strip("` "): int(row[3]) for row in cells if len(row) == 7 and "`" in row[1]}
     assert rows == {stem: len(configure.sweep_points(file)) for stem, file in FILES.items()}
     (total,) = (line.split("|")[3] for line in lines if line.startswith("| all |"))
     assert int(total) == sum(rows.values())

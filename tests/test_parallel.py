@@ -601,9 +601,8 @@ def jobs(folder, alone):
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
     nodes += [f"--run.dir={(folder / 'nodes').as_posix()}", "--train.parallel=fsdp"]
     nodes += [f"--{key}" for key in [*ALL, *MODELS["kern"], alone("kern")[0]]]
-    return run_torchrun(
-        {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")} | {"node 0": nodes, "node 1": nodes}
-    )
+    ended = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")}
+    return run_torchrun(ended | {"node 0": nodes, "node 1": nodes})
 
 
 @pytest.mark.integration

@@ -470,10 +470,8 @@ def test_unknown_experiments_are_refused(tmp_path):
     for name in ("books3", "nothing", "../paper/books4"):
         with pytest.raises(ValueError) as refused:
             read_paper_losses(name, {})
-        known = (
-            "arxiv_512, books3_512, books3_1024, len2048, large_model_350M, large_model_1.3B, large_gra, large_spa, "
-        )
-        said = f"--experiment {name}: not a file in config/paper; the paper prints losses of {known}sparsity, "
+        known = "arxiv_512, books3_512, books3_1024, len2048, large_model_350M, large_model_1.3B, large_gra, large_spa"
+        said = f"--experiment {name}: not a file in config/paper; the paper prints losses of {known}, sparsity, "
         assert str(refused.value) == f"{said}relu_table, seeds"
     setting = make_paper_setting(tmp_path, "kern_after")
     for name in ("kern_after", "downstream"):  # a figure alone, and accuracies
