@@ -61,7 +61,7 @@ def compare(folders: Sequence[Path]) -> None:
     changes = [line for line in configure.differences(a.config, b.config) if not line.startswith("run.name:")]
     print("\n  ".join(["config, A -> B", *changes]) if changes else "The configs differ only in run.name.")
     setting = Setting("", {}, [Arm(side, "", (), {0: run}) for side, run in (("A", a), ("B", b))])
-    check_same_text(setting)
+    check_same_text(setting.runs, setting.steps)
     print("\n" + text_table(("", "A", "B"), list(zip(COLUMNS, summarize_run(a), summarize_run(b), strict=True))))
     print(f"\nvalidation loss, nats per token\n{format_losses(setting)}")
     print(

@@ -4,6 +4,7 @@
     python -m scripts.report runs                                            every run in the folder
     python -m scripts.report runs/books3_512-* --experiment books3_512       the paper's numbers beside the runs'
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
+    python -m scripts.report runs/gate_norm-* --over model.gate_norm         a curve for each router over that key
 
 Writes report.md with its pictures, and report.html, which contains all of it. Runs are paired by seed and by validation
 window. Runs of one corpus, size and schedule are one setting: each setting has its own tables. Every pair of routers
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
+    parser.add_argument("--over", metavar="KEY", help="instead: loss against this key, such as optim.lr")
     parser.add_argument("--out", type=Path, help="folder (default: report-NAME beside the runs, NAME by their names)")
     args = parser.parse_args(argv)
     try:
@@ -48,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> None:
     """The command. Raises ValueError and OSError before anything is written."""
     require_packages("matplotlib", "scipy")
+    from scripts.report.curves import collect_curves, write_curves
     from scripts.report.page import write_report
 
     folders = expand_folders(args.runs)
     runs, notes = load_run_records(folders)
+    if args.over:
+        curves = collect_curves(runs, args.over)
+        out = make_folder(args.out, folders)
+        return print(f"{write_curves(curves, len(runs), notes, out)}\nreport: {out}/report.html")
     settings, more = group_runs(runs)
     if args.experiment:
         for setting in settings:
@@ -59,13 +66,7 @@ def report(args: argparse.Namespace) -> None:
     names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
     if args.baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    out = args.out or name_folder([folder for folder in folders if (folder / "config.toml").is_file()])
-    if (out / "config.toml").is_file():
-        raise ValueError(f"--out {out}: a run's folder; name another")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{out}: {error.strerror}; name another folder with --out") from None
+    out = make_folder(args.out, folders)
     notes = find_ambiguous(settings, args.baseline) + more + notes
     findings = write_report(settings, notes, args.baseline, args.experiment, out)
     print(text_table(COLUMNS, [summarize_run(run) for run in runs], left=3))
@@ -84,6 +85,18 @@ def format_finding(finding: Finding) -> list[str]:
         place = f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}"
         lines.append(f"{place}: {found.verdict}{found.holm}, {found.interval}")
     return lines
+
+
+def make_folder(out: Path | None, folders: Sequence[Path]) -> Path:
+    """Make `out`, or by default the folder that `name_folder` names. Raises ValueError if it cannot be."""
+    out = out or name_folder([folder for folder in folders if (folder / "config.toml").is_file()])
+    if (out / "config.toml").is_file():
+        raise ValueError(f"--out {out}: a run's folder; name another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out}: {error.strerror}; name another folder with --out") from None
+    return out
 
 
 def name_folder(folders: Sequence[Path]) -> Path:

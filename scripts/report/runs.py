@@ -277,19 +277,19 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
         first = groups[setting][run.values(ARM_KEYS)].setdefault(run.config.run.seed, run)
         if first is not run:
             left_out.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
-    varying = _find_varying(groups)
+    varying = find_varying(groups)
     naming = _choose_names(groups, varying)
-    constants = _find_varying(arm[1:] for arms in groups.values() for arm in arms)
+    constants = find_varying(arm[1:] for arms in groups.values() for arm in arms)
     order, settings = list(STYLES), []
     for values, arms in sorted(groups.items(), key=lambda item: [dict(item[0])[key] for key in varying]):
         found = [
-            Arm(", ".join([router, *_name_values(rest, constants)]), router, tuple(rest), seeds)
+            Arm(", ".join([router, *name_values(rest, constants)]), router, tuple(rest), seeds)
             for ((_, router), *rest), seeds in arms.items()
         ]
         found.sort(key=lambda arm: (order.index(arm.router) if arm.router in order else len(order), arm.constants))
-        setting = Setting(", ".join(_name_values(values, naming)), dict(values), found, varying=varying)
+        setting = Setting(", ".join(name_values(values, naming)), dict(values), found, varying=varying)
         try:
-            check_same_text(setting)
+            check_same_text(setting.runs, setting.steps)
         except ValueError as error:
             errors.append(error)
             continue
@@ -356,16 +356,20 @@ def _describe_dependence(setting: Setting) -> str:
     return f"the {count:,} validation windows are of one document: intervals say nothing of others" * one
 
 
-def check_same_text(setting: Setting) -> None:
-    """Raise ValueError if the losses cannot be paired: other data, tokenizer, length or windows, or no common step."""
-    runs, identities = setting.runs, [read_identity(run) for run in setting.runs]
-    seen = {}
+def check_same_text(runs: Sequence[Run], steps: Sequence[int]) -> None:
+    """Raise ValueError if the losses at `steps` cannot be paired: other data, tokenizer, length or windows, or no step.
+
+    A step is at most a run's last evaluation; -1 is that one.
+    """
+    seen, identities = {}, [read_identity(run) for run in runs]
     for what in ("data", "tokenizer"):
         known = [(identity[what], run) for identity, run in zip(identities, runs, strict=True) if what in identity]
         seen[f"{what} (sha256 in their checkpoints)"] = dict(known)
     for key in ("model.block_size", "data.name") if not all(identities) else ("model.block_size",):
         seen[key] = {run.value(key): run for run in runs}
-    seen["number of validation windows"] = {run.count_windows(at): run for run in runs for at in setting.steps}
+    seen["number of validation windows"] = {
+        run.count_windows(max(run.evaluations) if at < 0 else at): run for run in runs for at in steps
+    }
     seen["eval.spread"] = {run.value("eval.spread"): run for run in runs}
     for what, of in seen.items():
         if len(of) > 1:
@@ -374,9 +378,9 @@ def check_same_text(setting: Setting) -> None:
                 f"{run.folder} and {other.folder}: {what} is {str(one):.20} and {str(two):.20}, so their losses are of "
                 f"different text; {REMEDY}"
             )
-    if not setting.steps:
-        steps = "; ".join(f"{run.folder} at {', '.join(map(str, list(run.evaluations)[:4]))} …" for run in runs[:2])
-        raise ValueError(f"evaluated at no common step ({steps}); leave out runs that lack steps, or {REMEDY}")
+    if not steps:
+        found = "; ".join(f"{run.folder} at {', '.join(map(str, list(run.evaluations)[:4]))} …" for run in runs[:2])
+        raise ValueError(f"evaluated at no common step ({found}); leave out runs that lack steps, or {REMEDY}")
 
 
 def read_identity(run: Run) -> dict[str, Any]:
@@ -389,7 +393,7 @@ def read_identity(run: Run) -> dict[str, Any]:
         return {}
 
 
-def _find_varying(rows: Iterable[Sequence[tuple[str, Any]]]) -> list[str]:
+def find_varying(rows: Iterable[Sequence[tuple[str, Any]]]) -> list[str]:
     """Keys that have several values."""
     return [columns[0][0] for columns in zip(*rows, strict=True) if len(set(columns)) > 1]
 
@@ -398,13 +402,13 @@ def _choose_names(settings: Iterable[Sequence[tuple[str, Any]]], keys: list[str]
     """The keys that label settings: all of `keys`, but without some that are not needed where labels are long."""
     for key in sorted(keys[::-1], key=lambda key: key in TELLING):
         fewer = [other for other in keys if other != key]
-        long, short = ([", ".join(_name_values(values, of)) for values in settings] for of in (keys, fewer))
+        long, short = ([", ".join(name_values(values, of)) for values in settings] for of in (keys, fewer))
         if max(map(len, long)) > LABEL and len({*short}) == len(short):
             keys = fewer
     return keys
 
 
-def _name_values(values: Iterable[tuple[str, Any]], keys: Sequence[str]) -> list[str]:
+def name_values(values: Iterable[tuple[str, Any]], keys: Sequence[str]) -> list[str]:
     """Text stands alone, a number after the last word of its key; empty text is left out."""
     given = [(key.split(".")[1], value) for key, value in values if key in keys and value != ""]
     return [value if isinstance(value, str) else f"{name} {value:.12g}" for name, value in given]
