@@ -298,7 +298,7 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
     if model.n_dense_layer >= model.n_layer and model.router != "dense":
         errors.append(
             f"model.n_dense_layer = {model.n_dense_layer} leaves no layer with experts of model.n_layer = "
-            f"{model.n_layer}; set --model.router=dense or --model.n_dense_layer={max(0, model.n_layer - 1)}"
+            f"{model.n_layer}; set --model.n_dense_layer={model.n_layer - 1} or --model.router=dense"
         )
 
     group = train.micro_batch_size * world_size

@@ -140,7 +140,7 @@ PEERS = {
 @pytest.mark.numerics
 @pytest.mark.parametrize("peer", PEERS)
 def test_model_equals_that_of_transformers(peer):
-    """Logits, loss and the gradients of all weights. Norms and routers compute in fp32 there: some 8 of each layer."""
+    """Logits, loss and the gradients of all weights. Norms and routers compute in fp32 there: 8 a layer and pass."""
     make, update = PEERS[peer]
     model = build(**update)
     theirs = load_theirs(model, make(model.config).double().eval())
@@ -156,8 +156,8 @@ def test_model_equals_that_of_transformers(peer):
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     ours = {their_name(name): grad.mT if ".experts." in name else grad for name, grad in grads.items()}
     assert ours.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert_near(ours[name], grad, near, name)
+    for name, grad in wanted.items():  # which go through both passes
+        assert_near(ours[name], grad, tolerance(torch.float32, 32, roundings=48), name)
     assert out.stats.loads.shape == (3 - model.config.n_dense_layer, B, 8)
 
 
@@ -354,7 +354,7 @@ def test_defaults_are_the_papers():
         ),
         (
             {"n_dense_layer": 3},
-            "no layer with experts of model.n_layer = 3; set --model.router=dense or --model.n_dense",
+            "no layer with experts of model.n_layer = 3; set --model.n_dense_layer=2 or --model.router=dense",
         ),
         ({"backend": "triton"}, "not model.gated = true; set --model.backend=auto"),
         ({"backend": "triton", "gated": False}, "not model.activation = silu; set --model.backend=auto"),

@@ -100,7 +100,7 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
 ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
-COMPARED = (*ANY, "pair", "idle", "saved")  # with a run on one rank
+COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
