@@ -393,17 +393,19 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     read, write = os.pipe()
     if not (holder := os.fork()):
         with folder.claim(path, ALONE):
-            signal.alarm(600)  # and it ends
+            signal.alarm(600)
             os.write(write, b"locked")
             signal.pause()
     os.read(read, 6)
     before = content(path)
-    assert main() == 2
+    try:
+        assert main() == 2
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
     error = capsys.readouterr().err
     assert f"another process trains this run (process {holder} on {os.uname().nodename}" in error and "--fresh" in error
     assert content(path) == before
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
     assert main() == 0  # the file is there still, the lock is not
     assert steps(tiny())[-1] == 4
 
