@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from data import DataError
 from data.sources import SOURCES
-from data.tokenizer import RANKS_FILE, Tokenizer, load_tokenizer
+from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 from runtime.output import plural, short_path
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
@@ -185,8 +185,10 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that made this set, from the set's own files; needs no network."""
-    ranks = Path(folder, RANKS_FILE)
-    return load_tokenizer(read_meta(folder).tokenizer["name"], ranks if ranks.is_file() else None)
+    of, ranks, file = read_meta(folder).tokenizer, Path(folder, RANKS_FILE), Path(folder, TOKENIZER_FILE)
+    if file.is_file():
+        return FileTokenizer(of["name"], file.read_bytes(), of["eot"])
+    return load_tokenizer(of["name"], ranks if ranks.is_file() else None)
 
 
 def check_dataset(folder: str | Path, vocab_size: int) -> Meta:

@@ -31,7 +31,7 @@ from data.encode import Encoder
 from data.readers import Input
 from data.sources import SHAKESPEARE, SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.split import choose_split, explain_empty_split, validation_inputs, warn_of_weak_validation
-from data.tokenizer import TOKENIZERS, Tokenizer, TokenizerError, load_tokenizer
+from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
 from runtime.output import format_size, plural
@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
     add("--text-field", default="text", metavar="FIELD", help="field of JSON rows or parquet (default: %(default)s)")
     add("--name", help="name of the data set (default: the corpus')")
-    add("--tokenizer", choices=TOKENIZERS, help="default: bytes for stdlib, else gpt2")
+    add("--tokenizer", metavar="NAME", help="bytes, gpt2, or a folder with tokenizer.json (default: see --list)")
     add("--bpe-ranks", metavar="FILE", help="GPT-2's BPE file (default: tiktoken's cache, then its download)")
     add("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
     add("--val-fraction", type=float, metavar="F", help="share of the documents for validation (default: see --list)")

@@ -1,6 +1,8 @@
-"""Text to token ids and back: UTF-8 bytes, or GPT-2's byte-pair encoding."""
+"""Text to token ids and back: UTF-8 bytes, GPT-2's byte-pair encoding, or a tokenizer.json of Hugging Face."""
 
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import tempfile
@@ -15,6 +17,7 @@ from data import DataError
 from runtime.output import first_line
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
 RANKS_FILE = "gpt2.tiktoken"
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -99,12 +102,72 @@ class GPT2Tokenizer:
         return self.bpe.decode([int(i) for i in ids], errors="replace")
 
 
-Tokenizer = ByteTokenizer | GPT2Tokenizer
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face, by the library `tokenizers`. `hash` is the sha256 of that file.
+
+    Args:
+        name: what to call it, such as the name of its model's folder.
+        content: of the file.
+        eot: the id that ends a document.
+    """
+
+    def __init__(self, name: str, content: bytes, eot: int) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # data.prepare has processes
+        import tokenizers
+
+        self.name, self.eot, self.hash = name, eot, hashlib.sha256(content).hexdigest()
+        self.files = {TOKENIZER_FILE: content}
+        self.file = tokenizers.Tokenizer.from_buffer(content)
+        self.file.encode_special_tokens = True  # their texts are ordinary text
+        self.vocab_size = 1 + max(self.file.get_vocab().values())
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """One uint16 array, (n,), per text, without special tokens. Lone surrogates become U+FFFD."""
+        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+        encoded = self.file.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint16) for one in encoded]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0].tolist()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""
+        return self.file.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def read_tokenizer_folder(folder: Path) -> FileTokenizer:
+    """The tokenizer of a model's folder: its tokenizer.json, and the id that its config.json ends a text with.
+
+    Raises:
+        TokenizerError: a file is missing or unreadable, names no such id, or has more ids than uint16 holds.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise TokenizerError(f"{folder}: a tokenizer.json needs the library tokenizers: pip install tokenizers")
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        eot = config["eos_token_id"]
+        eot = eot[0] if isinstance(eot, list) else eot
+        found = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
+    except KeyError:
+        raise TokenizerError(f"{folder}/config.json: no eos_token_id, which ends a document; add it") from None
+    except Exception as error:  # the library raises its own, all of them plain Exceptions
+        raise TokenizerError(
+            f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs "
+            f"{TOKENIZER_FILE} and config.json, as in a model's folder on the Hugging Face hub"
+        ) from error
+    if type(eot) is not int or not 0 <= eot < found.vocab_size or found.vocab_size > 2**16:
+        fault = f"{found.vocab_size:,} ids, and shards of uint16 hold 65,536" if type(eot) is int else "no id"
+        raise TokenizerError(f"{folder}: eos_token_id is {eot!r}, {fault}; use another tokenizer")
+    return found
+
+
+Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
 TOKENIZERS = (ByteTokenizer.name, GPT2Tokenizer.name)
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`. `ranks` is GPT-2's BPE file; `bytes` ignores it.
+    """The tokenizer called `name`, or in the folder `name`. `ranks` is GPT-2's BPE file; others ignore it.
 
     Raises:
         TokenizerError: the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
@@ -113,7 +176,10 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
         return ByteTokenizer()
     if name == GPT2Tokenizer.name:
         return GPT2Tokenizer(_read_bpe_file(ranks))
-    raise TokenizerError(f"no tokenizer {name!r}: choose one of {', '.join(TOKENIZERS)}")
+    if Path(name).is_dir():
+        return read_tokenizer_folder(Path(name))
+    known = ", ".join([*TOKENIZERS, f"a folder with {TOKENIZER_FILE}"])
+    raise TokenizerError(f"no tokenizer {name!r}: choose one of {known}")
 
 
 def identity(tokenizer: Tokenizer | str) -> dict:
@@ -125,10 +191,35 @@ def identity(tokenizer: Tokenizer | str) -> dict:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token by id, without end-of-text, which is the last id."""
+    """The bytes of each token by id; without end-of-text where that is the last id, else b"" for special tokens."""
     if isinstance(tokenizer, ByteTokenizer):
         return [bytes([i]) for i in range(256)]
-    return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
+    of_bytes = "ByteLevel" in str(json.loads(tokenizer.files[TOKENIZER_FILE])["decoder"])
+    special = {i for i, token in tokenizer.file.get_added_tokens_decoder().items() if token.special} | {tokenizer.eot}
+    texts = ["" if i in special else tokenizer.file.id_to_token(i) or "" for i in range(tokenizer.vocab_size)]
+    return [_bytes_of_token(text, of_bytes) for text in texts]
+
+
+def _bytes_of_token(text: str, of_bytes: bool) -> bytes:
+    """The bytes that a token of a tokenizer.json decodes to; `of_bytes`: each of its characters stands for one."""
+    if of_bytes and all(character in FROM_CHARACTERS for character in text):
+        return bytes(FROM_CHARACTERS[character] for character in text)
+    if match := re.fullmatch("<0x([0-9A-F]{2})>", text):  # a byte that has no other token
+        return bytes([int(match[1], 16)])
+    return text.replace("▁", " ").encode()
+
+
+SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+HIDDEN = [byte for byte in range(256) if byte not in SEEN]
+CHARACTERS = {byte: chr(byte) for byte in SEEN} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+FROM_CHARACTERS = {character: byte for byte, character in CHARACTERS.items()}
+
+
+def printable(token: bytes) -> str:
+    """Each byte as a visible character, as in GPT-2's files: printable Latin-1 unchanged, the others from U+0100 on."""
+    return "".join(CHARACTERS[byte] for byte in token)
 
 
 def _read_bpe_file(ranks: str | Path | None = None) -> bytes:

@@ -15,11 +15,12 @@ import numpy as np
 
 from data import DataError
 from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
-from data.tokenizer import RANKS_FILE, Tokenizer, identity
+from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
 from runtime.output import sync_folder, write_atomic
 
-OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({BEGUN_FILE}|meta.json|{RANKS_FILE})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
+NAMES = f"{BEGUN_FILE}|meta.json|{RANKS_FILE}|{TOKENIZER_FILE}"
+OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
 
 
 class Writer:
@@ -177,5 +178,5 @@ def _remove_files(partial: Path) -> None:
     """Remove what a `Writer` writes, meta.json first: without it the rest is not a set."""
     (partial / "meta.json").unlink(missing_ok=True)
     for path in partial.iterdir():
-        if path.suffix in (".bin", ".tmp") or path.name == RANKS_FILE:
+        if path.suffix in (".bin", ".tmp") or path.name in (RANKS_FILE, TOKENIZER_FILE):
             path.unlink()

@@ -21,7 +21,7 @@ from attention import kv_heads
 from configure import Config
 from configure.schema import Model
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
-from data.tokenizer import TOKENIZERS, identity
+from data.tokenizer import TOKENIZERS, FileTokenizer, identity
 from gate_norm import gate_scale
 from model import GPT
 from router import ROUTERS
@@ -306,8 +306,12 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
         raise _wrong_tokenizer("not a byte-level one", data, meta)
     tokenizer = open_tokenizer(data)
     for text, number in vocabulary.items():
-        printable = re.fullmatch("[!-~Ġ]+", text)  # Ġ: a space, in the files of byte-level tokenizers
-        if printable and number in range(ids) and tokenizer.decode([number]) != text.replace("Ġ", " "):
+        if isinstance(tokenizer, FileTokenizer):
+            known = number not in range(ids) or tokenizer.file.id_to_token(number) == text
+        else:
+            printable = re.fullmatch("[!-~Ġ]+", text)  # Ġ: a space, in the files of byte-level tokenizers
+            known = not printable or number not in range(ids) or tokenizer.decode([number]) == text.replace("Ġ", " ")
+        if not known:
             raise _wrong_tokenizer(f"one whose id {number} is {text!r}", data, meta)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import KVCache
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, load_run
 from model import GPT
 from runtime import RunError
@@ -139,7 +139,8 @@ def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> tuple[Ten
 
 def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:
     """Compare two tokenizers on odd texts and on those that `idx` (B, T) decodes to; returns what differs."""
-    texts = ODD_TEXTS + [part for row in idx.tolist() for part in own.decode(row).split(END_OF_TEXT)]
+    ordinary = {i for i, token in enumerate(token_bytes(own)) if token}  # transformers reads the texts of special ones
+    texts = ODD_TEXTS + [own.decode([i for i in row if i in ordinary]) for row in idx.tolist()]
     for text in texts:
         ids = own.encode(text)
         if theirs.encode(text) != ids or theirs.decode(ids) != own.decode(ids):

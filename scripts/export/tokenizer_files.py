@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import END_OF_TEXT, Tokenizer, token_bytes
+from data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, FileTokenizer, Tokenizer, printable, token_bytes
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
@@ -16,13 +16,31 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
 def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -> None:
     """Write both files into `folder`.
 
-    They give the same ids, except where a text contains the end-of-text mark: transformers reads that as the token.
+    They give the same ids, except where a text contains the end-of-text mark: transformers reads that as the token. A
+    tokenizer.json stays as it is, but adds no token to a text, as data.prepare adds none.
     """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(tokenizer, FileTokenizer):
+        body = json.loads(tokenizer.files[TOKENIZER_FILE]) | {"post_processor": None}
+        end = tokenizer.file.id_to_token(tokenizer.eot)
+    else:
+        body, end = describe_tokenizer(tokenizer), END_OF_TEXT
+    config |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    write_json(Path(folder, TOKENIZER_FILE), body)
+    write_json(Path(folder, "tokenizer_config.json"), config)
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tokenizer.json of bytes or of GPT-2's encoding."""
     tokens = token_bytes(tokenizer)
     end = {"id": tokenizer.eot, "content": END_OF_TEXT, "special": True, "normalized": False}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    body = {
+    return {
         "version": "1.0",
         "added_tokens": [end],
         "pre_tokenizer": by_bytes | {"use_regex": tokenizer.name == "gpt2"},  # its regular expression is GPT-2's
@@ -34,14 +52,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -
             "merges": [[printable(left), printable(right)] for left, right in find_merges(tokens)],
         },
     }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": block_size,
-        "clean_up_tokenization_spaces": False,
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
-    }
-    write_json(Path(folder, "tokenizer.json"), body)
-    write_json(Path(folder, "tokenizer_config.json"), config)
 
 
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
@@ -60,13 +70,3 @@ def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             yield parts
-
-
-SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-HIDDEN = [byte for byte in range(256) if byte not in SEEN]
-CHARACTERS = {byte: chr(byte) for byte in SEEN} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
-
-
-def printable(token: bytes) -> str:
-    """Each byte as a visible character, as in GPT-2's files: printable Latin-1 unchanged, the others from U+0100 on."""
-    return "".join(CHARACTERS[byte] for byte in token)
