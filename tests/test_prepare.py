@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from data import bins, prepare, sources, units, verify
 from data.bins import check_dataset, read_meta
+from data.encode import split_position
 from data.sources import SOURCES
 from data.writer import open_partial
 
@@ -27,6 +28,11 @@ pytest_plugins = ["corpora"]  # its fixtures
 
 
 # from text to ids
+def test_the_split_follows_from_the_text_alone():
+    for text in (*corpus_texts(), "long " * 999):
+        assert split_position(text) == place(text)
+
+
 @given(texts=st.lists(st.text(max_size=30), max_size=30), val_fraction=st.floats(0.01, 0.99), steps=st.integers(1, 60))
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fraction, steps):
