@@ -26,10 +26,9 @@ from gate_norm import gate_scale
 from model import GPT
 from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
-from runtime.names import from_gpt2, from_hf
+from runtime.names import BUFFERS, from_gpt2, from_hf
 from runtime.open_moe import FAMILIES, from_open, read_open_config
 
-BUFFERS = ("router.c", "selection_bias")
 WEIGHTS = "model.safetensors"  # or split into several files, listed in that with .index.json
 GPT2 = {  # key of GPT2Config: its default, and what else is close enough to what model.py computes
     "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),

@@ -38,6 +38,8 @@ TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weigh
 BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
 MASKS = re.compile(r".*\.attn\.(bias|masked_bias)")  # not weights: GPT-2's causal masks in older files
 
+BUFFERS = ("router.c", "selection_bias")  # of our routers, which classes of transformers lack
+
 State = Mapping[str, Tensor]
 
 

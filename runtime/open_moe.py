@@ -12,7 +12,7 @@ from attention import kv_heads
 from configure.schema import Model
 from gate_norm import gate_scale
 from runtime import RunError
-from runtime.names import from_hf, to_hf
+from runtime.names import BUFFERS, from_hf, to_hf
 
 
 class Family(NamedTuple):
@@ -149,7 +149,7 @@ def from_open(state: State, kind: str) -> dict[str, Tensor]:
 def to_open(state: State, model: Model, kind: str) -> dict[str, Tensor]:
     """Weights of model.py as those of a family, whose gates have no constant factor: it goes to the experts' w_out."""
     family, out = FAMILIES[kind], {}
-    parameters = {name: tensor for name, tensor in state.items() if not name.endswith(("router.c", "selection_bias"))}
+    parameters = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
     for name, tensor in to_hf(parameters).items():
         name = name.replace(".mlp.router.", ".mlp.gate.").replace(".mlp.", f".{family.mlp}.")
         place, _, leaf = name.rpartition(".")
