@@ -1,13 +1,6 @@
-"""kernels/triton_experts.py against `reference`: small shapes in the interpreter on a CPU, full ones on a GPU.
+"""kernels/triton_experts.py against `reference`: small shapes in the interpreter on a CPU, full ones on a GPU."""
 
-The kernels are also compiled for A100 and H100, which needs no GPU.
-"""
-
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -316,30 +309,6 @@ def test_where_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
         run_backend(leaves, experts, d_out)
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
-
-
-@pytest.mark.integration
-def test_kernels_compile_for_a100_and_h100(tmp_path):
-    """Run scripts.aot for the flagship in float16, then again with a tile that is too wide, the others cached."""
-    again = """
-from kernels import triton_experts
-from scripts import aot
-aot.main()
-print("once more", flush=True)
-triton_experts.TILES[9]["rows"] = triton_experts.Tile(128, 256, 64, 8, 6)
-aot.main()
-"""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", again, "--shape", "125m", "--dtype", "float16"]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
-    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax"):
-        for sm in ("80", "90"):
-            assert any(line.split()[0] == sm and line.split()[3] == kernel for line in good), done.stderr
-    assert not any(line.endswith("too much") for line in good)
-    assert done.returncode == 1 and done.stderr.endswith("2 kernels take too much\n"), done.stdout + done.stderr
-    assert [line.split()[3] for line in wide if line.endswith("too much")] == ["rows", "rows"]
 
 
 FULL = {  # N, C, H, E, K

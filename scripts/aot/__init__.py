@@ -1,0 +1,1 @@
+"""What Triton makes of the kernels, without a GPU."""

@@ -1,0 +1,152 @@
+"""Compile every launch of the Triton kernels at real shapes, and read what came out.
+
+Both passes of the experts and the Triton part of the LM head run on meta tensors, and each launch is compiled instead:
+what is compiled is what would run.
+"""
+
+import inspect
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import kernels.triton_experts as triton_experts
+from kernels import triton_cross_entropy
+from kernels.cross_entropy import gradient_scale
+from scripts.aot.sass import Loop, count_blocks, find_loop
+
+SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
+    "125m": (32768, 768, 384, 64, 8, 50304),
+    "wide": (65536, 2048, 1024, 32, 4, 131072),
+    "narrow": (8192, 768, 96, 256, 64, 257),
+    "odd": (8192, 1000, 200, 48, 5, 50257),
+    "few": (8192, 768, 384, 256, 4, 32000),
+}
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int16": "i16", "int32": "i32", "int64": "i64"}
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel and what its SASS says.
+
+    Attributes:
+        name: the function's, with the names of the switches that are on.
+        tile: its block sizes, rows x columns x depth of a product.
+        warps: per block.
+        stages: of Triton's software pipeline, as asked for.
+        registers: per thread.
+        shared: bytes of shared memory per block.
+        spilled: bytes of registers per thread that went to local memory.
+        blocks: how many a multiprocessor holds at once.
+        buffers: tiles of a step of its product that fit in its shared memory; 0 for no product.
+        loop: what the main loop of a product does; None of other kernels.
+    """
+
+    name: str
+    tile: str
+    warps: int
+    stages: int
+    registers: int
+    shared: int
+    spilled: int
+    blocks: int
+    buffers: float
+    loop: Loop | None
+
+    @property
+    def other(self) -> int | None:
+        """Instructions of the main loop besides matrix products, per 4 of those; None where there are none."""
+        return round(4 * self.loop.n_other / self.loop.n_mma) if self.loop and self.loop.n_mma else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a type without its "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def name_type(value: object) -> str:
+    """Name an argument's type as Triton does."""
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[dtype_name(value.dtype)]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[dtype_name(value.base.dtype)]}{list(value.block_shape)}>"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, Any], sm: int) -> Any:
+    """Compile what a launch of `kernel` with these arguments and options would run on compute capability `sm`."""
+    signature, constants, aligned = {}, {}, {}
+    for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = name_type(value)
+        if isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def run_tool(tool: Any, option: str, cubin: bytes) -> str:
+    """Run one of CUDA's binary tools on a kernel's machine code, and return what it prints."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) -> Kernel:
+    """Read what was compiled for a launch with these arguments."""
+    cubin, warps, shared = compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared
+    usage = run_tool(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    tile = [values[side] for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values]
+    switches = [key.lower() for key, value in values.items() if value is True]
+    buffers, loop = 0.0, None
+    if "DEPTH" in values:
+        loop = find_loop(run_tool(triton.knobs.nvidia.nvdisasm, "-c", cubin))
+        size = next(v.dtype if isinstance(v, torch.Tensor) else v.base.dtype for v in values.values()).itemsize
+        buffers = shared / ((tile[0] + tile[1]) * tile[2] * size)
+    return Kernel(
+        name="+".join([name, *switches]),
+        tile="x".join(map(str, tile)),
+        warps=warps,
+        stages=compiled.metadata.num_stages,
+        registers=used["REG"],
+        shared=shared,
+        spilled=used["STACK"] + used["LOCAL"],
+        blocks=count_blocks(sm, used["REG"], shared, warps),
+        buffers=round(buffers, 1),
+        loop=loop,
+    )
+
+
+def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int) -> list[Kernel]:
+    """Compile every kernel of one shape once."""
+    found: dict[Kernel, None] = {}
+
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        values = inspect.signature(kernel.fn).bind(*arguments).arguments
+        compiled = compile_launch(kernel, values, options, sm)
+        found[read_kernel(kernel.__name__.removesuffix("_kernel"), compiled, values, sm)] = None
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with (
+        mock.patch.object(triton.runtime.JITFunction, "run", record),
+        mock.patch.object(triton_experts, "major", lambda device: sm // 10),
+    ):
+        x, w_in, w_out, weights = meta(N, C), meta(E, C, H), meta(E, H, C), meta(N, K, dtype=torch.float32)
+        out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64))
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept)
+        targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
+        triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
+    return list(found)

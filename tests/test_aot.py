@@ -1,0 +1,174 @@
+"""scripts/aot: what is read from SASS, what counts as a fault, and the kernels themselves compiled without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from runs import REPO_ROOT
+
+pytest.importorskip("triton")
+
+from scripts.aot import launches, pinned, sass  # noqa: E402
+
+HOPPER = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                    /* 0x00000a00ff017b82 */
+                                                                             /* 0x000fe20000000800 */
+        /*0010*/              @!P0 LDGSTS.E.BYPASS.128 [R39], desc[UR14][R22.64], P3 ;
+        /*0020*/                   DEPBAR.LE SB0, 0x0 ;
+.L_x_3:
+        /*0030*/                   DEPBAR.LE SB0, {wait} ;
+        /*0040*/                   HGMMA.64x128x16.F32 R24, gdesc[UR8].tnspA.tnspB, R24 ;
+        /*0050*/                   HGMMA.64x128x16.F32 R24, gdesc[UR8].tnspA.tnspB, R24, gsb0 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/              @!PT LDS RZ, [RZ] ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R17], desc[UR14][R88.64], P1 ;
+        /*0090*/              @!P1 BRA `(.L_x_3) ;
+        /*00a0*/                   DEPBAR.LE SB0, 0x0 ;
+        /*00b0*/                   STG.E.128 desc[UR14][R2.64], R4 ;
+        /*00c0*/                   EXIT ;
+.L_x_4:
+        /*00d0*/                   BRA `(.L_x_4);
+        /*00e0*/                   NOP;
+"""
+
+
+@pytest.mark.parametrize("wait", [0, 2])
+def test_a_loop_and_its_wait_are_found(wait):
+    """Waits before and after the loop, of the tensor cores, and padding do not count."""
+    found = sass.find_loop(HOPPER.format(wait=hex(wait)))
+    assert found == sass.Loop("HGMMA.64x128x16.F32", n_mma=2, n_other=4, wait=wait)
+
+
+def lines(*instructions: str) -> str:
+    """A disassembly of `instructions`, of which labels end in a colon."""
+    named = enumerate(instructions)
+    return "\n".join(text if text.endswith(":") else f"        /*{16 * i:04x}*/     {text} ;" for i, text in named)
+
+
+def test_of_unrolled_products_waits_after_the_last_copy_are_right():
+    mma, copy = "HMMA.16816.F32 R8, R4, R2, R8", "LDGSTS.E.BYPASS.128 [R3], [R4.64]"
+    steady = [copy, "DEPBAR.LE SB0, 0x2", mma, copy, "DEPBAR.LE SB0, 0x2", mma]
+    tail = ["DEPBAR.LE SB0, 0x1", mma, "DEPBAR.LE SB0, 0x0", mma, "EXIT"]
+    assert sass.find_loop(lines(*steady, *tail)) == sass.Loop("HMMA.16816.F32", 4, 4, None)  # the last copy's wait is 1
+    more = sass.find_loop(lines(*steady, *steady, *tail))
+    assert (more.n_mma, more.wait) == (6, 2)
+    drained = [text.replace("0x2", "0x0") for text in steady]
+    assert sass.find_loop(lines(*steady, *drained, *tail)).wait == 0
+
+
+def test_a_jump_back_from_a_slow_path_is_no_loop():
+    """Blackwell's waits for barriers: what follows the end tries again and jumps back."""
+    mma = "UTCHMMA gdesc[UR6], gdesc[UR8], tmem[UR5], tmem[UR14], idesc[UR15], !UPT"
+    slow = [".L_x_8:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4]", "@!P0 BRA `(.L_x_8)", "BRA `(.L_x_1)"]
+    code = lines(mma, mma, "@!P0 BRA `(.L_x_8)", ".L_x_1:", mma, "IMAD R1, R2, R3", "EXIT", *slow)
+    assert sass.find_loop(code) == sass.Loop("UTCHMMA", 3, 1, None)
+
+
+def test_a_kernel_that_is_only_a_trap_has_no_products():
+    """What Triton 3.6 makes of some loops on sm_100, without an error."""
+    assert sass.find_loop(lines("BPT.TRAP 0x1", "EXIT", ".L_x_0:", "BRA `(.L_x_0)")) == sass.Loop()
+
+
+@pytest.mark.parametrize(
+    "sm, registers, shared, warps, blocks",
+    [(90, 128, 96 * 1024, 8, 2), (90, 129, 96 * 1024, 8, 1), (90, 32, 114 * 1024, 4, 1), (90, 32, 113 * 1024, 4, 2),
+     (80, 32, 0, 4, 16), (80, 16, 56 * 1024, 4, 2), (100, 255, 0, 8, 1)],
+)  # fmt: skip
+def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
+    """One register more than 128 halves them."""
+    assert sass.count_blocks(sm, registers, shared, warps) == blocks
+
+
+LOOP = sass.Loop("HGMMA.64x128x16.F32", 4, 28, 2)
+GOOD = launches.Kernel("up", "128x128x64", 8, 3, 107, 96 * 1024, 0, 2, 3.0, LOOP)
+KEY = ("3.9", "90", "125m", "up")
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({}, None),
+        ({"spilled": 8}, "spills 8 B"),
+        ({"shared": 228 * 1024}, "too much shared memory"),
+        ({"blocks": 1}, "blocks < 2"),
+        ({"buffers": 2.0}, "buffers < 3.0"),
+        ({"loop": LOOP._replace(wait=1)}, "wait < 2"),
+        ({"loop": LOOP._replace(mma="HMMA.16816.F32")}, "not HGMMA"),
+        ({"loop": LOOP._replace(n_other=35)}, None),
+        ({"loop": LOOP._replace(n_other=36)}, "other > 1.25 x 28"),
+        ({"loop": LOOP._replace(wait=None)}, None),  # TMA loads the tiles
+        ({"tile": "128x192x32", "blocks": 3, "buffers": 5.0}, None),
+    ],
+)
+def test_what_is_worse_than_pinned_is_a_fault(change, fault):
+    pin = pinned.make_row(KEY, [GOOD])
+    faults, known = pinned.find_faults(GOOD._replace(**change), 90, True, pin)
+    assert (faults, known) == ([fault] if fault else [], [])
+
+
+def test_a_loop_that_waits_for_all_loads_is_a_fault_unless_it_is_pinned():
+    slow = GOOD._replace(loop=LOOP._replace(wait=0))
+    pin = pinned.make_row(KEY, [GOOD])
+    assert pinned.find_faults(slow, 90, True, pin) == (["waits for all loads", "wait < 2"], [])
+    assert pinned.find_faults(slow, 90, True, None) == (["waits for all loads", "not pinned"], [])
+    assert pinned.find_faults(slow, 90, True, pinned.make_row(KEY, [slow])) == ([], ["waits for all loads"])
+    spilt = GOOD._replace(spilled=8)
+    assert pinned.find_faults(spilt, 90, False, pinned.make_row(KEY, [spilt])) == ([], ["spills 8 B"])
+    assert pinned.find_faults(spilt._replace(spilled=16), 90, False, pinned.make_row(KEY, [spilt]))[0]
+
+
+def test_a_product_without_tensor_cores_is_a_fault_in_half_precision():
+    trap = GOOD._replace(loop=sass.Loop())
+    assert "no MMA" in pinned.find_faults(trap, 90, True, pinned.make_row(KEY, [trap]))[0]
+    assert pinned.find_faults(trap, 90, False, None) == ([], [])
+
+
+def test_the_worse_of_two_types_is_pinned():
+    rows = [pinned.make_row(KEY, pair) for pair in ([GOOD, GOOD._replace(blocks=1)], [GOOD._replace(blocks=1), GOOD])]
+    assert rows[0] == rows[1] and rows[0]["blocks"] == "1" and rows[0]["mma"] == "HGMMA"
+
+
+def test_pins_have_no_fault_that_is_not_named_here():
+    """Today's weight gradients load tokens' numbers in the loop that uses them, and so drain their pipeline."""
+    pins = pinned.read_pins()
+    assert {key[1] for key in pins} == {str(sm) for sm in pinned.SHARED}
+    assert {key[2] for key in pins} == set(launches.SHAPES)
+    assert {key[3].partition("+")[0] for key, row in pins.items() if row["wait"] == "0"} <= {"weight_grad"}
+    spills = {key[:2] + key[3:] for key, row in pins.items() if row["spilled"] != "0"}
+    assert spills <= {("3.6", "100", "down_grad float32")}
+
+
+def run_aot(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    given = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=given, cwd=REPO_ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.integration
+def test_kernels_compile_for_a100_and_h100(tmp_path):
+    """For the flagship in float16, then again with a tile that is too wide, the others cached."""
+    again = """
+from kernels import triton_experts
+from scripts.aot import __main__ as aot
+aot.main()
+print("once more", flush=True)
+triton_experts.TILES[9]["rows"] = triton_experts.Tile(128, 256, 64, 8, 6)
+aot.main()
+"""
+    arguments = "--sm", "80", "90", "--shape", "125m", "--dtype", "float16", "--jobs", "1"
+    done = run_aot(again, *arguments, TRITON_CACHE_DIR=str(tmp_path))
+    good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
+    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax+grad"):
+        for sm in ("80", "90"):
+            assert any(line.split()[:4] == [sm, "float16", "125m", kernel] for line in good[2:-1]), done.stderr
+    faults = [line.split()[3] for line in wide if "  too much shared memory  blocks < 1" in line]
+    assert done.returncode == 1 and done.stderr.endswith(" faults\n"), done.stdout + done.stderr
+    assert faults == ["rows", "rows+transposed"] and not any(" < " in line for line in good), done.stdout
+
+
+@pytest.mark.slow
+def test_every_kernel_is_as_good_as_pinned():
+    """Of every shape, type and architecture under the installed Triton."""
+    done = run_aot("from scripts.aot import __main__ as aot; aot.main()")
+    assert done.returncode == 0, done.stdout + done.stderr
