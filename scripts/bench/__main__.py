@@ -6,6 +6,7 @@
     python -m scripts.bench experts config/125m.toml --model.router=kern [--experts 32 64 128 256]
     python -m scripts.bench length config/125m.toml [--routers dense kern] [--lengths 512 1024 2048]
     python -m scripts.bench tune
+    python -m scripts.bench budget config/125m.toml [--routers dense kern] [--section.key=value ...]
 
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs:
          TFLOP/s, the share of a matmul's rate measured beside it, and the bytes kept for the backward pass
@@ -16,9 +17,11 @@ step     a training step (forward, backward, clipping, AdamW; no auxiliary loss)
 experts  a step with more and more experts, of which equally many are active
 length   a step at several context lengths, with equally many tokens
 tune     tiles of every Triton kernel on this GPU; prints lines for kernels/triton_experts.py
+budget   without a GPU: launches and bytes of a step, and a model's milliseconds by part on an H100 and an H200, now and
+         with changes not made yet; never held against a GPU, good to about 20%
 
---json FILE writes the figures; --profile FILE, of all but tune, a trace (chrome://tracing; .gz packs it). For training
-runs of several routers: python -m scripts.sweep, then python -m scripts.report.
+--json FILE writes the figures; --profile FILE, of all but tune and budget, a trace (chrome://tracing; .gz packs it).
+For training runs of several routers: python -m scripts.sweep, then python -m scripts.report.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from typing import Any
 import configure
 from router import ROUTERS
 from runtime import RunError
+from scripts.bench.budget import bench_budget
 from scripts.bench.harness import DTYPES
 from scripts.bench.moe import bench_moe, bench_tune
 from scripts.bench.peers import PEERS
@@ -56,13 +60,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--experts": {"nargs": "+", "type": positive, "default": [32, 64, 128, 256], "metavar": "E"},
     "--lengths": {"nargs": "+", "type": positive, "default": [512, 1024, 2048], "metavar": "T"},
 }
-COMMANDS: dict[str, tuple[Any, int, list[str]]] = {  # name: (function, rounds, options besides --rounds and --json)
+COMMANDS: dict[
+    str, tuple[Any, int, list[str]]
+] = {  # name: (function, rounds; 0: not timed; options besides --rounds and --json)
     "moe": (bench_moe, 7, ["--dtype", "--profile", "--device", *SIZES]),
     "router": (bench_router, 20, ["config", "--dtype", "--profile", "--routers"]),
     "step": (bench_step, 10, ["config", "--dtype", "--profile", "--routers", "--peers", "--compile"]),
     "experts": (bench_experts, 10, ["config", "--dtype", "--profile", "--experts"]),
     "length": (bench_length, 10, ["config", "--dtype", "--profile", "--routers", "--lengths"]),
     "tune": (bench_tune, 10, ["--dtype", "--device", *SIZES]),
+    "budget": (bench_budget, 0, ["config", "--routers"]),
 }
 
 
@@ -74,10 +81,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="what", required=True)
     for name, (function, rounds, options) in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__.splitlines()[0])
-        for option in (*options, "--rounds", "--json"):
+        for option in (*options, *["--rounds"] * (rounds > 0), "--json"):
             command.add_argument(option, **OPTIONS[option])
         command.set_defaults(rounds=rounds)
     commands.choices["length"].set_defaults(routers=["dense", "kern"])
+    commands.choices["budget"].set_defaults(routers=["dense", "softmax", "kern"])
     return parser
 
 

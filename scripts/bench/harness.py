@@ -25,6 +25,8 @@ FLUSH_BYTES = 2**28  # more than any L2 cache
 FORMATS = {
     "tokens/s": ",.0f",
     "MFU": ".1%",
+    "H100 MFU": ".1%",
+    "H200 MFU": ".1%",
     "of ceiling": ".1%",
     "share of step": ".1%",
 }
@@ -61,7 +63,7 @@ class Benchmark:
             "skipped": {},
         }
         named = "{device}, {threads} threads, torch {torch}, Python {python}".format_map(machine)
-        self.head = [f"{named}; {title}; {args.rounds} rounds", *notes]
+        self.head = ["; ".join([named, title, *[f"{args.rounds} rounds"] * (args.rounds > 0)]), *notes]
         self.write_json()
 
     def write_json(self) -> None:

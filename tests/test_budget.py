@@ -1,0 +1,105 @@
+"""`scripts.bench budget`: counts of launches and bytes are pinned; the model gives the figures it was made with."""
+
+import json
+from collections import Counter
+
+import pytest
+
+import configure
+import scripts.bench.__main__ as bench
+from runtime import RunError
+from scripts.bench import budget, cycles
+
+STEP = ["--model.block_size=1024", "--train.micro_batch_size=32", "--train.batch_size=32"]
+
+
+def trace(router, *overrides):
+    config = configure.load("config/125m.toml", [*STEP, f"--model.router={router}", *overrides])
+    return config, budget.trace_step(config)
+
+
+@pytest.mark.parametrize(
+    "router, launches, gigabytes", [("dense", 488, 92.68), ("softmax", 1140, 93.06), ("kern", 1308, 92.02)]
+)
+def test_counts_of_the_flagship(router, launches, gigabytes):
+    _, ops = trace(router)
+    assert len(ops) == launches and sum(op.bytes for op in ops) / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+def test_operators_belong_to_parts():
+    """Products are known by their FLOPs: forward once, backward twice; qkv's gradient is put together once."""
+    config, ops = trace("kern", "--model.n_layer=1", "--model.n_expert=32")
+    N, C = 32 * 1024, config.model.n_embd
+    flops = {part: sum(op.flops for op in ops if op.part == part) for part in budget.PARTS}
+    assert flops["routers"] == 6 * N * C * 32 and flops["qkv, proj"] == 6 * N * 4 * C * C
+    assert not any(flops[part] for part in budget.PARTS if part not in ("routers", "qkv, proj"))
+    cats = [op for op in ops if op.name == "cat.default"]
+    assert [(op.phase, op.bytes) for op in cats] == [("backward", 2 * N * 3 * C * 2)]
+    # Two matrices of each expert, from fp32 to fp16 and their gradients back.
+    casts = [op for op in ops if op.part == "casts of expert weights"]
+    weights = 32 * C * config.model.expert_hidden
+    assert Counter((op.phase, op.bytes) for op in casts) == {("forward", 6 * weights): 2, ("backward", 6 * weights): 2}
+    norms = [op for op in ops if "layer_norm" in op.name]
+    assert len(norms) == 6 and {op.part for op in norms} == {"norms, residual, casts"}
+    assert {op.part for op in ops if "topk" in op.name or "sigmoid" in op.name} == {"routers"}
+    _, ops = trace("dense", "--model.n_layer=1")
+    dense = sum(op.flops for op in ops if op.part == "dense MLP")
+    assert dense == 6 * N * 2 * C * config.model.top_k * config.model.expert_hidden
+
+
+@pytest.mark.parametrize("bandwidth, now, then", [(30, 3054, 0.537), (36, 2757, 0.595), (48, 2390, 0.667)])
+def test_the_cycle_model_gives_the_figures_it_was_made_with(bandwidth, now, then):
+    """Microseconds of a layer before the changes, and share of 790 TFLOP/s after those of the kernels, on an H100."""
+    sizes, dram = (32768, 768, 384, 64, 8), budget.DRAM["H100"]
+    before = cycles.time_experts(*sizes, dram, cycles.BEFORE, bandwidth)
+    assert sum(before.values()) * 1e6 == pytest.approx(now, abs=1)
+    design = cycles.BEFORE | cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD | cycles.WIDE_UP
+    after = cycles.time_experts(*sizes, dram, design, bandwidth)
+    assert 12 * 32768 * 8 * 768 * 384 / sum(after.values()) / 790e12 == pytest.approx(then, abs=0.001)
+
+
+def test_a_pipeline_hides_loads():
+    """Of a long tile: with two buffers a step waits for its load, with six it is as long as its product or its load."""
+    clocks = []
+    for buffers in (2, 6):
+        product = cycles.Product(1, 128, 128, 64, buffers, 0, 0, 0, 60, 650)
+        clocks.append(cycles.simulate(product, 1, 1000, bandwidth=100) / 1000)
+    assert clocks[1] == pytest.approx(128 * 128 * 64 / cycles.TENSOR, rel=0.05) and clocks[0] > 1.5 * clocks[1]
+    assert cycles.simulate(product, 1, 1000, bandwidth=36) / 1000 == pytest.approx(256 * 64 * 2 / 36, rel=0.05)
+
+
+def test_the_command_prints_and_writes_three_tables(capsys, tmp_path):
+    words = [
+        "config/125m.toml",
+        *STEP,
+        "--model.n_layer=2",
+        "--routers",
+        "dense",
+        "kern",
+        f"--json={tmp_path / 'b.json'}",
+    ]
+    assert bench.main(["budget", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "never held against a GPU" in printed and "rounds" not in printed
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    steps = {(row["router"], row["change"]): row["H100 ms"] for row in rows if "change" in row}
+    parts = [row for row in rows if "part" in row]
+    for router in ("dense", "kern"):
+        total = sum(row["H100 ms"] for row in parts if row["router"] == router)
+        assert steps[router, "now"] == pytest.approx(total)
+        of_router = {name: value for (of, name), value in steps.items() if of == router}
+        assert all(
+            of_router["all"] < value < of_router["now"]
+            for name, value in of_router.items()
+            if name not in ("all", "now")
+        )
+        counted = next(row for row in rows if row.get("phase") == "both" and row["router"] == router)
+        assert counted["launches"] == sum(row["launches"] or 0 for row in parts if row["router"] == router)
+    assert not any("weight" in name for router, name in steps if router == "dense")
+
+
+def test_experts_that_triton_does_not_compute_are_refused(capsys):
+    assert bench.main(["budget", "config/125m.toml", "--model.gated=true", "--routers", "kern"]) == 2
+    assert "unset model.gated" in capsys.readouterr().err
+    with pytest.raises(RunError, match="GELU"):
+        trace("kern", "--model.activation=silu")
