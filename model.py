@@ -6,6 +6,7 @@ V = vocab_size, L = n_layer.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,22 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from attention import Attention, KVCache, make_norm
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
-from kernels import expert_mlp
+from kernels import expert_mlp, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
-from router import ROUTERS, Router, entropy, expert_loads, token_distribution, z_loss
-
-
-class Stats(NamedTuple):
-    """What a forward pass reports about its routers, a row per layer with experts (L of them; dense: 0)."""
-
-    loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
-    probability: Tensor  # (L, B, E) mean over a sequence's tokens of the normalised scores, with gradient
-    z_loss: Tensor  # (L,) router z-loss
-    entropy: Tensor  # (L,) nats, mean over tokens of the entropy of the normalised scores
-    zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
-    gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
-    gate_sum: Tensor  # (L,) mean over tokens of Σ g
+from router import ROUTERS, Router, Stats
 
 
 class Output(NamedTuple):
@@ -82,22 +71,19 @@ class MoE(nn.Module):
         spec = ROUTERS[config.router]
         assert spec is not None, "a dense model has no MoE"
         self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, gate_scale(config))
+        self.router.fused = partial(route, backend=config.backend)
         self.experts = Experts(config)
         self.shared = MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Stats]:
         """Return the output (B, T, C) and the Stats of this layer, without their dimension L."""
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
-        routing = self.router(tokens)
+        routing = self.router(tokens, n_sequence=len(x))
         y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
         if self.shared is not None:
             y = y + self.shared(tokens)[0]
-        loads = expert_loads(routing.experts.view(*x.shape[:2], -1), routing.scores.shape[-1])  # (B, E)
-        distribution = token_distribution(routing)  # (N, E)
-        probability = distribution.view(*x.shape[:2], -1).mean(1)  # (B, E)
-        gates = routing.weights.detach()
-        of_gates = ((gates == 0).float().mean(), gates.square().sum() / len(gates), gates.sum() / len(gates))
-        return y.view_as(x), Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
+        assert routing.stats is not None, "asked for"
+        return y.view_as(x), routing.stats
 
 
 class Block(nn.Module):

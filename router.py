@@ -86,13 +86,29 @@ ROUTERS: dict[str, RouterSpec | None] = {
 }
 
 
+Fused = Callable[..., tuple[Tensor, ...] | None]  # as `kernels.route`
+
+
+class Stats(NamedTuple):
+    """What a model reports about its routers: a row for each of its L layers with experts, which one layer's lack."""
+
+    loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
+    probability: Tensor  # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
+    z_loss: Tensor  # (L,) router z-loss, with gradient
+    entropy: Tensor  # (L,) nats, mean over tokens of the entropy of `token_distribution`
+    zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
+    gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
+    gate_sum: Tensor  # (L,) mean over tokens of Σ g
+
+
 class Routing(NamedTuple):
     """What a router decides for N tokens. All but `experts` in fp32 (fp64 for fp64 inputs)."""
 
     weights: Tensor  # (N, K) gates of the chosen experts
     experts: Tensor  # (N, K) int64, distinct per token, by descending score
-    scores: Tensor  # (N, E) scores that experts are chosen by, before c, γ and β
+    scores: Tensor  # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
     logits: Tensor  # (N, E) W x + b
+    stats: Stats | None = None  # if asked for
 
 
 class Router(nn.Module):
@@ -117,6 +133,7 @@ class Router(nn.Module):
             raise ValueError(f"top_k {top_k} must lie between 1 and n_expert {n_expert}")
         self.top_k = top_k
         self.spec = spec
+        self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
@@ -126,31 +143,42 @@ class Router(nn.Module):
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route tokens x (N, C) of any floating dtype."""
+    def forward(self, x: Tensor, n_sequence: int = 0) -> Routing:
+        """Route tokens x (N, C) of any floating dtype; if the number of their sequences is given, with `stats`."""
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            phi = PHI[self.spec.phi]
-            if self.spec.pre.endswith("topk"):  # choose by raw logits, then normalise the chosen ones
-                scores = logits
-                experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
-                weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))  # (N, K)
-            else:
-                scores = phi(normalize(logits, self.spec.pre))  # (N, E)
-                if self.spec.post.endswith("all"):
-                    scores = normalize(scores, self.spec.post)
-                experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
-                weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
-            if self.spec.post.endswith("topk"):
-                weights = normalize(weights, self.spec.post)
-            if self.spec.phi == "relu":
-                weights = DeadTokenGradient.apply(weights, logits)
-            if not self.unscaled:
-                scale = self.c.to(dtype) if self.gamma is None else self.c.to(dtype) * self.gamma.to(dtype)
-                weights = weights * scale
-            return Routing(weights, experts, scores, logits)
+            if self.fused is not None:
+                formula = (self.spec.phi, self.spec.pre, self.spec.post)
+                out = self.fused(logits, self.selection_bias, self.c, self.gamma, formula, self.top_k, n_sequence or 1)
+                if out is not None:
+                    weights, experts, scores, *stats = out
+                    return Routing(weights, experts, scores, logits, Stats(*stats))
+            routing = self.choose(logits)
+            return routing._replace(stats=measure(routing, n_sequence)) if n_sequence else routing
+
+    def choose(self, logits: Tensor) -> Routing:
+        """Apply the formula to logits (N, E)."""
+        phi = PHI[self.spec.phi]
+        if self.spec.pre.endswith("topk"):  # choose by raw logits, then normalise the chosen ones
+            scores = logits
+            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+            weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))  # (N, K)
+        else:
+            scores = phi(normalize(logits, self.spec.pre))  # (N, E)
+            if self.spec.post.endswith("all"):
+                scores = normalize(scores, self.spec.post)
+            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+            weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
+        if self.spec.post.endswith("topk"):
+            weights = normalize(weights, self.spec.post)
+        if self.spec.phi == "relu":
+            weights = DeadTokenGradient.apply(weights, logits)
+        if not self.unscaled:
+            c = self.c.to(logits.dtype)
+            weights = weights * (c if self.gamma is None else c * self.gamma.to(logits.dtype))
+        return Routing(weights, experts, scores, logits)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, {self.spec}"
@@ -293,6 +321,16 @@ def token_distribution(routing: Routing) -> Tensor:
     """
     positive = routing.scores.relu()
     return positive / (positive.sum(-1, keepdim=True) + EPS)
+
+
+def measure(routing: Routing, n_sequence: int) -> Stats:
+    """Compute the statistics of tokens that form `n_sequence` sequences."""
+    experts, gates = routing.experts, routing.weights.detach()
+    loads = expert_loads(experts.view(n_sequence, -1, experts.shape[1]), routing.scores.shape[1])  # (B, E)
+    distribution = token_distribution(routing)  # (N, E)
+    probability = distribution.view(n_sequence, -1, distribution.shape[1]).mean(1)  # (B, E)
+    of_gates = ((gates == 0).float().mean(), gates.square().sum() / len(gates), gates.sum() / len(gates))
+    return Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
 
 
 def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from kernels import reference, torch_grouped
 
 try:
-    from kernels import triton_experts
+    from kernels import triton_experts, triton_router
 except ImportError:  # triton exists for Linux only
-    triton_experts = None
+    triton_experts = triton_router = None
 
 BACKENDS: dict[str, Callable[..., Tensor] | None] = {
     "reference": reference.expert_mlp,
@@ -63,6 +63,42 @@ def expert_mlp(
         name = "torch"
     function = BACKENDS[name]
     return function(x, w_in, w_out, weights, experts, activation)  # pyrefly: ignore[not-callable]  # None is not chosen
+
+
+def route(
+    logits: Tensor,
+    selection_bias: Tensor,
+    c: Tensor,
+    gamma: Tensor | None,
+    formula: tuple[str, str, str],
+    top_k: int,
+    n_sequence: int,
+    backend: str = "auto",
+) -> tuple[Tensor, ...] | None:
+    """Compute what `router.Router` decides, and its statistics, from logits in one Triton kernel.
+
+    Args:
+        logits: (N, E), of `n_sequence` sequences of equally many tokens. Carries the gradient.
+        selection_bias: (E,) β.
+        c: (1,) constant.
+        gamma: (1,) γ, if the router has one. Carries the gradient.
+        formula: φ, pre and post of `router.RouterSpec`.
+        top_k: K.
+        n_sequence: B.
+        backend: as in `expert_mlp`.
+
+    Returns:
+        `Routing`'s weights, experts and scores, these without gradient, then the fields of `Stats` in order. None if
+        the backend is not triton or there are more experts than the kernel takes: use torch operators.
+    """
+    if choose_backend(backend, logits.device, logits.dtype) != "triton" or logits.shape[1] > triton_router.LARGEST:  # pyrefly: ignore[missing-attribute]
+        return None
+    selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)
+    gamma = None if gamma is None else gamma.to(logits.dtype)
+    weights, experts, scores, loads, probability, scalars = triton_router.route_forward(  # pyrefly: ignore[missing-attribute]
+        logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
+    )
+    return weights, experts, scores.detach(), loads, probability, scalars[0], *scalars.detach()[1:].unbind()
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -296,7 +296,7 @@ def test_routing_is_float32_whatever_the_autocast(name, norm, dtype):
             routing = router(x)
             loss = (routing.weights * upstream).sum() + balance(routing)
         loss.backward()
-        outcomes.append([*routing, x.grad, *(p.grad for p in router.parameters())])
+        outcomes.append([*routing[:4], x.grad, *(p.grad for p in router.parameters())])
     for plain, under in zip(*outcomes, strict=True):
         assert under.dtype in (torch.float32, torch.int64) and under.isfinite().all() and torch.equal(plain, under)
 

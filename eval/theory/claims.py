@@ -201,7 +201,8 @@ def route_with_jacobian(name: str, logits: Tensor, top_k: int) -> tuple[Routing,
     logits = logits.clone().requires_grad_()
     routing = route_logits(SPECS[name], logits, top_k)
     rows = [torch.autograd.grad(routing.weights[:, i].sum(), logits, retain_graph=True)[0] for i in range(top_k)]
-    return Routing(*(t.detach() for t in routing)), torch.stack(rows, 1)
+    weights, experts, scores, logits = (t.detach() for t in routing[:4])
+    return Routing(weights, experts, scores, logits), torch.stack(rows, 1)
 
 
 def count_updated_experts(n_expert: int, top_k: int, seed: int) -> Estimate:

@@ -1,0 +1,383 @@
+"""Routing in Triton, from logits to gates, experts and statistics in two launches, and back in one.
+
+Any router of router.py's formula is two stages of x ↦ post(φ(pre(x))), norms over the columns in use: the first over
+all E columns gives the scores that experts are chosen by, the second over the K chosen ones gives their gates.
+
+    route       a program takes ROWS tokens of one sequence: both stages, the choice of experts, its tokens' sums
+    route_sum   adds up the programs' sums, in fixed order
+    route_grad  computes both stages again, and the gradient of the logits from those of gates, mean scores and z-loss
+
+The choice takes K steps: the largest score, and of equal ones the lowest column. There are no atomics, so runs repeat
+bit for bit. Saved for the backward pass: logits and experts.
+"""
+# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN201
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = 512  # experts; a row of scores lies in the registers of one warp
+ELEMENTS = 1024  # of a program's tile: 8 in a thread, at most 96 registers
+EPS = tl.constexpr(1e-8)  # as in router.py
+LOWEST = tl.constexpr(-(2**31))
+SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
+
+
+@triton.jit
+def normalize(x, NORM: tl.constexpr):
+    """Divide each row by its norm + ε: returns (y, slope, step), with dx = (dy - slope · Σ dy y) · step.
+
+    Before squaring, rows are scaled to a largest element of about 1: squares of logits beyond 1e19 overflow.
+    """
+    if NORM == "l1":
+        step = 1.0 / (tl.sum(tl.abs(x), 1) + EPS)
+        y, slope = x * step[:, None], tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+    else:
+        tl.static_assert(NORM == "l2")
+        scale = 1.0 / tl.minimum(tl.maximum(tl.max(tl.abs(x), 1), 1e-18), 1e37)
+        x *= scale[:, None]
+        norm = tl.sqrt(tl.sum(x * x, 1))
+        divisor = norm + EPS * scale
+        y, step = x * (1.0 / divisor)[:, None], scale / divisor
+        slope = y * tl.where(norm > 0, divisor / norm, 0.0)[:, None]
+    return y, slope, step
+
+
+@triton.jit
+def phi(x, used, PHI: tl.constexpr):
+    """(φ(x), φ'(x)), both 0 in columns not used. As router.PHI: exponentials are taken of x - max(x)."""
+    if PHI == "relu":
+        y, slope = tl.where(x <= 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)  # NaN stays NaN
+    elif PHI == "exp" or PHI == "sqrtexp":
+        RATE: tl.constexpr = 1.0 if PHI == "exp" else 0.5
+        top = tl.max(tl.where(used, x, -float("inf")), 1)
+        y = tl.exp(RATE * tl.where(used, x - top[:, None], 0.0))
+        slope = RATE * y
+    elif PHI == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
+        slope = y * (1.0 - y)
+    elif PHI == "tanh":  # by a series near 0, where the quotient would cancel
+        small, square = tl.exp(-2.0 * tl.abs(x)), x * x
+        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        quotient = (1.0 - small) / (1.0 + small)
+        y = tl.where(square < 0.0625, x * series, tl.where(x > 0, quotient, -quotient))
+        slope = 1.0 - y * y
+    elif PHI == "sqrtsoftplus":  # log(1 + small) = 2 artanh(small / (2 + small)), whose series has no cancellation
+        small = tl.exp(-tl.abs(x))
+        part = small / (2.0 + small)
+        square = part * part
+        series = 1 / 9 + square * (1 / 11 + square * (1 / 13 + square * (1 / 15)))
+        series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
+        softplus = tl.where(x > 0, x, 0.0) + 2.0 * part * series
+        y = tl.sqrt(tl.maximum(softplus, 1e-30, propagate_nan=tl.PropagateNan.ALL))
+        slope = tl.where(softplus < 1e-30, 0.0, tl.where(x > 0, 1.0, small) / (1.0 + small) / (2.0 * y))
+    else:
+        tl.static_assert(PHI == "identity")
+        y, slope = x, tl.full(x.shape, 1.0, tl.float32)
+    return tl.where(used, y, 0.0), tl.where(used, slope, 0.0)
+
+
+@triton.jit
+def stage(x, used, PRE: tl.constexpr, PHI: tl.constexpr, POST: tl.constexpr):
+    """post(φ(pre(x))) of each row over the columns used; 0 in the others."""
+    x = tl.where(used, x, 0.0)
+    if PRE != "none":
+        x = normalize(x, PRE)[0]
+    x = phi(x, used, PHI)[0]
+    if POST != "none":
+        x = normalize(x, POST)[0]
+    return x
+
+
+@triton.jit
+def stage_grad(x, used, d, PRE: tl.constexpr, PHI: tl.constexpr, POST: tl.constexpr):
+    """Gradient of x from that of stage(x), d; both 0 in columns not used."""
+    x = tl.where(used, x, 0.0)
+    d = tl.where(used, d, 0.0)
+    if PRE != "none":
+        x, pre_slope, pre_step = normalize(x, PRE)
+    y, slope = phi(x, used, PHI)
+    if POST != "none":
+        out, post_slope, post_step = normalize(y, POST)
+        d = (d - post_slope * tl.sum(d * out, 1)[:, None]) * post_step[:, None]
+    d *= slope
+    if PRE != "none":
+        d = (d - pre_slope * tl.sum(d * x, 1)[:, None]) * pre_step[:, None]
+    return tl.where(used, d, 0.0)
+
+
+@triton.jit
+def distribute(scores):
+    """Positive scores over their sum, and one over the sum: `router.token_distribution`."""
+    positive = tl.where(scores <= 0, 0.0, scores)
+    step = 1.0 / (tl.sum(positive, 1) + EPS)
+    return positive * step[:, None], step
+
+
+@triton.jit
+def find_tokens(T, PROGRAMS, ROWS: tl.constexpr):
+    """(sequence, first row, which of its ROWS rows exist) of this program's tokens."""
+    sequence = tl.program_id(0) // PROGRAMS
+    token = tl.program_id(0) % PROGRAMS * ROWS
+    return sequence, sequence.to(tl.int64) * T + token, token + tl.arange(0, ROWS) < T
+
+
+@triton.jit
+def route_kernel(
+    logits, selection_bias, c, gamma, weights, experts, scores, sums, T, PROGRAMS,
+    E: tl.constexpr, TOP_K: tl.constexpr, PRE_1: tl.constexpr, PHI_1: tl.constexpr, POST_1: tl.constexpr,
+    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOPS: tl.constexpr,
+):  # fmt: skip
+    """Fill weights, experts and scores, and a row of sums: of the distribution, of loads (E each), SCALARS others."""
+    _, first, inside = find_tokens(T, PROGRAMS, ROWS)
+    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at = row[:, None] * E + col[None, :]
+    real = (col < E)[None, :] & (row >= 0)[:, None]
+    stored = (col < E)[None, :] & inside[:, None]
+    s = tl.load(logits + first * E + at, mask=stored, other=0.0)
+    q = stage(s, real, PRE_1, PHI_1, POST_1)
+    tl.store(scores + first * E + at, q, mask=stored)
+
+    shifted = q + tl.load(selection_bias + col, mask=col < E, other=0.0)[None, :]
+    bits = tl.where(shifted == 0, 0.0, shifted).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats, NaN first
+    order = tl.where(real, tl.maximum(order, LOWEST + 1), LOWEST)
+    k_col = tl.arange(0, TOPS)
+    index = tl.zeros((ROWS, TOPS), tl.int32)
+    for k in range(TOP_K):
+        top = tl.max(order, 1)
+        best = tl.min(tl.where(order == top[:, None], col[None, :], BLOCK), 1)
+        order = tl.where(col[None, :] == best[:, None], LOWEST, order)
+        index = tl.where(k_col[None, :] == k, best[:, None], index)
+    chosen = (order == LOWEST) & stored
+
+    scale = tl.load(c)
+    if GAMMA:
+        scale *= tl.load(gamma)
+    used = (k_col < TOP_K)[None, :] & inside[:, None]
+    g = stage(tl.gather(q, index, 1), used, PRE_2, PHI_2, POST_2) * scale
+    entry = first * TOP_K + row[:, None] * TOP_K + k_col[None, :]
+    tl.store(weights + entry, g, mask=used)
+    tl.store(experts + entry, index.to(tl.int64), mask=used)
+
+    share = tl.where(inside[:, None], distribute(q)[0], 0.0)
+    top = tl.max(tl.where(real, s, -float("inf")), 1)
+    spread = tl.log(tl.sum(tl.where(real, tl.exp(s - top[:, None]), 0.0), 1)) + top  # logsumexp
+    sums += tl.program_id(0).to(tl.int64) * (2 * E + SCALARS)
+    tl.store(sums + col, tl.sum(share, 0), mask=col < E)
+    tl.store(sums + E + col, tl.sum(tl.where(chosen, 1.0, 0.0), 0), mask=col < E)
+    which = tl.arange(0, 8)[None, :]
+    others = tl.where(which == 0, (spread * spread)[:, None], 0.0)
+    others = tl.where(which == 1, -tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1)[:, None], others)
+    others = tl.where(which == 2, tl.sum(tl.where(used & (g == 0), 1.0, 0.0), 1)[:, None], others)
+    others = tl.where(which == 3, tl.sum(g * g, 1)[:, None], others)
+    others = tl.where(which == 4, tl.sum(g, 1)[:, None], others)
+    which, others = tl.arange(0, 8), tl.sum(tl.where(inside[:, None], others, 0.0), 0)
+    tl.store(sums + 2 * E + which, others, mask=which < SCALARS)
+
+
+@triton.jit
+def route_sum_kernel(
+    sums, probability, loads, scalars, B, T, PROGRAMS,
+    E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b < B: means of the distribution and loads of sequence b. Program B: the scalars, over all tokens."""
+    b = tl.program_id(0)
+    row, col, width = tl.arange(0, ROWS), tl.arange(0, BLOCK), 2 * E + SCALARS
+    if b < B:
+        sums += b.to(tl.int64) * PROGRAMS * width
+        share, count = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+        for first in range(0, PROGRAMS, ROWS):
+            mask = (first + row < PROGRAMS)[:, None] & (col < E)[None, :]
+            share += tl.load(sums + (first + row)[:, None] * width + col[None, :], mask=mask, other=0.0)
+            count += tl.load(sums + (first + row)[:, None] * width + E + col[None, :], mask=mask, other=0.0)
+        tl.store(probability + b * E + col, tl.sum(share, 0) / T, mask=col < E)
+        tl.store(loads + b * E + col, tl.sum(count, 0).to(tl.int64), mask=col < E)
+    else:
+        which = tl.arange(0, 8)
+        total = tl.zeros((ROWS, 8), tl.float32)
+        for first in range(0, B * PROGRAMS, ROWS):
+            mask = (first + row < B * PROGRAMS)[:, None] & (which < SCALARS)[None, :]
+            at = sums + (first + row).to(tl.int64)[:, None] * width + 2 * E + which[None, :]
+            total += tl.load(at, mask=mask, other=0.0)
+        n = (B * T).to(tl.float32) * tl.where(which == 2, TOP_K, 1)
+        mean = tl.sum(total, 0) / n  # not exactly 1 where it should be: this division is not rounded correctly
+        tl.store(scalars + which, tl.where(tl.sum(total, 0) == n, 1.0, mean), mask=which < SCALARS)
+
+
+@triton.jit
+def route_grad_kernel(
+    logits, experts, c, gamma, d_weights, d_probability, d_z_loss, d_logits, d_scale, T, PROGRAMS, N,
+    E: tl.constexpr, TOP_K: tl.constexpr, PRE_1: tl.constexpr, PHI_1: tl.constexpr, POST_1: tl.constexpr,
+    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr, OF_WEIGHTS: tl.constexpr,
+    OF_PROBABILITY: tl.constexpr, OF_Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill d_logits, and d_scale (of this program) with its part of the gradient of c · γ, divided by c."""
+    sequence, first, inside = find_tokens(T, PROGRAMS, ROWS)
+    row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at = row[:, None] * E + col[None, :]
+    real = (col < E)[None, :] & (row >= 0)[:, None]
+    stored = (col < E)[None, :] & inside[:, None]
+    s = tl.load(logits + first * E + at, mask=stored, other=0.0)
+    q = stage(s, real, PRE_1, PHI_1, POST_1)
+    d_q = tl.zeros((ROWS, BLOCK), tl.float32)
+    d_s = tl.zeros((ROWS, BLOCK), tl.float32)  # what bypasses the scores
+    if OF_WEIGHTS:
+        chosen, d_w = tl.zeros((ROWS, BLOCK), tl.int1), tl.zeros((ROWS, BLOCK), tl.float32)
+        for k in range(TOP_K):
+            expert = tl.load(experts + first * TOP_K + row * TOP_K + k, mask=inside, other=-1).to(tl.int32)
+            d = tl.load(d_weights + first * TOP_K + row * TOP_K + k, mask=inside, other=0.0)
+            hit = col[None, :] == expert[:, None]
+            chosen = chosen | hit
+            d_w = tl.where(hit, d[:, None], d_w)
+        scale = tl.load(c)
+        w = stage(q, chosen, PRE_2, PHI_2, POST_2)
+        if GAMMA:
+            tl.store(d_scale + tl.program_id(0), tl.sum(tl.sum(d_w * w, 1), 0) * scale)
+            scale *= tl.load(gamma)
+        d_w *= scale
+        if PHI_1 == "relu" or PHI_2 == "relu":  # router.DeadTokenGradient
+            rise = tl.minimum(tl.sum(d_w, 1), 0.0) / (TOP_K * E)
+            d_s += tl.where(tl.sum(w, 1) == 0, rise, 0.0)[:, None]
+        d_q += stage_grad(q, chosen, d_w, PRE_2, PHI_2, POST_2)
+    if OF_PROBABILITY:
+        share, step = distribute(q)
+        d = tl.load(d_probability + sequence * E + col, mask=col < E, other=0.0)[None, :] / T
+        d_q += tl.where(q > 0, (d - tl.sum(d * share, 1)[:, None]) * step[:, None], 0.0)
+    if OF_Z_LOSS:
+        top = tl.max(tl.where(real, s, -float("inf")), 1)
+        power = tl.where(real, tl.exp(s - top[:, None]), 0.0)
+        total = tl.sum(power, 1)
+        d_s += power * (2.0 * tl.load(d_z_loss) / N * (tl.log(total) + top) / total)[:, None]
+    d_s += stage_grad(s, real, d_q, PRE_1, PHI_1, POST_1)
+    tl.store(d_logits + first * E + at, d_s, mask=stored)
+
+
+def stages(phi: str, pre: str, post: str) -> tuple[str, str, str, str, str, str]:
+    """(pre, φ, post) of the first stage, over all experts, and of the second, over the chosen ones."""
+    first, second = ("none", "identity", "none"), (pre[:2], phi, "none")
+    if not pre.endswith("topk"):
+        first, second = (pre[:2], phi, post[:2] if post.endswith("all") else "none"), ("none", "identity", "none")
+    if post.endswith("topk"):
+        second = (*second[:2], post[:2])
+    return tuple("none" if name == "no" else name for name in first + second)
+
+
+def pick_tile(n_expert: int, T: int) -> tuple[int, int, int]:
+    """(programs per sequence, rows and columns of a program's tile) for T tokens per sequence."""
+    block = triton.next_power_of_2(n_expert)
+    rows = min(max(ELEMENTS // block, 1), triton.next_power_of_2(max(T, 1)))
+    return triton.cdiv(T, rows), rows, block
+
+
+def forward(
+    logits: Tensor,
+    selection_bias: Tensor,
+    c: Tensor,
+    gamma: Tensor | None,
+    phi: str,
+    pre: str,
+    post: str,
+    top_k: int,
+    n_sequence: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return weights, experts, scores, loads, probability and SCALARS (5,) of contiguous inputs, see `route`."""
+    E, T = logits.shape[1], len(logits) // n_sequence
+    out = _fake_forward(logits, selection_bias, c, gamma, phi, pre, post, top_k, n_sequence)
+    weights, experts, scores, loads, probability, scalars = out
+    programs, *tile = pick_tile(E, T)
+    sums = torch.empty(n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        route_kernel[(len(sums),)](
+            *(logits, selection_bias, c, c if gamma is None else gamma, weights, experts, scores, sums, T, programs),
+            *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
+            triton.next_power_of_2(top_k),
+        )
+        route_sum_kernel[(n_sequence + 1,)](
+            *(sums, probability, loads, scalars, n_sequence, T, programs, E, top_k),
+            *(max(16, 2048 // tile[1]), tile[1]),
+        )
+    return out
+
+
+def _fake_forward(
+    logits: Tensor,
+    selection_bias: Tensor,
+    c: Tensor,
+    gamma: Tensor | None,
+    phi: str,
+    pre: str,
+    post: str,
+    top_k: int,
+    n_sequence: int,
+) -> tuple[Tensor, ...]:
+    """Allocate what `forward` returns."""
+    N, E = logits.shape
+    experts = logits.new_empty(N, top_k, dtype=torch.int64)
+    loads = logits.new_empty(n_sequence, E, dtype=torch.int64)
+    shapes = (N, top_k), (N, E), (n_sequence, E), (SCALARS.value,)
+    weights, scores, probability, scalars = (logits.new_empty(*shape) for shape in shapes)
+    return weights, experts, scores, loads, probability, scalars
+
+
+def backward(
+    logits: Tensor,
+    experts: Tensor,
+    c: Tensor,
+    gamma: Tensor | None,
+    phi: str,
+    pre: str,
+    post: str,
+    n_sequence: int,
+    d_weights: Tensor | None,
+    d_probability: Tensor | None,
+    d_scalars: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of logits (N, E) and of γ (1,), 0 if there is none."""
+    (N, E), T, top_k = logits.shape, len(logits) // n_sequence, experts.shape[1]
+    programs, *tile = pick_tile(E, T)
+    d_logits = torch.empty_like(logits)
+    has_gamma = gamma is not None and d_weights is not None
+    d_scale = torch.empty(n_sequence * programs if has_gamma else 0, dtype=torch.float32, device=logits.device)
+    gradients = (d_weights, d_probability, d_scalars)
+    with torch.cuda.device_of(logits):
+        route_grad_kernel[(n_sequence * programs,)](
+            *(logits, experts, c, c if gamma is None else gamma),
+            *(c if d is None else d.contiguous() for d in gradients),
+            *(d_logits, d_scale, T, programs, N, E, top_k, *stages(phi, pre, post), has_gamma),
+            *(d is not None for d in gradients),
+            *tile,
+            maxnreg=128,  # left to itself, ptxas takes 64 on sm_80 and spills
+        )
+        return d_logits, d_scale.sum(0, keepdim=True)
+
+
+def _fake_backward(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape), logits.new_empty(1)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    logits, _, c, gamma, *ctx.formula, _, ctx.n_sequence = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, output[1], c, gamma)
+
+
+def _backward(ctx: Any, d_weights: Any, _: Any, d_scores: Any, __: Any, d_probability: Any, d_scalars: Any) -> tuple:
+    assert d_scores is None, "`route` detaches the scores"
+    gradients = d_weights, d_probability, d_scalars
+    d_logits, d_gamma = route_backward(*ctx.saved_tensors, *ctx.formula, ctx.n_sequence, *gradients)
+    return d_logits, None, None, d_gamma if ctx.needs_input_grad[3] else None, *[None] * 5
+
+
+# torch.compile sees both passes as opaque operators, known by the shapes of their results.
+route_forward = torch.library.custom_op("nanokern::route", forward, mutates_args=())
+route_forward.register_fake(_fake_forward)
+route_backward = torch.library.custom_op("nanokern::route_backward", backward, mutates_args=())
+route_backward.register_fake(_fake_backward)
+route_forward.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,361 @@
+"""kernels/triton_router.py against router.py in float64: in the interpreter on a CPU, compiled on a GPU."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import assert_near, guarded_buffers, seeded, tolerance
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+import router as router_module
+from configure.schema import Model
+from eval.routing.counts import record_routing
+from kernels import route
+from model import GPT
+from router import ROUTERS, Router, Stats, measure, top_k_indices
+
+pytest.importorskip("triton")
+
+from kernels import triton_experts, triton_router  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN and Inf on their way
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter")
+SPARSE = [name for name in ROUTERS if name != "dense"]
+TYPICAL = (2, 7, 13, 4)  # B, T, E, K: two programs a sequence, the last with a token that does not exist
+VALUES = ("weights", "experts", "scores", *Stats._fields)
+LOSSES = ("weights", "probability", "z_loss")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, request):
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(triton_router, "ELEMENTS", 64)
+
+
+def make_logits(B, T, E, number=0):
+    return torch.randn(B * T, E, generator=seeded(number))
+
+
+def make_upstream(B, T, E, K):
+    """Gradients of weights, probability and z-loss; the first positive: the sum that is γ's does not cancel."""
+    some = seeded(1)
+    return torch.rand(B * T, K, generator=some), torch.randn(B, E, generator=some), torch.tensor(0.3)
+
+
+def make_router(name, E, K):
+    router = Router(1, E, K, ROUTERS[name], gate_scale=1.5)
+    if router.gamma is not None:
+        torch.nn.init.constant_(router.gamma, 0.7)
+    router.selection_bias.normal_(std=0.1, generator=seeded(2))
+    return router
+
+
+def collect(outputs, leaves, upstream, losses):
+    """The outputs, detached, and the gradient of each leaf."""
+    named = dict(zip(LOSSES, upstream, strict=True))
+    loss = sum((outputs[key] * named[key].to(outputs[key])).sum() for key in losses)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return {key: value.detach() for key, value in outputs.items()}, gradients
+
+
+def run_kernel(router, logits, upstream, B, losses=LOSSES):
+    spec, router = router.spec, router.to(DEVICE)
+    leaves = [t.detach().to(DEVICE).requires_grad_() for t in (logits, router.gamma) if t is not None]
+    gamma = leaves[1] if len(leaves) > 1 else None
+    formula = (spec.phi, spec.pre, spec.post)
+    with guarded_buffers():
+        out = route(leaves[0], router.selection_bias, router.c, gamma, formula, router.top_k, B, "triton")
+        return collect(dict(zip(VALUES, out, strict=True)), leaves, upstream, losses)
+
+
+def run_oracle(router, logits, upstream, B, experts, losses=LOSSES):
+    """The torch router in float64, which chooses `experts`."""
+    router = router.double()
+    leaf = logits.detach().to(DEVICE).double().requires_grad_()
+    with mock.patch.object(router_module, "top_k_indices", lambda scores, k: experts):
+        routing = router.choose(leaf)
+    values = (*routing[:3], *measure(routing, B))
+    leaves = [leaf] if router.gamma is None else [leaf, router.gamma]
+    return collect(dict(zip(VALUES, values, strict=True)), leaves, upstream, losses)
+
+
+def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0):
+    """Equal in values and gradients, and in the choice given the scores; `floor` is added to what errors relate to."""
+    router, upstream = make_router(name, E, K), make_upstream(B, T, E, K)
+    logits = make_logits(B, T, E) if logits is None else logits
+    out, gradients = run_kernel(router, logits, upstream, B, losses)
+    assert torch.equal(out["experts"], top_k_indices(out["scores"] + router.selection_bias, K))
+    wanted, wanted_gradients = run_oracle(router, logits, upstream, B, out["experts"], losses)
+    for key in VALUES:
+        if out[key].dtype == torch.int64:
+            assert torch.equal(out[key], wanted[key]), key
+        elif key != "z_loss" or "z_loss" in losses:
+            size = wanted[key] + (1 if key == "entropy" else floor)  # the entropy of a sure choice is a rounding
+            if key == "gate_sum":
+                size = wanted["weights"].abs().sum(1).mean() + floor
+            assert_near(out[key], wanted[key], tolerance(torch.float32, E, 4), key, size)
+    for key, gradient, reference in zip(("d_logits", "d_gamma"), gradients, wanted_gradients, strict=False):
+        assert_near(gradient, reference, tolerance(torch.float32, max(E, B * T), 16), key, reference.abs() + floor)
+    return out, gradients
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", SPARSE)
+def test_equals_router(name):
+    assert_equals_router(name, *TYPICAL)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("B, T, E, K", [(1, 1, 1, 1), (2, 2, 5, 5), (1, 3, 64, 8), (3, 1, 2, 1)])
+def test_equals_router_in_other_shapes(B, T, E, K):
+    for name in ("kern", "softmax-renorm"):  # of few experts, gradients along a normalised row cancel
+        assert_equals_router(name, B, T, E, K, floor=1.0)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_of_one_loss_alone(loss):
+    _, gradients = assert_equals_router("kern", *TYPICAL, losses=[loss])
+    assert gradients[0].any() and gradients[1].any() == (loss == "weights")
+
+
+@pytest.mark.numerics
+@pytest.mark.integration
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.data())
+def test_equals_router_for_any_shape(data):
+    E = data.draw(st.integers(1, 300))
+    shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20)), E, data.draw(st.integers(1, min(E, 12)))
+    elements = data.draw(st.sampled_from([64, 256, 1024]))
+    with mock.patch.object(triton_router, "ELEMENTS", elements):
+        assert_equals_router(data.draw(st.sampled_from(SPARSE)), *shape, floor=1.0)
+
+
+# logits beyond the usual
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["kern", "kern-after", "softmax", "tanh"])
+def test_ties_go_to_the_lower_index(name):
+    B, T, E, K = TYPICAL
+    logits = torch.randint(-2, 2, (B * T, E), generator=seeded()).float()
+    logits[0], logits[1], logits[2] = 0, -1, torch.tensor([0.0, -0.0]).repeat(E)[:E]
+    router = make_router(name, E, K)
+    router.selection_bias.zero_()
+    out, _ = run_kernel(router, logits, make_upstream(*TYPICAL), B)
+    assert torch.equal(out["experts"], router.choose(logits.to(DEVICE)).experts)
+    assert (out["experts"][:3] == torch.arange(K, device=DEVICE)).all()
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["kern", "kern-after"])
+def test_tokens_without_a_positive_score(name):
+    """Their gates are 0, and the gates' gradients lift their logits."""
+    logits = make_logits(*TYPICAL[:3])
+    logits[::2] = -0.1 - logits[::2].abs()
+    logits[1] = 0
+    router, (d_weights, *others) = make_router(name, 13, 4), make_upstream(*TYPICAL)
+    router.selection_bias.zero_()
+    d_weights -= 0.5  # both signs
+    out, (d_logits, *_) = run_kernel(router, logits, (d_weights, *others), 2)
+    wanted, (d_wanted, *_) = run_oracle(router, logits, (d_weights, *others), 2, out["experts"])
+    dead = (logits <= 0).all(1)
+    assert (out["weights"].cpu()[dead] == 0).all() and (out["weights"].cpu()[~dead] > 0).any(1).all()
+    assert_near(out["zero_gates"], wanted["zero_gates"], tolerance(torch.float32, 1))
+    assert_near(d_logits, d_wanted, tolerance(torch.float32, 14, 8))
+    d_logits = run_kernel(router, logits, (d_weights, *others), 2, ["weights"])[1][0].cpu()
+    lifted = dead & (d_weights.sum(1) < 0)
+    assert (d_logits[lifted] < 0).all() and (d_logits[dead & ~lifted] == 0).all() and lifted.any()
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
+@pytest.mark.parametrize("name", ["kern", "softmax", "sqrtsoftplus"])
+def test_extreme_logits(name, size):
+    """Squares overflow from 1e19 on, and so does the z-loss; a row of zeros gives no NaN."""
+    logits = size * make_logits(*TYPICAL[:3]).clamp(-3, 3)
+    floor = 1.0 if name == "softmax" else 1e-35  # sure choices have no gradient but for ε; squares of gates underflow
+    out, gradients = assert_equals_router(name, *TYPICAL, logits=logits, losses=LOSSES[:2], floor=floor)
+    assert all(out[key].isfinite().all() for key in VALUES if key != "z_loss")
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "name, bad", [("kern", math.nan), ("softmax", math.nan), ("kern-after", math.nan), ("kern", math.inf)]
+)
+def test_a_token_with_a_bad_logit_spoils_no_other(name, bad):
+    """It gets K distinct experts in range; its gates are then NaN where the torch router's are, and its loads count."""
+    B, T, E, K = TYPICAL
+    router, upstream, logits = make_router(name, E, K), make_upstream(*TYPICAL), make_logits(B, T, E)
+    clean, clean_gradients = run_kernel(router, logits, upstream, B, ["weights"])
+    logits[3, 5] = bad
+    logits[9] = bad
+    out, gradients = run_kernel(router, logits, upstream, B, ["weights"])
+    experts, others = out["experts"].cpu(), torch.arange(B * T) % 6 != 3
+    assert (experts.sort(1).values.diff(dim=1) > 0).all() and (experts >= 0).all() and (experts < E).all()
+    for key in ("weights", "experts", "scores"):
+        assert torch.equal(out[key].cpu()[others], clean[key].cpu()[others])
+    assert torch.equal(gradients[0].cpu()[others], clean_gradients[0].cpu()[others])
+    assert (out["loads"].sum(1) == T * K).all()
+    if math.isnan(bad):
+        assert out["weights"][[3, 9]].isnan().all()
+
+
+# as a part of the model
+
+
+def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
+    router, upstream = make_router("kern", *TYPICAL[2:]), make_upstream(*TYPICAL)
+    logits = make_logits(*TYPICAL[:3])
+    first, gradients = run_kernel(router, logits, upstream, 2)
+    again, gradients_again = run_kernel(router, logits.T.contiguous().T, upstream, 2)
+    assert all(torch.equal(first[key], again[key]) for key in VALUES)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+
+
+def build(backend, router="kern"):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 6, "vocab_size": 40, "init_std": 0.3}
+    torch.manual_seed(seeded().initial_seed())
+    model = GPT(Model(**sizes, router=router, n_expert=6, top_k=2, expert_hidden=8, backend="torch"))
+    for block in model.blocks:
+        block.mlp.router.fused = None if backend is None else lambda *inputs: route(*inputs, backend)
+    return model.to(DEVICE), torch.randint(40, (3, 6), generator=seeded(1)).to(DEVICE)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("router", ["softmax", "kern"])
+def test_model_with_the_kernel_and_without(router):
+    """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the kernel takes part."""
+    results = []
+    for backend in (None, "triton"):
+        model, idx = build(backend, router)
+        out = model(idx, idx)
+        probe = torch.randn(out.stats.probability.shape, generator=seeded(3)).to(DEVICE)
+        loss = out.loss + (out.stats.probability * probe).sum() + 0.1 * out.stats.z_loss.sum()
+        results.append([out.loss, *out.stats, *torch.autograd.grad(loss, list(model.parameters()))])
+    for wanted, got in zip(*results, strict=True):
+        assert got.dtype == wanted.dtype and got.requires_grad == wanted.requires_grad
+        assert_near(got, wanted, tolerance(torch.float32, 64, 32))
+
+
+def test_hooks_see_what_the_kernel_decided():
+    """eval.routing records it so; in evaluation too."""
+    (model, idx), (reference, _) = build("triton"), build(None)
+    with (
+        torch.no_grad(),
+        mock.patch.object(triton_router, "route_forward", wraps=triton_router.route_forward) as kernel,
+    ):
+        seen, wanted = record_routing(model, idx), record_routing(reference, idx)
+    assert kernel.call_count == len(seen) == 2
+    for mine, theirs in zip(seen, wanted, strict=True):
+        assert torch.equal(mine.experts, theirs.experts) and torch.equal(mine.stats.loads, theirs.stats.loads)
+        assert_near(mine.scores, theirs.scores, tolerance(torch.float32, 64, 16))
+        assert mine.logits.shape == theirs.logits.shape
+
+
+class Operators(TorchDispatchMode):
+    """Names of operators that are no views, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "_unsafe_view" not in str(function):
+            self.names.append(str(function).split(".")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name, more", [("softmax", 0), ("kern", 1)])
+def test_number_of_operators(name, more):
+    """A router's launches decide its time at small sizes: kern's may be but the sum of its bias's gradient more."""
+    router = make_router(name, 6, 2).to(DEVICE)
+    router.fused = lambda *inputs: route(*inputs, "triton")
+    x, d_weights = torch.randn(8, 1, device=DEVICE, requires_grad=True), torch.ones(8, 2, device=DEVICE)
+    with Operators() as forward:
+        routing = router(x, n_sequence=2)
+    with Operators() as backward:
+        routing.weights.backward(d_weights)
+    assert sorted(forward.names)[-1:] == ["route"] and len(forward.names) <= 3  # linear, route, a cast on some
+    assert "route_backward" in backward.names
+    ours = [name for name in backward.names if name not in ("detach", "new_empty_strided", "copy_", "clone")]
+    assert len(ours) <= 3 + more, ours  # route_backward and two products
+
+
+@on_cpu
+@pytest.mark.integration
+def test_the_operators_obey_torch():
+    B, T, E, K = TYPICAL
+    logits, gamma = make_logits(B, T, E).requires_grad_(), torch.ones(1, requires_grad=True)
+    formula = ("relu", "l2 over all", "none")
+    inputs = (logits, torch.zeros(E), torch.ones(1), gamma, *formula, K, B)
+    parts = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others differentiate the scores
+    for arguments in (inputs, (*inputs[:3], None, "exp", "none", "l1 over all", K, B)):
+        torch.library.opcheck(triton_router.route_forward, arguments, test_utils=parts)
+    experts = triton_router.route_forward(*inputs)[1]
+    upstream = make_upstream(*TYPICAL)
+    gradients = (upstream[0], upstream[1], torch.ones(5))
+    for given_ in (gradients, (gradients[0], None, None), (None, gradients[1], None)):
+        arguments = (logits.detach(), experts, torch.ones(1), gamma.detach(), *formula, B, *given_)
+        torch.library.opcheck(triton_router.route_backward, arguments)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["kern", "softmax"])
+def test_compiled_without_a_graph_break(name):
+    router = make_router(name, 6, 2)
+    router.fused = lambda *inputs: route(*inputs, "triton")
+    x, results = torch.randn(8, 1, generator=seeded()), []
+    for function in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
+        routing = function(x, n_sequence=2)
+        loss = routing.weights.square().sum() + routing.stats.z_loss + routing.stats.probability[0, 0]
+        results.append([*routing[:4], *routing.stats, *torch.autograd.grad(loss, list(router.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_cpu
+def test_where_the_kernel_does_not_run(monkeypatch):
+    """There the router computes with torch operators."""
+    inputs = (torch.randn(4, 6), torch.zeros(6), torch.ones(1), None, ("exp", "none", "l1 over all"), 2, 1)
+    assert route(*inputs, "auto") is None and route(*inputs, "torch") is None  # on a CPU
+    assert route(*inputs, "triton") is not None
+    many = triton_router.LARGEST + 1
+    assert route(torch.randn(2, many), torch.zeros(many), *inputs[2:], "triton") is None
+    monkeypatch.setattr(kernels, "triton_experts", None)
+    assert route(*inputs, "auto") is None
+    model, idx = build("auto")
+    assert model(idx).stats.loads.sum() == 2 * 3 * 6 * 2
+    assert triton_experts is not None
+
+
+# on a GPU, in full size
+
+
+@pytest.mark.numerics
+@pytest.mark.gpu
+@pytest.mark.parametrize("E, K", [(64, 8), (256, 8), (48, 5), (512, 16)])
+@pytest.mark.parametrize("name", SPARSE)
+def test_equals_router_in_full_size_on_gpu(name, E, K):
+    assert_equals_router(name, 8, 1000, E, K)
+
+
+@pytest.mark.gpu
+def test_repeats_and_never_makes_the_host_wait_on_gpu():
+    router, upstream, logits = make_router("kern", 64, 8), make_upstream(32, 1024, 64, 8), make_logits(32, 1024, 64)
+    upstream, logits = [t.cuda() for t in upstream], logits.cuda()
+    first, gradients = run_kernel(router, logits, upstream, 32)  # compiles
+    leaf, gamma = logits.detach().requires_grad_(), router.gamma.detach().requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = route(leaf, router.selection_bias, router.c, gamma, ("relu", "l2 over all", "none"), 8, 32, "auto")
+        again = collect(dict(zip(VALUES, out, strict=True)), [leaf, gamma], upstream, LOSSES)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(first[key], again[0][key]) for key in VALUES)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again[1], strict=True))
