@@ -134,7 +134,11 @@ class Train(Section):
         "what it began with",
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
-    compile: bool = Field(False, description="torch.compile every block")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="torch.compile every block; auto: on CUDA, with a warning and without where compiling fails; true "
+        "and false mean on and off",
+    )
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
         "auto",
         description="ddp: a full copy per rank, fsdp: sharded over all ranks, hsdp: sharded within a node and "
@@ -167,6 +171,13 @@ class Train(Section):
         "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"
     )
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _read_bool(cls, value: Any) -> Any:
+        """Configs of before "auto" have true and false, which an override gives as text."""
+        words = {"true": "on", "yes": "on", "false": "off", "no": "off"}
+        return words.get(str(value).lower(), value) if isinstance(value, bool | str) else value
 
     @property
     def kept_steps(self) -> frozenset[int]:

@@ -80,6 +80,11 @@ def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def pick_compile(name: str, device: torch.device) -> bool:
+    """Whether train.compile = "auto", "on" or "off" compiles on this device: "auto" does on CUDA."""
+    return name == "on" or (name == "auto" and device.type == "cuda")
+
+
 def cpu_capabilities() -> Mapping[str, Any]:
     """The CPU's name and instruction sets; empty in versions of torch that do not report them."""
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -1,5 +1,6 @@
 """Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor. Both average gradients in fp32."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, MoE
-from runtime.distributed import Ranks
+from runtime.distributed import Ranks, gather, print_once
+from runtime.output import first_line
 
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the option that does it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters
@@ -49,6 +51,42 @@ def compile_blocks(model: GPT) -> None:
     """
     for block in model.blocks:
         block.compile()
+
+
+def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, ranks: Ranks) -> bool:
+    """Try whether blocks compile on every rank, and print a warning if not. Every rank must call it.
+
+    A copy of each kind of block runs forward, backward and without gradients, before the model is distributed: no
+    collective waits then for a rank that failed, and the model, its gradients and random numbers stay as they are.
+
+    Args:
+        model: not distributed yet, on any device.
+        shape: (B, T) of a micro-batch.
+        autocast: in which the model will run.
+        ranks: this rank.
+    """
+    problem = ""
+    kinds = {type(block.mlp): block for block in model.blocks}
+    cuda = [ranks.device] if ranks.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(cuda):
+            for block in kinds.values():
+                trial = copy.deepcopy(block).to(ranks.device)
+                trial.compile()
+                x = torch.zeros(*shape, model.config.n_embd, device=ranks.device, requires_grad=True)
+                with autocast:
+                    trial(x)[0].float().sum().backward()
+                with torch.no_grad(), autocast:
+                    trial.eval()(x)
+    except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    problems = gather(problem, ranks.control)
+    failed = [rank for rank, words in enumerate(problems) if words]
+    if failed:
+        torch._dynamo.reset()
+        where = f" on rank {', '.join(map(str, failed))}" if ranks.world_size > 1 else ""
+        print_once(f"warning: train.compile = auto: compiling failed{where}, so nothing is: {problems[failed[0]]}")
+    return not failed
 
 
 def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:

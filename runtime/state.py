@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from configure.schema import Optim
 from model import GPT, MoE
 from router import update_selection_bias
-from runtime import checkpoint, initial
+from runtime import checkpoint, distributed, initial
 from runtime.distributed import Ranks
 from runtime.muon import Muon, is_for_muon
-from runtime.parallel import distribute, full_tensor, warm_up_ddp_buckets
+from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics
 from runtime.updates import Updates
@@ -79,7 +79,11 @@ class TrainState:
             initial.load_initial_weights(self.model, plan.initial_weights, ranks)
         for block in self.model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
-        self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, config.train.compile)
+        shape = (config.train.micro_batch_size, config.model.block_size)
+        compile = distributed.pick_compile(config.train.compile, plan.device)
+        if compile and config.train.compile == "auto":
+            compile = try_compiling(self.model, shape, plan.autocast, ranks)
+        self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, compile)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(
             self.optimizer,
@@ -96,7 +100,6 @@ class TrainState:
 
         if self.step:
             checkpoint.load(checkpoints, self.step, self.model, self.optimizer, self.tensors)
-        shape = (config.train.micro_batch_size, config.model.block_size)
         with plan.autocast:
             warm_up_ddp_buckets(self.runner, torch.zeros(shape, dtype=torch.int64, device=ranks.device))
         self.optimizer.zero_grad(set_to_none=False)

@@ -313,6 +313,24 @@ def test_router_share_of_a_step(tiny_file, run_bench, timed):
     assert (step["router"], step["ms per step"]) == ("step, float32", 100) and "kern has 2 routers" in printed
 
 
+def test_router_compiled(tiny_file, run_bench, timed, monkeypatch):
+    """Its modules as they are first, then compiled, where one that fails is skipped with a line."""
+    compiled = []
+
+    def compile(module):
+        compiled.append(type(module).__name__)
+        if module.__dict__.get("gamma") is None and len(compiled) == 1:
+            module.forward = None
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    timed(lambda name: 0.001)
+    rows, printed = run_bench("router", tiny_file, "--routers", "softmax", "kern", "--compile", "on", "off")
+    modes = [("off", "softmax"), ("off", "kern"), ("off", "step, float32"), ("on", "kern"), ("on", "step, float32")]
+    assert [(row["compile"], row["router"]) for row in rows] == modes
+    assert "skipped softmax both: TypeError" in printed and rows[3]["ratio"] is None
+    assert compiled == ["Router", "Router", "Block", "Block"]
+
+
 def test_experts(tiny_file, run_bench, timed):
     timed(lambda name: name[1] / 100 + (name[0] == "step") / 10)  # experts, and whether AdamW ran
     rows, _ = run_bench("experts", tiny_file, "--model.router=kern", "--experts", "4", "8")

@@ -49,7 +49,15 @@ def test_override_text_is_read_by_the_type_of_its_key(write):
     assert config.train.max_steps == 10_000 and (config.run.name, config.run.dir) == ("7", "a=b")
     assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float)
     for word, value in (("true", True), ("yes", True), ("True", True), ("No", False), ("FALSE", False)):
-        assert load(write(), [f"--train.compile={word}"]).train.compile is value
+        assert load(write(), [f"--train.deterministic={word}"]).train.deterministic is value
+
+
+def test_compile_takes_true_and_false_of_older_configs(write):
+    assert load(write()).train.compile == "auto"
+    for word, value in (("true", "on"), ("false", "off"), ('"auto"', "auto"), ('"on"', "on"), ('"off"', "off")):
+        assert load(write(f"train.compile = {word}")).train.compile == value
+    for word, value in (("true", "on"), ("True", "on"), ("no", "off"), ("on", "on"), ("auto", "auto")):
+        assert load(write(), [f"--train.compile={word}"]).train.compile == value
 
 
 def test_config_is_frozen(write):
@@ -81,7 +89,8 @@ def test_config_is_frozen(write):
         ("optim.lr = true", "optim.lr: found True (bool), expected finite float > 0"),
         ("optim.lr = nan", "optim.lr: found nan (float), expected finite float > 0"),
         ("optim.lr = inf", "optim.lr: found inf (float), expected finite float > 0"),
-        ("train.compile = 1", "train.compile: found 1 (int), expected bool, true or false"),
+        ("train.deterministic = 1", "train.deterministic: found 1 (int), expected bool, true or false"),
+        ("train.compile = 1", "train.compile: found 1 (int), expected one of auto, on, off"),
         ("log.project = 1", "log.project: found 1 (int), expected printable string"),
         ('model.router = "kernel"', "model.router: found 'kernel' (str), expected one of dense, "),
         ('model.router = "kernel"', "did you mean 'kern'?"),
@@ -106,7 +115,8 @@ def test_a_wrong_line_of_a_file(write, line, says):
         ("--train.lr=1e-3", "command line: train.lr: unknown key; did you mean 'optim.lr'?"),
         ("--train.max_steps=1e3", "command line: train.max_steps: found 1000.0 (float), expected int >= 1"),
         ("--train.max_steps=", "command line: train.max_steps: found '' (str), expected int >= 1"),
-        ("--train.compile=maybe", "command line: train.compile: found 'maybe' (str), expected bool, true or false"),
+        ("--train.deterministic=maybe", "train.deterministic: found 'maybe' (str), expected bool, true or false"),
+        ("--train.compile=maybe", "command line: train.compile: found 'maybe' (str), expected one of auto, on, off"),
         ("--model.router=Kern", "command line: model.router: found 'Kern' (str), expected one of dense, "),
         ("--train=3", "command line: train: found 3, expected a section"),
         ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps: found '1\nrun.seed = 2' (str), expected int >= 1"),

@@ -28,8 +28,9 @@ STEPS = 6
 
 @pytest.fixture
 def on(tiny):
-    """`on(device, dtype, *overrides)` makes a Config."""
-    return lambda device, dtype, *more: tiny(f"train.device={device}", f"train.dtype={dtype}", *more)
+    """`on(device, dtype, *overrides)` makes a Config; nothing is compiled, unless overrides ask for it."""
+    own = "train.compile=off"
+    return lambda device, dtype, *more: tiny(f"train.device={device}", f"train.dtype={dtype}", own, *more)
 
 
 @pytest.fixture

@@ -63,6 +63,12 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16  # the paper's
 
 
+def test_compile_auto_is_for_cuda():
+    cuda = torch.device("cuda")
+    assert [distributed.pick_compile(name, CPU) for name in ("auto", "on", "off")] == [False, True, False]
+    assert [distributed.pick_compile(name, cuda) for name in ("auto", "on", "off")] == [True, True, False]
+
+
 def test_cpu_without_capabilities_computes_in_float32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert distributed.pick_dtype("auto", CPU, "dense") == torch.float32 and distributed.device_name(CPU) == "CPU"

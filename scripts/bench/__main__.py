@@ -64,7 +64,7 @@ COMMANDS: dict[
     str, tuple[Any, int, list[str]]
 ] = {  # name: (function, rounds; 0: not timed; options besides --rounds and --json)
     "moe": (bench_moe, 7, ["--dtype", "--profile", "--device", *SIZES]),
-    "router": (bench_router, 20, ["config", "--dtype", "--profile", "--routers"]),
+    "router": (bench_router, 20, ["config", "--dtype", "--profile", "--routers", "--compile"]),
     "step": (bench_step, 10, ["config", "--dtype", "--profile", "--routers", "--peers", "--compile"]),
     "experts": (bench_experts, 10, ["config", "--dtype", "--profile", "--experts"]),
     "length": (bench_length, 10, ["config", "--dtype", "--profile", "--routers", "--lengths"]),

@@ -93,7 +93,7 @@ class Step:
 def time_steps(bench: Benchmark, names: list[str], steps: dict[tuple, Step]) -> None:
     """Time `steps` in turn; `names` are the columns of their keys."""
     torch._dynamo.config.recompile_limit = 1000  # dynamo silently gives up on a piece of code after 8 graphs
-    median = bench.time(steps, may_fail=[key for key, step in steps.items() if step.make is not GPT])
+    median = bench.time(steps, may_fail=[key for key, step in steps.items() if step.make is not GPT or step.compile])
     rows = []
     for key, seconds in median.items():
         step, model = steps[key], steps[key].config.model
@@ -127,11 +127,16 @@ def start(
     return bench, {name: DTYPES[name] for name in getattr(args, "dtype", None) or [own]}
 
 
+def list_modes(args: Namespace, config: Config, device: torch.device) -> list[str]:
+    """List the modes "off" and "on" that --compile asks for, "off" first: a compiled model stays so."""
+    return sorted(args.compile or ["on" if distributed.pick_compile(config.train.compile, device) else "off"])
+
+
 def bench_step(args: Namespace, overrides: list[str]) -> None:
     """Time a training step of each of --routers and --peers, in each --dtype, with and without --compile."""
     configs = [configure.load(args.config, [*overrides, f"--model.router={router}"]) for router in args.routers]
     bench, dtypes = start(args, overrides, configs[0], *NOTES)
-    for mode in sorted(args.compile or ["on" if configs[0].train.compile else "off"]):  # a compiled model stays so
+    for mode in list_modes(args, configs[0], bench.device):
         for name, dtype in dtypes.items():
             make = partial(Step, device=bench.device, dtype=dtype, compile=mode == "on")
             steps = {(config.model.router, name, mode): make(config) for config in configs}
@@ -145,11 +150,12 @@ def bench_experts(args: Namespace, overrides: list[str]) -> None:
     if ROUTERS[configs[0].model.router] is None:
         raise RunError("dense has no experts: set --model.router=kern")
     bench, dtypes = start(args, overrides, configs[0], *NOTES, "AdamW and clipping take all experts, active or not")
+    compile = distributed.pick_compile(configs[0].train.compile, bench.device)
     for name, dtype in dtypes.items():
         steps: dict[tuple, Step] = {}
         for part, update in (("step", True), ("forward+backward", False)):
             for config in configs:
-                step = Step(config, bench.device, dtype, compile=config.train.compile, update=update)
+                step = Step(config, bench.device, dtype, compile=compile, update=update)
                 steps[part, config.model.n_expert, name] = step
         time_steps(bench, ["part", "experts", "dtype"], steps)
 
@@ -164,18 +170,19 @@ def bench_length(args: Namespace, overrides: list[str]) -> None:
             f"--train.micro_batch_size, or other --lengths"
         )
     bench, dtypes = start(args, overrides, given, *NOTES)
+    compile = distributed.pick_compile(given.train.compile, bench.device)
     for name, dtype in dtypes.items():
         steps: dict[tuple, Step] = {}
         for router, T in product(args.routers, args.lengths):
             shape = {"model.block_size": T, "train.micro_batch_size": tokens // T, "train.batch_size": tokens // T}
             settings = [f"--{key}={value}" for key, value in shape.items()]
             config = configure.load(args.config, [*overrides, f"--model.router={router}", *settings])
-            steps[router, T, name] = Step(config, bench.device, dtype, compile=config.train.compile)
+            steps[router, T, name] = Step(config, bench.device, dtype, compile=compile)
         time_steps(bench, ["router", "length", "dtype"], steps)
 
 
 def bench_router(args: Namespace, overrides: list[str]) -> None:
-    """Time each router alone, forward and with backward, beside a training step of kern's model in each --dtype."""
+    """Time each router alone, forward and with backward, with and without --compile, beside a training step of kern."""
     specs = {router: spec for router in args.routers if (spec := ROUTERS[router])}
     if not specs:
         raise RunError("dense has no router: name others")
@@ -194,19 +201,26 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
     def both(router: str) -> None:
         torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
 
-    for name, dtype in dtypes.items():
+    for mode, (name, dtype) in product(list_modes(args, config, device), dtypes.items()):
+        if mode == "on":
+            torch._dynamo.config.recompile_limit = 1000
+            for module in modules.values():
+                module.compile()
         functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in specs}
         functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in specs}
-        functions["step", "kern"] = Step(config, device, dtype, compile=config.train.compile)
-        median = bench.time(functions)
+        functions["step", "kern"] = Step(config, device, dtype, compile=mode == "on")
+        median = bench.time(functions, may_fail=functions if mode == "on" else ())
         step, rows = median.get(("step", "kern")), []
         for router in specs:
-            seconds = median[router, "both"]
-            row = [router, 1000 * median[router, "forward"], 1000 * seconds, seconds / median[base, "both"]]
+            seconds = median.get((router, "both"))
+            if seconds is None:
+                continue
+            forward = median.get((router, "forward"))
+            row = [router, mode, divide(forward, 1e-3), 1000 * seconds, divide(seconds, median.get((base, "both")))]
             rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
         if step:
-            rows.append([f"step, {name}", None, None, None, 1000 * step, 1.0])
-        columns = ["router", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
+            rows.append([f"step, {name}", mode, None, None, None, 1000 * step, 1.0])
+        columns = ["router", "compile", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
         bench.add_table(columns, rows)
     profiled = "kern" if "kern" in specs else base
     bench.profile(partial(both, profiled), f"router {profiled}, forward and backward")
