@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
-ELEMENTS = 1024  # of a program's tile: 8 in a thread, at most 96 registers
+ELEMENTS = 1024  # of a program's tile, 8 in a thread
+REGISTERS = 128  # at most; left to itself, ptxas sometimes takes 64 and spills one
 EPS = tl.constexpr(1e-8)  # as in router.py
 LOWEST = tl.constexpr(-(2**31))
 SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
@@ -215,8 +216,8 @@ def route_sum_kernel(
 def route_grad_kernel(
     logits, experts, c, gamma, d_weights, d_probability, d_z_loss, d_logits, d_scale, T, PROGRAMS, N,
     E: tl.constexpr, TOP_K: tl.constexpr, PRE_1: tl.constexpr, PHI_1: tl.constexpr, POST_1: tl.constexpr,
-    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr, OF_WEIGHTS: tl.constexpr,
-    OF_PROBABILITY: tl.constexpr, OF_Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRE_2: tl.constexpr, PHI_2: tl.constexpr, POST_2: tl.constexpr, GAMMA: tl.constexpr, GATES: tl.constexpr,
+    BALANCE: tl.constexpr, Z_LOSS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill d_logits, and d_scale (of this program) with its part of the gradient of c · γ, divided by c."""
     sequence, first, inside = find_tokens(T, PROGRAMS, ROWS)
@@ -228,7 +229,7 @@ def route_grad_kernel(
     q = stage(s, real, PRE_1, PHI_1, POST_1)
     d_q = tl.zeros((ROWS, BLOCK), tl.float32)
     d_s = tl.zeros((ROWS, BLOCK), tl.float32)  # what bypasses the scores
-    if OF_WEIGHTS:
+    if GATES:
         chosen, d_w = tl.zeros((ROWS, BLOCK), tl.int1), tl.zeros((ROWS, BLOCK), tl.float32)
         for k in range(TOP_K):
             expert = tl.load(experts + first * TOP_K + row * TOP_K + k, mask=inside, other=-1).to(tl.int32)
@@ -246,11 +247,11 @@ def route_grad_kernel(
             rise = tl.minimum(tl.sum(d_w, 1), 0.0) / (TOP_K * E)
             d_s += tl.where(tl.sum(w, 1) == 0, rise, 0.0)[:, None]
         d_q += stage_grad(q, chosen, d_w, PRE_2, PHI_2, POST_2)
-    if OF_PROBABILITY:
+    if BALANCE:
         share, step = distribute(q)
         d = tl.load(d_probability + sequence * E + col, mask=col < E, other=0.0)[None, :] / T
         d_q += tl.where(q > 0, (d - tl.sum(d * share, 1)[:, None]) * step[:, None], 0.0)
-    if OF_Z_LOSS:
+    if Z_LOSS:
         top = tl.max(tl.where(real, s, -float("inf")), 1)
         power = tl.where(real, tl.exp(s - top[:, None]), 0.0)
         total = tl.sum(power, 1)
@@ -298,6 +299,7 @@ def forward(
             *(logits, selection_bias, c, c if gamma is None else gamma, weights, experts, scores, sums, T, programs),
             *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
             triton.next_power_of_2(top_k),
+            maxnreg=REGISTERS,
         )
         route_sum_kernel[(n_sequence + 1,)](
             *(sums, probability, loads, scalars, n_sequence, T, programs, E, top_k),
@@ -353,7 +355,7 @@ def backward(
             *(d_logits, d_scale, T, programs, N, E, top_k, *stages(phi, pre, post), has_gamma),
             *(d is not None for d in gradients),
             *tile,
-            maxnreg=128,  # left to itself, ptxas takes 64 on sm_80 and spills
+            maxnreg=REGISTERS,
         )
         return d_logits, d_scale.sum(0, keepdim=True)
 

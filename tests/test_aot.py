@@ -159,7 +159,7 @@ aot.main()
     arguments = "--sm", "80", "90", "--shape", "125m", "--dtype", "float16", "--jobs", "1"
     done = run_aot(again, *arguments, TRITON_CACHE_DIR=str(tmp_path))
     good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
-    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax+grad"):
+    for kernel in ("index", "up", "rows", "combine", "down_grad", "weight_grad", "softmax+grad", "route+gamma"):
         for sm in ("80", "90"):
             assert any(line.split()[:4] == [sm, "float16", "125m", kernel] for line in good[2:-1]), done.stderr
     faults = [line.split()[3] for line in wide if "  too much shared memory  blocks < 1" in line]

@@ -1,7 +1,7 @@
 """Compile every launch of the Triton kernels at real shapes, and read what came out.
 
-Both passes of the experts and the Triton part of the LM head run on meta tensors, and each launch is compiled instead:
-what is compiled is what would run.
+Both passes of the experts and of KERN's router, and the Triton part of the LM head, run on meta tensors, and each
+launch is compiled instead: what is compiled is what would run.
 """
 
 import inspect
@@ -19,8 +19,10 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import kernels.triton_experts as triton_experts
+import kernels.triton_router as triton_router
 from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
+from router import ROUTERS, RouterSpec
 from scripts.aot.sass import Loop, count_blocks, find_loop
 
 SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
@@ -128,6 +130,16 @@ def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) ->
     )
 
 
+def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_sequence: int = 32) -> None:
+    """Launch the router's kernels; the backward pass with the gates' gradient alone, and with all."""
+    assert spec is not None, "a dense model has no router"
+    bias, c, formula = logits[0], logits[0, :1], (spec.phi, spec.pre, spec.post)
+    gamma = c if spec.gamma else None
+    weights, experts, _, _, *others = triton_router.forward(logits, bias, c, gamma, *formula, top_k, n_sequence)
+    for upstream in ((weights, None, None), (weights, *others)):
+        triton_router.backward(logits, experts, c, gamma, *formula, n_sequence, *upstream)
+
+
 def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int) -> list[Kernel]:
     """Compile every kernel of one shape once."""
     found: dict[Kernel, None] = {}
@@ -149,4 +161,5 @@ def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int,
         triton_experts.backward(out, x, w_in, w_out, weights, *kept)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
+        compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K)
     return list(found)

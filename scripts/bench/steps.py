@@ -13,6 +13,7 @@ from torch import Tensor
 
 import configure
 from configure.schema import Config, Model
+from kernels import route
 from model import GPT, count_parameters, flops_per_token
 from router import ROUTERS, Router
 from runtime import RunError, distributed
@@ -197,6 +198,8 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
     x = torch.randn(N, C, device=device, requires_grad=True)  # fp32, which LayerNorm returns under autocast too
     d_weights = torch.randn(N, K, device=device)
     modules = {router: Router(C, E, K, spec).to(device) for router, spec in specs.items()}
+    for module in modules.values():
+        module.fused = partial(route, backend=model.backend)  # as in the model
 
     def both(router: str) -> None:
         torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
