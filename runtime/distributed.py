@@ -49,7 +49,11 @@ def local_size() -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """This rank's device for "auto", "cuda" or "cpu". Raises RankError if it does not exist."""
+    """This rank's device for "auto", "cuda" or "cpu"; products on CUDA sum in fp32 from then on.
+
+    Raises:
+        RankError: it does not exist.
+    """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
@@ -62,7 +66,14 @@ def pick_device(name: str) -> torch.device:
         raise RankError(
             f"rank {local_rank()} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
         )
+    sum_in_float32()
     return torch.device("cuda", local_rank())
+
+
+def sum_in_float32() -> None:
+    """Keep cuBLAS from adding parts of a product (split-K) in float16 or bfloat16, which torch allows by default."""
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:

@@ -34,6 +34,25 @@ def gpus(monkeypatch):
     return gpus
 
 
+def test_products_on_cuda_sum_in_float32(gpus):
+    """Parts of a product, too, which torch lets cuBLAS add in half precision; a CPU's settings are left alone."""
+    matmul = torch.backends.cuda.matmul
+
+    def allowed(value):
+        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = value
+        distributed.pick_device("auto")
+        return matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+
+    try:
+        gpus(0)
+        assert allowed(True) == (True, True)
+        gpus(1)
+        assert allowed(True) == (False, False)
+    finally:
+        gpus(0)
+        allowed(True)  # torch's default
+
+
 def test_pick_device(gpus, monkeypatch):
     gpus(0)
     assert distributed.pick_device("auto") == distributed.pick_device("cpu") == CPU
