@@ -232,15 +232,18 @@ def build(backend, router="kern"):
 def test_model_with_the_kernel_and_without(router):
     """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the kernel takes part."""
     results = []
-    for backend in (None, "triton"):
+    for backend, checkpointing in ((None, False), ("triton", False), ("triton", True)):
         model, idx = build(backend, router)
+        for block in model.blocks:
+            block.checkpointing = checkpointing
         out = model(idx, idx)
         probe = torch.randn(out.stats.probability.shape, generator=seeded(3)).to(DEVICE)
         loss = out.loss + (out.stats.probability * probe).sum() + 0.1 * out.stats.z_loss.sum()
         results.append([out.loss, *out.stats, *torch.autograd.grad(loss, list(model.parameters()))])
-    for wanted, got in zip(*results, strict=True):
+    for wanted, got, again in zip(*results, strict=True):
         assert got.dtype == wanted.dtype and got.requires_grad == wanted.requires_grad
         assert_near(got, wanted, tolerance(torch.float32, 64, 32))
+        assert torch.equal(got, again)
 
 
 def test_hooks_see_what_the_kernel_decided():

@@ -36,7 +36,7 @@ from scripts.bench.harness import Benchmark
 VIEWS = (
     *("view", "t.", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach", "alias"),
     *("as_strided", "_unsafe_view", "unbind", "split", "lift", "size", "stride", "is_", "sym", "reshape", "unflatten"),
-    *("diagonal", "prim."),
+    *("diagonal", "prim.", "promote_types"),
 )
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 OPTIMIZER_BYTES = 36  # a parameter: norm 4; AdamW reads weight, gradient, moments, writes three, zeroes the gradient
@@ -222,14 +222,6 @@ def fuse_blocks(config: Config, seconds: dict[str, float], dram: float) -> dict[
     return {part: min(fused, seconds[part])}
 
 
-def fuse_routers(config: Config, seconds: dict[str, float], dram: float) -> dict[str, float]:
-    """A kernel each way: x read twice, d_x written, six arrays of scores, and the product in fp32."""
-    model, N = config.model, config.train.micro_batch_size * config.model.block_size
-    layers = model.n_layer - dense_layers(model)
-    moved = 4 * N * (3 * model.n_embd + 6 * model.n_expert) * layers
-    return {"routers": 6 * N * model.n_embd * model.n_expert * layers / FLOAT32_RATE + moved / dram}
-
-
 def keep_cast_weights(config: Config, seconds: dict[str, float], dram: float) -> dict[str, float]:
     """Expert weights cast once a step instead of once a micro-batch; their gradients summed in fp32 in place."""
     part, train = "casts of expert weights", config.train
@@ -247,7 +239,6 @@ CHANGES = (
     Change("+ table of tiles", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE),
     Change("+ rows that load ahead", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD),
     Change("+ up 128x192", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD | cycles.WIDE_UP),
-    Change("routers in one kernel each way", {}, fuse_routers),
     Change("expert weights cast once a step", {}, keep_cast_weights),
     Change("cuDNN attention, if 1.4 times as fast", {}, use_cudnn),
 )
