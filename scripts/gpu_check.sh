@@ -1,30 +1,33 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in four parts of 10 minutes at most, which can be run one by one:
+# Everything that needs a GPU, in four parts that take 28 minutes together and can be run one by one:
 #
 #   bash scripts/gpu_check.sh [PART ...]               on one GPU; all parts unless some are named
 #   bash scripts/gpu_check.sh --rehearse [PART ...]    the same commands at tiny sizes on the CPU
 #
-#   tests    pytest -m gpu: kernels in full size and three types, compile, no waiting host, DDP, FSDP2, resume
-#   bench    scripts.bench moe, router, step, experts, length; peers: step with other implementations
+#   bench    scripts.bench limits, tune of weight_grad, moe, step, router, experts, length; peers: step with other
+#            implementations
+#   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps; tune
+#   tests    pytest -m gpu: kernels in full size and three types, compile, no waiting host, DDP, FSDP2, resume; with
+#            pytest-xdist in four processes, since compiling takes most of the time
 #   train    scripts.sweep: kern, dense, softmax, sigmoid, tanh at 125M active, STEPS steps each; compare the runs
 #            with scripts.report (which needs matplotlib)
-#   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps; tune
 #
-# A part is made of pieces. Each has a time limit, leaves FOLDER/PIECE.log and, if it measures, PIECE.json, also when it
-# is interrupted, and does not keep the next from running when it fails. Exit code 1 if any failed, 2 if none can run,
-# 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for
-# `tests` also pytest and hypothesis.
-# Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 580), STEPS (80), BATCH (sequences per
+# A part is made of pieces. Each has a time limit and does not keep the next from running when it fails. FOLDER gets at
+# most six files: gpu_check.log, to which all pieces write, figures-bench.json and figures-trace.json with a table of
+# each piece, two traces, and train.tar.gz with the runs; figures also of what was interrupted. Exit code 1 if any
+# piece failed, 2 if none can run, 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic,
+# tiktoken and safetensors, for `tests` also pytest and hypothesis.
+# Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 415), STEPS (80), BATCH (sequences per
 # step, 256), DATA (prepared set in data/ to train on; by default the installed packages' Python sources, as bytes).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 rehearse=
 [ "${1:-}" = --rehearse ] && { rehearse=1; shift; }
 parts=("$@")
-[ $# -eq 0 ] && parts=(tests bench train trace)
+[ $# -eq 0 ] && parts=(bench trace tests train)
 out="${FOLDER:-runs/gpu_check}"
 python="${PYTHON:-python3}"
-limit="${LIMIT:-580}"
+limit="${LIMIT:-415}"
 
 refuse() {
     echo "error: $*" >&2
@@ -32,7 +35,7 @@ refuse() {
 }
 
 for part in "${parts[@]}"; do
-    [[ $part =~ ^(tests|bench|train|trace)$ ]] || refuse "no part $part: name tests, bench, train, trace, or none for all"
+    [[ $part =~ ^(bench|trace|tests|train)$ ]] || refuse "no part $part: name bench, trace, tests, train, or none for all"
 done
 if [ -n "$rehearse" ]; then
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
@@ -54,24 +57,44 @@ else
     steps=${STEPS:-80} set=packages roots=$(dirname "$roots") held_out=0.02
 fi
 mkdir -p "$out" || exit 2
-failed=0 summary=()
+failed=0 summary=() log="$out/gpu_check.log" part=
+figures=$(mktemp -d) || exit 2
 export PYTHONUNBUFFERED=1
-trap 'echo "stopped: figures and logs so far are in $out" >&2; exit 130' INT
+trap 'rm -rf "$figures"' EXIT
+trap 'merge; echo "stopped: figures and logs so far are in $out" >&2; exit 130' INT
+
+# merge: the part's JSON files as one, {"PIECE": ...}
+merge() {
+    local file between=
+    compgen -G "$figures/*.json" > /dev/null || return 0
+    {
+        printf '{'
+        for file in "$figures"/*.json; do
+            [ -s "$file" ] || continue
+            printf '%s\n"%s": ' "$between" "$(basename "$file" .json)"
+            cat "$file"
+            between=,
+        done
+        printf '}\n'
+    } > "$out/figures-$part.json"
+}
 
 # piece NAME SECONDS COMMAND...: run it for SECONDS at most, and for no longer than is left of the part. It stays in this
 # script's process group (--foreground): Ctrl-C reaches it, and a time limit interrupts it once, not twice.
 piece() {
-    local name=$1 most=$2 left=$((limit - SECONDS + begin)) from=$SECONDS code word
+    local name=$1 most=$2 left=$((limit - SECONDS + begin)) from=$SECONDS code word size
     shift 2
     if ((left < 8)); then
         summary+=("$(printf '%-14s left out, no time' "$name")")
         failed=1
         return
     fi
-    echo "== $name, log in $out/$name.log: $*"
-    timeout --foreground --signal=INT --kill-after=10 "$((most < left ? most : left))" "$@" > "$out/$name.log" 2>&1
+    echo "== $name: $*" | tee -a "$log"
+    size=$(wc -c < "$log")
+    timeout --foreground --signal=INT --kill-after=10 "$((most < left ? most : left))" "$@" >> "$log" 2>&1
     code=$?
-    cat "$out/$name.log"
+    tail -c "+$((size + 1))" "$log"
+    merge
     case $code in
         0) word=ok ;;
         124 | 137) word="FAILED, interrupted" failed=1 ;;
@@ -82,53 +105,59 @@ piece() {
 
 # bench NAME SECONDS ARGUMENTS...: a piece of scripts.bench with its figures as JSON.
 bench() {
-    piece "$1" "$2" "$python" -m scripts.bench "${@:3}" --json "$out/$1.json"
+    piece "$1" "$2" "$python" -m scripts.bench "${@:3}" --json "$figures/$1.json"
+}
+
+part_bench() {
+    local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off)
+    bench limits 30 limits "${rounds[@]}"
+    bench weight_grad 60 tune --kernels weight_grad "${sizes[@]}" --dtype float16
+    bench moe 80 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
+    bench step 90 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
+    bench router 50 router "${step[@]}" --dtype $dtype
+    bench experts 60 experts "${step[@]}" --model.router=kern --dtype $dtype
+    bench length 50 length "${step[@]}" "${lengths[@]}" --dtype $dtype
+    bench peers 90 step "${config[@]}" "${few[@]}" "${rounds[@]}" --compile off --routers dense kern --dtype $dtype
+}
+
+part_trace() {
+    local step=("${config[@]}" "${many[@]}" --dtype $dtype) router
+    bench trace-step 60 step "${step[@]}" --compile off --rounds 5 --routers kern --peers \
+        --profile "$out/step.trace.json.gz"
+    bench trace-moe 50 moe "${sizes[@]}" --rounds 5 --dtype $dtype --profile "$out/moe.trace.json.gz"
+    for router in "${compiled[@]}"; do
+        bench "compiled-$router" 130 step "${step[@]}" "${rounds[@]}" --routers "$router" --peers nanogpt --compile on
+    done
+    bench tune 100 tune "${sizes[@]}" --dtype float16
 }
 
 part_tests() {
     local tests=("$python" -m pytest -m gpu --durations=5 -p no:cacheprovider) kernels
     local steps=(tests/test_updates.py tests/test_gpu.py)
+    "$python" -c 'import xdist' 2> /dev/null && tests+=(-n 4)
     mapfile -t kernels < <(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
-    piece kernels 300 "${tests[@]}" "${kernels[@]}"
-    piece steps 120 "${tests[@]}" "${steps[@]}" -k "not compiled"
-    piece compiled 400 "${tests[@]}" "${steps[@]}" -k compiled
-}
-
-part_bench() {
-    local step=("${config[@]}" "${many[@]}" "${rounds[@]}")
-    bench moe 90 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
-    bench router 50 router "${step[@]}" --dtype $dtype
-    bench step 100 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
-    bench experts 90 experts "${step[@]}" --model.router=kern --dtype $dtype
-    bench length 80 length "${step[@]}" "${lengths[@]}" --dtype $dtype
-    bench peers 140 step "${config[@]}" "${few[@]}" "${rounds[@]}" --routers dense kern --dtype "${dtypes[@]}"
+    piece kernels 220 "${tests[@]}" "${kernels[@]}"
+    piece steps 400 "${tests[@]}" "${steps[@]}"
 }
 
 part_train() {
     local runs
-    runs="$out/train-$(date +%Y%m%d-%H%M%S)"
+    runs="train-$(date +%Y%m%d-%H%M%S)"
     if [ -z "${DATA:-}" ]; then
-        piece data 120 "$python" -m data.prepare stdlib --roots "$roots" --name "$set" --val-fraction $held_out --force
+        piece data 60 "$python" -m data.prepare stdlib --roots "$roots" --name "$set" --val-fraction $held_out --force
     fi
-    piece train "$limit" "$python" -m scripts.sweep "${training[@]}" "--data.name=${DATA:-$set}" "--run.dir=$runs" \
+    piece train "$limit" "$python" -m scripts.sweep "${training[@]}" "--data.name=${DATA:-$set}" "--run.dir=$out/$runs" \
         '--model.router=["kern", "dense", "softmax", "sigmoid", "tanh"]' "--train.max_steps=$steps" \
-        "--optim.warmup_steps=$((steps / 10))" "--eval.interval=$(((steps + 7) / 8))" --train.keep_checkpoints=1
-    rm -rf "$runs"/*/checkpoints
-    summary+=("compare runs:  python -m scripts.report $runs/*")
-}
-
-part_trace() {
-    local step=("${config[@]}" "${many[@]}" --dtype $dtype) router
-    bench trace-step 60 step "${step[@]}" --rounds 5 --routers kern --peers --profile "$out/step.trace.json.gz"
-    bench trace-moe 60 moe "${sizes[@]}" --rounds 5 --dtype $dtype --profile "$out/moe.trace.json.gz"
-    for router in "${compiled[@]}"; do
-        bench "compiled-$router" 150 step "${step[@]}" "${rounds[@]}" --routers "$router" --peers nanogpt --compile on
-    done
-    bench tune 150 tune "${sizes[@]}" --dtype float16
+        "--optim.warmup_steps=$((steps / 10))" "--eval.interval=$(((steps + 7) / 8))" --train.keep_checkpoints=1 \
+        --train.compile=off
+    rm -rf "$out/$runs"/*/checkpoints
+    [ -d "$out/$runs" ] && tar -czf "$out/train.tar.gz" -C "$out" "$runs" && rm -rf "${out:?}/$runs"
+    summary+=("compare runs:  tar -xzf $out/train.tar.gz && python -m scripts.report $runs/*")
 }
 
 begin=0 # of a part, in seconds since the script's start
 for part in "${parts[@]}"; do
+    rm -f "$figures"/*.json
     "part_$part"
     begin=$SECONDS
 done

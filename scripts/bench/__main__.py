@@ -5,7 +5,8 @@
     python -m scripts.bench step config/quickstart.toml [--routers dense softmax kern] [--dtype ...] [--compile off on]
     python -m scripts.bench experts config/125m.toml --model.router=kern [--experts 32 64 128 256]
     python -m scripts.bench length config/125m.toml [--routers dense kern] [--lengths 512 1024 2048]
-    python -m scripts.bench tune
+    python -m scripts.bench tune [--kernels weight_grad] [--tokens N ...]
+    python -m scripts.bench limits
     python -m scripts.bench budget config/125m.toml [--routers dense kern] [--section.key=value ...]
 
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs:
@@ -17,10 +18,11 @@ step     a training step (forward, backward, clipping, AdamW; no auxiliary loss)
 experts  a step with more and more experts, of which equally many are active
 length   a step at several context lengths, with equally many tokens
 tune     tiles of every Triton kernel on this GPU; prints lines for kernels/triton_experts.py
+limits   the rates that `budget` assumes: L2 to multiprocessors, memory, attention by flash and by cuDNN
 budget   without a GPU: launches and bytes of a step, and a model's milliseconds by part on an H100 and an H200, now and
          with changes not made yet; never held against a GPU, good to about 20%
 
---json FILE writes the figures; --profile FILE, of all but tune and budget, a trace (chrome://tracing; .gz packs it).
+--json FILE writes the figures; --profile FILE, of a command that has it, a trace (chrome://tracing; .gz packs it).
 For training runs of several routers: python -m scripts.sweep, then python -m scripts.report.
 """
 
@@ -33,7 +35,8 @@ from router import ROUTERS
 from runtime import RunError
 from scripts.bench.budget import bench_budget
 from scripts.bench.harness import DTYPES
-from scripts.bench.moe import bench_moe, bench_tune
+from scripts.bench.limits import bench_limits
+from scripts.bench.moe import KERNELS, bench_moe, bench_tune
 from scripts.bench.peers import PEERS
 from scripts.bench.steps import bench_experts, bench_length, bench_router, bench_step
 
@@ -57,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--routers": {"nargs": "+", "choices": ROUTERS, "default": list(ROUTERS), "metavar": "ROUTER"},
     "--peers": {"nargs": "*", "choices": PEERS, "default": list(PEERS), "metavar": "PEER", "help": "none: off"},
     "--compile": {"nargs": "+", "choices": ("off", "on"), "help": "(default: the config's)"},
+    "--kernels": {"nargs": "+", "choices": KERNELS, "default": list(KERNELS), "help": "(default: all)"},
     "--experts": {"nargs": "+", "type": positive, "default": [32, 64, 128, 256], "metavar": "E"},
     "--lengths": {"nargs": "+", "type": positive, "default": [512, 1024, 2048], "metavar": "T"},
 }
@@ -68,7 +72,8 @@ COMMANDS: dict[
     "step": (bench_step, 10, ["config", "--dtype", "--profile", "--routers", "--peers", "--compile"]),
     "experts": (bench_experts, 10, ["config", "--dtype", "--profile", "--experts"]),
     "length": (bench_length, 10, ["config", "--dtype", "--profile", "--routers", "--lengths"]),
-    "tune": (bench_tune, 10, ["--dtype", "--device", *SIZES]),
+    "tune": (bench_tune, 10, ["--dtype", "--device", "--kernels", *SIZES]),
+    "limits": (bench_limits, 10, ["--dtype", "--device"]),
     "budget": (bench_budget, 0, ["config", "--routers"]),
 }
 

@@ -20,10 +20,13 @@ TILES = (  # rows, columns, depth, warps, stages: what `tune` tries besides the 
     (128, 128, 64, 4, 3),
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
+    (128, 256, 64, 8, 5),  # of weight_grad: 3 buffers, where its loads depended on loads in the loop
+    (128, 384, 64, 8, 3),
     (64, 256, 64, 8, 3),
     (64, 128, 64, 4, 4),
     (128, 128, 32, 8, 4),
 )
+KERNELS = ("up", "rows", "down_grad", "weight_grad")  # as in kernels/triton_experts.py's TILES
 WORTH = 0.98  # a tile replaces the present one if it takes at most this part of its time
 
 
@@ -177,7 +180,7 @@ def bench_tune(args: Namespace, overrides: list[str]) -> None:
 
     chosen = {}
     try:
-        for kernel in timed:
+        for kernel in args.kernels:
             tiles = dict.fromkeys([before[kernel], *(ours.Tile(*tile) for tile in TILES)])
             functions = {(kernel, *tile): partial(run_with_tile, kernel, tile) for tile in tiles}
             median = bench.time(functions, list(functions)[1:])  # a tile may need more shared memory than there is
