@@ -294,12 +294,6 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
             f"{model.gate_scale} would set; set --model.gate_scale=1 or --model.gate_norm=0"
         )
 
-    if model.backend == "triton" and model.router != "dense" and (model.gated or model.activation != "gelu"):
-        form = "model.gated = true" if model.gated else f"model.activation = {model.activation}"
-        errors.append(
-            f"model.backend = triton computes GELU experts without a gate alone, not {form}; set --model.backend=auto"
-        )
-
     if model.gated and model.bias:
         errors.append(
             "model.gated = true: a gated MLP has no biases, but model.bias = true; set --model.bias=false or "

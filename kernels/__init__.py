@@ -55,12 +55,6 @@ def expert_mlp(
         dtype = torch.get_autocast_dtype(device)
         x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     name = choose_backend(backend, x.device, x.dtype)
-    if name == "triton":  # its kernels compute GELU without a gate alone
-        if activation == "gelu" and w_in.shape[2] == w_out.shape[1]:
-            return triton_experts.expert_mlp(x, w_in, w_out, weights, experts)  # pyrefly: ignore[missing-attribute]
-        if backend == "triton":
-            raise ValueError("backend 'triton' has neither gated nor SiLU experts: set the backend to 'auto'")
-        name = "torch"
     function = BACKENDS[name]
     return function(x, w_in, w_out, weights, experts, activation)  # pyrefly: ignore[not-callable]  # None is not chosen
 

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton_expert_kernels import (
     INTERPRETED,  # noqa: F401  # kernels.find_triton_problem reads it here
     combine_kernel,
+    count_kernel,
     down_grad_kernel,
-    index_kernel,
+    place_kernel,
+    rows_ahead_kernel,
     rows_kernel,
+    table_kernel,
     up_kernel,
     weight_grad_kernel,
 )
@@ -26,42 +30,63 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """Output rows and columns of a program, depth of one step of its sum, warps, and pipeline stages."""
+    """Output rows and columns of a program, depth of one step of its sum, warps, stages, and registers of a thread."""
 
     rows: int
     cols: int
     depth: int
     warps: int
     stages: int
+    registers: int | None = None  # at most; None: as the compiler likes
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-# By compute capability. Not autotuned: timings would then choose the order of sums, and so their bits. The tiles of 8.0
-# also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. Those of 9.0 leave room for two blocks of `up` and of
-# `down_grad` on a multiprocessor, so that one's epilogue overlaps with the other's products; the other kernels have a
-# light epilogue and wide tiles, which need less L2 bandwidth: 85 FLOP per byte. `python -m scripts.aot` shows the
-# resources of each. A benchmark tries other tiles by replacing entries.
+# By compute capability. Not autotuned: timings would then choose the order of sums, and so their bits. Widths are
+# powers of two or, of kernels that multiply in two parts, 1.5 times that. docs/performance.md says how these were
+# found; `python -m scripts.aot` shows the resources of each. A benchmark tries other tiles by replacing entries.
+#
+# 8.0: the tiles also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. 9.0: two blocks of `up` and of `down_grad`
+# fit on a multiprocessor, so that one's epilogue overlaps with the other's products; the other kernels have a light
+# epilogue and wide tiles, which need less L2 bandwidth: 96 FLOP per byte. `up_described`, `gated_described` and
+# `rows_ahead` load weights by tensor descriptors; where those do not fit, `up` and `rows` take over.
+ROWS = 128  # of every tile
 TILES = {
     8: {
-        "up": Tile(128, 128, 32, 8, 4),
-        "rows": Tile(128, 128, 32, 8, 4),
-        "down_grad": Tile(128, 128, 32, 8, 3),
-        "weight_grad": Tile(128, 128, 32, 8, 4),
+        "up": Tile(ROWS, 128, 32, 8, 4),
+        "rows": Tile(ROWS, 128, 32, 8, 4),
+        "down_grad": Tile(ROWS, 128, 32, 8, 3, 128),
+        "weight_grad": Tile(ROWS, 128, 16, 8, 4, 128),
     },
     9: {
-        "up": Tile(128, 128, 64, 8, 3),
-        "rows": Tile(128, 256, 64, 8, 3),
-        "down_grad": Tile(128, 128, 64, 8, 3),
-        "weight_grad": Tile(128, 256, 64, 8, 3),
+        "up": Tile(ROWS, 128, 64, 8, 3),
+        "up_described": Tile(ROWS, 192, 32, 8, 5, 128),
+        "gated_described": Tile(ROWS, 256, 64, 8, 3),
+        "rows": Tile(ROWS, 256, 64, 8, 3),
+        "rows_ahead": Tile(ROWS, 384, 64, 8, 3),
+        "down_grad": Tile(ROWS, 128, 64, 8, 3, 128),
+        "weight_grad": Tile(ROWS, 384, 64, 8, 3),
     },
 }
 TILES[10] = TILES[9]
+WIDTHS = (384, 256, 192, 128, 96, 64, 48, 32)
 FLOAT32_TILE = Tile(32, 64, 32, 4, 2)  # exact fp32 products take no tensor cores; larger tiles spill registers
 
 
 def fit_tile(block: int, size: int) -> int:
-    """Halve `block` (down to 16) as long as that saves a tenth of the work, because the last block is less empty."""
-    while block > 16 and triton.cdiv(size, block // 2) * (block // 2) <= 0.9 * triton.cdiv(size, block) * block:
-        block //= 2
+    """Make `block` smaller (down to 16) as long as that saves a tenth of the work: the last block is less empty.
+
+    Widths are powers of two and, where `block` is one of them, one and a half times those.
+    """
+    widths = [*(WIDTHS if block in WIDTHS[::2] else WIDTHS[1::2]), 16]
+    for width in (width for width in widths if width < block):
+        if triton.cdiv(size, width) * width > 0.9 * triton.cdiv(size, block) * block:
+            break
+        block = width
     return block
 
 
@@ -70,45 +95,122 @@ def major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def pick_tile(kernel: str, like: Tensor, cols: int) -> Tile:
-    """Pick the kernel's tile for the dtype and device of `like`, narrowed to a width of `cols`."""
+def pick_tile(kernel: str, like: Tensor, rows: int, cols: int, depth: int = 2**31) -> Tile | None:
+    """Pick the kernel's tile for the dtype and device of `like`, cut to (rows, cols, depth); None if it has none."""
     table = TILES.get(major(like.device), TILES[8])
-    tile = FLOAT32_TILE if like.dtype == torch.float32 else table[kernel]
-    return tile._replace(cols=fit_tile(tile.cols, cols))
-
-
-def pick_rows_tile(
-    kernel: str, like: Tensor, n_row: int, n_expert: int, cols: int, depth: int
-) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
-    """Pick (grid, tile, launch options) of a kernel over the tiles of all experts' rows, `cols` wide, `depth` deep."""
-    tile = pick_tile(kernel, like, cols)
-    rows = tile.rows
-    while rows > 64 and n_row < 4 * rows * n_expert:  # an expert's last tile is half empty: at most 1/8 of its work
-        rows //= 2
-    grid = ((n_row // rows + n_expert) * triton.cdiv(cols, tile.cols),)
-    return grid, (rows, tile.cols, fit_tile(tile.depth, depth)), {"num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def sort_rows(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the rows of experts (N, K), stably: order, inverse and offsets (see the module), int32."""
-    assert n_expert < 2**15
-    flat = experts.flatten().to(torch.int16)  # half the radix passes of int32
-    ranked, order64 = flat.sort(stable=True)
-    offsets = torch.searchsorted(
-        ranked, torch.arange(n_expert + 1, dtype=torch.int16, device=flat.device), out_int32=True
+    tile = table.get(kernel)
+    if like.dtype == torch.float32:
+        tile = FLOAT32_TILE if kernel in TILES[8] else None
+    if tile is None:
+        return None
+    registers = tile.registers if rows == tile.rows else None  # half the rows take fewer
+    return tile._replace(
+        rows=rows, cols=fit_tile(tile.cols, cols), depth=fit_tile(tile.depth, depth), registers=registers
     )
-    order = torch.empty(len(flat), dtype=torch.int32, device=flat.device)
-    inverse = torch.empty_like(order)
-    index_kernel[(triton.cdiv(len(flat), 1024),)](order64, order, inverse, len(flat), 1024)
-    return order, inverse, offsets
 
 
-def multiply_rows(a: Tensor, b: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+def count_multiprocessors(device: torch.device) -> int:
+    """Return the device's multiprocessors; on a CPU, some number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
+    """Rows of a tile; given their numbers of rows and experts, of `up`, `rows` and `down_grad`, which share a table."""
+    rows = FLOAT32_TILE.rows if like.dtype == torch.float32 else ROWS
+    while n_row is not None and rows > 64 and n_row < 4 * rows * n_expert:  # a last tile is half empty: 1/8 of the work
+        rows //= 2
+    return rows
+
+
+class Schedule(NamedTuple):
+    """Which rows are whose, all int32; see kernels/triton_expert_kernels.py."""
+
+    order: Tensor  # (R,)
+    inverse: Tensor  # (R,)
+    offsets: Tensor  # (E + 1,)
+    largest: Tensor  # (E,) experts by descending number of rows, then by index
+    table: Tensor  # (3T + 1,) expert, first row and end of each of T tiles at most, then the number of tiles
+
+    @classmethod
+    def empty(cls, experts: Tensor, n_expert: int, rows: int) -> "Schedule":
+        """Allocate the schedule of experts (N, K) in tiles of `rows` rows."""
+        R = experts.numel()
+        sizes = R, R, n_expert + 1, n_expert, 3 * (R // rows + n_expert) + 1
+        return cls(*(torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes))
+
+
+def sort_rows(experts: Tensor, n_expert: int, rows: int) -> Schedule:
+    """Sort the rows of experts (N, K) by expert, then by token, by counting; and cut them into tiles of `rows` rows."""
+    N, top_k = experts.shape
+    schedule = order, inverse, offsets, largest, table = Schedule.empty(experts, n_expert, rows)
+    step = max(1, min(64, 4096 // triton.next_power_of_2(n_expert)))  # tokens that a program looks at at once
+    steps = triton.cdiv(256, step)
+    grid = (max(1, triton.cdiv(N, step * steps)),)
+    counts = torch.empty(*grid, n_expert, dtype=torch.int32, device=experts.device)
+    count_kernel[grid](experts, counts, N, n_expert, top_k, step, steps)
+    sums = counts.cumsum(0, dtype=torch.int32)
+    place_kernel[grid](experts, counts, sums, order, inverse, offsets, N, n_expert, top_k, step, steps)
+    n_tile = len(table) // 3
+    table_kernel[(n_tile,)](offsets, table, largest, n_tile, n_expert, rows, num_warps=1)
+    return schedule
+
+
+def describe(matrix: Tensor, depth: int, widths: list[int], transposed: bool) -> list[TensorDescriptor]:
+    """Describe matrix (rows, cols) by a block (depth, width), or transposed (width, depth), for each of `widths`.
+
+    Returns:
+        Descriptors; none if there are no rows or they do not begin at multiples of 16 bytes.
+    """
+    if not len(matrix) or matrix.data_ptr() % 16 or matrix.stride(0) * matrix.itemsize % 16:
+        return []
+    blocks = [[width, depth] if transposed else [depth, width] for width in widths]
+    return [TensorDescriptor.from_tensor(matrix, block) for block in blocks]
+
+
+def split_width(cols: int) -> list[int]:
+    """The widths of a tile's two parts; of a power of two, which has one part, that twice."""
+    main = 1 << (cols.bit_length() - 1)
+    return [main, cols - main or main]
+
+
+def multiply_up(
+    x: Tensor, w_in: Tensor, H: int, weights: Tensor, order: Tensor, table: Tensor, rows: int, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the pre-activations (R, P) and gate · activations (R, H) of experts' up-projections, see up_kernel."""
+    (N, C), P, top_k = x.shape, w_in.shape[2], weights.shape[1]
+    gated = P == 2 * H
+    hidden, activated = (torch.empty(N * top_k, width, dtype=x.dtype, device=x.device) for width in (P, H))
+    w_parts: list[Any] = []
+    if tile := pick_tile("gated_described" if gated else "up_described", x, rows, P, C):
+        widths = [tile.cols // 2] * 2 if gated else split_width(tile.cols)
+        if C % tile.depth == 0 and (gated or sum(widths) == tile.cols):
+            w_parts = describe(w_in.flatten(0, 1), tile.depth, widths, False)
+    described = len(w_parts) > 0 and N > 0
+    if not described:
+        tile, w_parts = pick_tile("up", x, rows, P, C), [w_in, w_in]
+    grid = (len(table) // 3 * triton.cdiv(H, tile.cols // (1 + gated)),)
+    sides = C, H, top_k, gated, silu, described
+    up_kernel[grid](x, *w_parts, weights, order, table, hidden, activated, *sides, *tile[:3], **tile.options)
+    return hidden, activated
+
+
+def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bool) -> Tensor:
     """Return a (R, in) @ b[e], (R, out), for b (E, in, out) or, transposed, (E, out, in)."""
-    (n_row, depth), n_expert, cols = a.shape, len(b), b.shape[1 if transposed else 2]
-    grid, tile, options = pick_rows_tile("rows", a, n_row, n_expert, cols, depth)
+    (n_row, depth), cols, n_tile = a.shape, b.shape[1 if transposed else 2], len(table) // 3
     out = torch.empty(n_row, cols, dtype=a.dtype, device=a.device)
-    rows_kernel[grid](a, b, offsets, out, depth, cols, transposed, n_expert, *tile, **options)
+    tile = pick_tile("rows_ahead", a, rows, cols, depth)
+    if tile and depth % tile.depth == 0:
+        ours = describe(a, tile.depth, [rows], True)
+        theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
+        if ours and theirs:
+            grid = (min(count_multiprocessors(a.device), n_tile * triton.cdiv(cols, tile.cols)),)
+            flat = major(a.device) == 9  # on 10.0 Triton 3.6 makes a bare trap of a flat loop with two products
+            sides = n_tile, depth, cols, transposed, flat
+            rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, *tile[:3], **tile.options)
+            return out
+    tile = pick_tile("rows", a, rows, cols, depth)
+    grid = (n_tile * triton.cdiv(cols, tile.cols),)
+    rows_kernel[grid](a, b, table, out, depth, cols, transposed, *tile[:3], **tile.options)
     return out
 
 
@@ -127,36 +229,30 @@ def weight_grad(
 ) -> Tensor:
     """Sum aᵀ b over each expert's rows: (E, A, B). By token is a (N, A) if gather_a, else b (N, B)."""
     A, B, n_expert = a.shape[1], b.shape[1], len(largest)
-    tile = pick_tile("weight_grad", a, B)
-    rows = fit_tile(tile.rows, A)
+    tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
     out = torch.empty(n_expert, A, B, dtype=a.dtype, device=a.device)
-    grid = (n_expert * triton.cdiv(A, rows) * triton.cdiv(B, tile.cols),)
-    weight_grad_kernel[grid](
-        *(a, b, order, offsets, largest, out, A, B, gather_a, top_k, rows, tile.cols, tile.depth),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    grid = (n_expert * triton.cdiv(A, tile.rows) * triton.cdiv(B, tile.cols),)
+    weight_grad_kernel[grid](a, b, order, offsets, largest, out, A, B, gather_a, top_k, *tile[:3], **tile.options)
     return out
 
 
-def forward(
-    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out (N, C), hidden (R, H), order, inverse, offsets for contiguous inputs shaped as in expert_mlp."""
-    (N, top_k), (n_expert, C, H) = experts.shape, w_in.shape
+Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, silu: bool) -> Seven:
+    """Return out (N, C), hidden (R, P) and the fields of a Schedule for contiguous inputs shaped as in expert_mlp."""
+    (n_expert, H, _), rows = w_out.shape, tile_rows(x, experts.numel(), len(w_out))
     with torch.cuda.device_of(x):
-        order, inverse, offsets = sort_rows(experts, n_expert)
-        hidden, gated = (torch.empty(N * top_k, H, dtype=x.dtype, device=x.device) for _ in range(2))
-        grid, tile, options = pick_rows_tile("up", x, N * top_k, n_expert, H, C)
-        up_kernel[grid](*(x, w_in, weights, order, offsets, hidden, gated, C, H, n_expert, top_k, *tile), **options)
-        out = combine(multiply_rows(gated, w_out, offsets, False), inverse, top_k)
-    return out, hidden, order, inverse, offsets
+        schedule = order, inverse, _, _, table = sort_rows(experts, n_expert, rows)
+        hidden, activated = multiply_up(x, w_in, H, weights, order, table, rows, silu)
+        out = combine(multiply_rows(activated, w_out, table, rows, False), inverse, experts.shape[1])
+    return out, hidden, *schedule
 
 
-def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
-    (n_row,), n_expert = experts.flatten().shape, len(w_in)
-    index = [experts.new_empty(n, dtype=torch.int32) for n in (n_row, n_row, n_expert + 1)]
-    return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *index
+def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, silu: bool) -> Seven:
+    n_row, n_expert = experts.numel(), len(w_in)
+    schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
+    return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
 
 
 def backward(
@@ -169,33 +265,38 @@ def backward(
     order: Tensor,
     inverse: Tensor,
     offsets: Tensor,
+    largest: Tensor,
+    table: Tensor,
+    silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, w_in, w_out and weights."""
-    (N, top_k), (n_expert, C, H) = weights.shape, w_in.shape
-    d_out = d_out.contiguous()
+    (N, top_k), (n_expert, H, C) = weights.shape, w_out.shape
+    d_out, rows = d_out.contiguous(), tile_rows(x, N * top_k, n_expert)
     with torch.cuda.device_of(x):
-        d_hidden, gated = torch.empty_like(hidden), torch.empty_like(hidden)
-        grid, tile, options = pick_rows_tile("down_grad", x, N * top_k, n_expert, H, C)
-        d_gate = torch.empty(N, top_k, triton.cdiv(H, tile[1]), dtype=torch.float32, device=x.device)
-        down_grad_kernel[grid](
-            *(d_out, w_out, weights, order, offsets, hidden, d_hidden, gated, d_gate, C, H, n_expert, top_k, *tile),
-            **options,
+        d_hidden, activated = torch.empty_like(hidden), hidden.new_empty(N * top_k, H)
+        tile = pick_tile("down_grad", x, rows, H, C)
+        n_col = triton.cdiv(H, tile.cols)
+        d_gate = torch.empty(N, top_k, n_col, dtype=torch.float32, device=x.device)
+        sides = C, H, top_k, hidden.shape[1] == 2 * H, silu
+        down_grad_kernel[len(table) // 3 * n_col,](
+            *(d_out, w_out, weights, order, table, hidden, d_hidden, activated, d_gate, *sides, *tile[:3]),
+            **tile.options,
         )
-        largest = offsets.diff().argsort(descending=True, stable=True)
-        d_w_out = weight_grad(gated, d_out, order, offsets, largest, top_k, gather_a=False)
-        del gated
+        d_w_out = weight_grad(activated, d_out, order, offsets, largest, top_k, gather_a=False)
+        del activated
         d_w_in = weight_grad(x, d_hidden, order, offsets, largest, top_k, gather_a=True)
-        d_x = combine(multiply_rows(d_hidden, w_in, offsets, True), inverse, top_k)
+        d_x = combine(multiply_rows(d_hidden, w_in, table, rows, True), inverse, top_k)
         return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
 
 
-def _fake_backward(d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _fake_backward(d_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in inputs[:4])
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs only to be saved here
     ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.silu = inputs[5]
 
 
 # torch.compile sees both passes as opaque operators, known by the shapes of their results.
@@ -204,11 +305,14 @@ experts_forward.register_fake(_fake_forward)
 experts_backward = torch.library.custom_op("nanokern::experts_backward", backward, mutates_args=())
 experts_backward.register_fake(_fake_backward)
 experts_forward.register_autograd(
-    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors), None), setup_context=_save_for_backward
+    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors, ctx.silu), None, None),
+    setup_context=_save_for_backward,
 )
 
 
-def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_mlp(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
+) -> Tensor:
     """See `kernels.expert_mlp`.
 
     Raises:
@@ -216,4 +320,4 @@ def expert_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts:
     """
     if w_in[0].numel() >= 2**31:
         raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
-    return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)))[0]
+    return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)), activation == "silu")[0]

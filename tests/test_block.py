@@ -356,8 +356,6 @@ def test_defaults_are_the_papers():
             {"n_dense_layer": 3},
             "no layer with experts of model.n_layer = 3; set --model.n_dense_layer=2 or --model.router=dense",
         ),
-        ({"backend": "triton"}, "not model.gated = true; set --model.backend=auto"),
-        ({"backend": "triton", "gated": False}, "not model.activation = silu; set --model.backend=auto"),
     ],
 )
 def test_what_means_nothing_is_refused(update, words):

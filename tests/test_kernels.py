@@ -11,7 +11,6 @@ from numerics import assert_near, seeded, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import kernels
 from kernels import expert_mlp, torch_grouped
 
 NAMES = ("out", "x", "w_in", "w_out", "weights")
@@ -343,17 +342,6 @@ def test_backends_by_name():
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
     with pytest.raises(ValueError, match="backend 'tritn' is not one of auto, reference, torch"):
         expert_mlp(*leaves, experts, "tritn")
-
-
-@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
-def test_triton_is_refused_where_it_lacks_the_form_and_auto_takes_torch(form, monkeypatch):
-    activation, *gated = FORMS[form]
-    leaves, experts, _ = make_inputs(*CASES["typical"], "", torch.float32, "cpu", *gated)
-    wanted = expert_mlp(*leaves, experts, "torch", activation)
-    monkeypatch.setattr(kernels, "choose_backend", lambda *_: "triton")
-    assert torch.equal(expert_mlp(*leaves, experts, "auto", activation), wanted)
-    with pytest.raises(ValueError, match="has neither gated nor SiLU experts: set the backend to 'auto'"):
-        expert_mlp(*leaves, experts, "triton", activation)
 
 
 @pytest.mark.numerics

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_near, guarded_buffers, seeded, tolerance
-from test_kernels import CASES, make_inputs
+from test_kernels import CASES, FORMS, make_inputs
 from torch.utils.checkpoint import checkpoint
 
 import kernels
@@ -20,9 +20,12 @@ from runtime.parallel import compile_blocks
 
 pytest.importorskip("triton")
 
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
 from kernels import triton_experts  # noqa: E402
 
 SMALL = triton_experts.Tile(32, 16, 16, 4, 2)  # many tiles, full and partial, even in small matrices
+TWO_PARTS = SMALL._replace(cols=48)  # of kernels that can
 FEW = (9, 5, 7, 3, 2)  # N, C, H, E, K: a few tiles of SMALL, each of which takes 20 ms
 DTYPES = triton_experts.DTYPES
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -33,7 +36,9 @@ assert triton_experts.INTERPRETED or torch.cuda.is_available(), "kernels were im
 def small_tiles(monkeypatch):
     for table in triton_experts.TILES.values():
         for kernel in table:
-            monkeypatch.setitem(table, kernel, SMALL)
+            two = kernel in ("up_described", "rows_ahead", "weight_grad")
+            monkeypatch.setitem(table, kernel, TWO_PARTS if two else SMALL)
+    monkeypatch.setattr(triton_experts, "ROWS", SMALL.rows)
     monkeypatch.setattr(triton_experts, "FLOAT32_TILE", SMALL)
     return SMALL
 
@@ -58,10 +63,10 @@ def rounded_bfloat16():
         yield
 
 
-def run_backend(leaves, experts, d_out, backend="triton"):
+def run_backend(leaves, experts, d_out, backend="triton", **more):
     """[output, four gradients], computed in guarded buffers."""
     with guarded_buffers():
-        return test_kernels.run_backend(leaves, experts, d_out, backend)
+        return test_kernels.run_backend(leaves, experts, d_out, backend, **more)
 
 
 assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_backend)
@@ -87,12 +92,51 @@ def test_equals_reference(case, dtype, small_tiles):
 
 @on_cpu
 @pytest.mark.numerics
+@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
+@pytest.mark.parametrize("case", ["typical", "one token", "idle expert"])
+def test_other_experts_equal_reference(case, form, small_tiles):
+    activation, *gated = FORMS[form]
+    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float32, "cpu", *gated), activation=activation)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels launched so far."""
+    names, launch = set(), triton_experts.rows_kernel.__class__.__getitem__
+
+    def record(kernel, grid):
+        names.add(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(triton_experts.rows_kernel.__class__, "__getitem__", record)
+    return names
+
+
+@on_cpu
+@pytest.mark.numerics
+@pytest.mark.parametrize("form", ["gelu", "gated silu"])
+@pytest.mark.parametrize("capability", [8, 9, 10])
+def test_half_precision_equals_reference_on_every_architecture(capability, form, small_tiles, launched, monkeypatch):
+    """Matrices whose tiles have two parts, the last ones partial, loaded by descriptors where there are any."""
+    activation, *gated = FORMS[form]
+    monkeypatch.setattr(triton_experts, "major", lambda device: capability)
+    inputs = make_inputs(45, 48, 48, 3, 2, "", torch.float16, "cpu", *gated)
+    assert_equals_reference(*inputs, activation=activation)
+    assert launched >= {"rows_kernel" if capability == 8 else "rows_ahead_kernel"}
+
+
+@on_cpu
+@pytest.mark.numerics
 @pytest.mark.integration
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_reference_with_the_tiles_of_a_gpu(dtype):
+def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
     """Partial tiles, and two of them along H; those of float32 are smaller."""
+    activation, *gated = FORMS[form]
     shape = (72, 40, 70) if dtype == torch.float32 else (140, 70, 140)
-    assert_equals_reference(*make_inputs(*shape, 2, 1, dtype=dtype))
+    assert_equals_reference(*make_inputs(*shape, 2, 1, "", dtype, "cpu", *gated), activation=activation)
+    if dtype == torch.float16:  # which descriptors fit: an H of 64 makes whole steps of them
+        assert_equals_reference(*make_inputs(140, 128, 192, 2, 1, "", dtype, "cpu", *gated), activation=activation)
 
 
 @on_cpu
@@ -120,13 +164,24 @@ def test_equals_reference_for_any_shape(data):
 
 
 @on_cpu
-def test_rows_are_sorted_by_expert_and_by_token():
-    experts = make_inputs(57, 1, 1, 9, 3, "idle expert")[1]
-    order, inverse, offsets = triton_experts.sort_rows(experts, 9)
+@pytest.mark.parametrize("N", [1, 57, 600])  # 600 tokens are three programs' work
+def test_rows_are_sorted_by_expert_and_by_token(N):
+    experts = make_inputs(N, 1, 1, 9, 3, "idle expert")[1]
+    order, inverse, offsets, largest, table = triton_experts.sort_rows(experts, 9, 16)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
-    assert torch.equal(order[inverse.long()], torch.arange(57 * 3, dtype=torch.int32))
+    assert torch.equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
     assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=9))
-    assert {t.dtype for t in (order, inverse, offsets)} == {torch.int32}
+    assert torch.equal(largest.long(), offsets.diff().argsort(descending=True, stable=True))
+    tiles = [
+        [e, row, end]
+        for e, (first, end) in enumerate(offsets.unfold(0, 2, 1).tolist())
+        for row in range(first, end, 16)
+    ]
+    *listed, number = table.split([3] * (len(table) // 3) + [1])
+    assert number == len(tiles) and [tile.tolist() for tile in listed] == tiles + [[0, 0, 0]] * (
+        len(listed) - len(tiles)
+    )
+    assert {t.dtype for t in (order, inverse, offsets, largest, table)} == {torch.int32}
 
 
 @on_cpu
@@ -160,7 +215,8 @@ def test_what_is_saved_for_the_backward_pass():
     kept = [t for t in saved if t.data_ptr() not in parameters]
     assert len(kept) == len(saved) - 2
     assert sum(t.numel() for t in kept if t.dtype == torch.float16) == N * C + N * K * H
-    assert sum(t.nbytes for t in kept if t.dtype != torch.float16) == 4 * (3 * N * K + E + 1)  # gates and indices
+    schedule = 2 * N * K + (E + 1) + E + 3 * (N * K // 64 + E) + 1
+    assert sum(t.nbytes for t in kept if t.dtype != torch.float16) == 4 * (N * K + schedule)  # and gates
 
 
 @on_cpu
@@ -185,31 +241,40 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     wanted = (near.float() @ w[0].float()).half()
     ends = torch.tensor([far, far + 3], dtype=torch.int32)
 
-    triton_experts.rows_kernel[(1,)](tall, w, ends, out, width, width, False, 1, 64, 64, 64)
+    tile = torch.tensor([0, far, far + 3], dtype=torch.int32)
+    triton_experts.rows_kernel[(1,)](tall, w, tile, out, width, width, False, 64, 64, 64)
     assert_same(out[far:], wanted)
 
-    experts, side, last = 17, 2**14, torch.tensor([0] * 17 + [3], dtype=torch.int32)
+    out[far:] = 0
+    blocks = [TensorDescriptor.from_tensor(t, [64, 64]) for t in (tall, w[0], w[0])]
+    listed = torch.tensor([0, far, far + 3, 1], dtype=torch.int32)
+    triton_experts.rows_ahead_kernel[(1,)](*blocks, listed, out, 1, width, width, False, True, 64, 64, 64)
+    assert_same(out[far:], wanted)
+
+    experts, side, last = 17, 2**14, torch.tensor([16, 0, 3], dtype=torch.int32)
     many, wide = virtual(experts, side, side), torch.rand(3, side, generator=some).half()
     many[16, :, :64] = torch.rand(side, 64, generator=some) / side
     result = torch.empty(3, side).half()
-    triton_experts.rows_kernel[(1,)](wide, many, last, result, side, side, False, experts, 64, 64, 64)
+    triton_experts.rows_kernel[(1,)](wide, many, last, result, side, side, False, 64, 64, 64)
     assert_near(result[:, :64], wide.float() @ many[16, :, :64].float(), tolerance(torch.float16, side))
 
-    order, here, gates = virtual(far + 3, dtype=torch.int32), ends - far, virtual(far + 3, dtype=torch.float32)
+    order, gates = virtual(far + 3, dtype=torch.int32), virtual(far + 3, dtype=torch.float32)
+    start = tile - torch.tensor([0, far, far])
+    sides = width, width, 1, False, False
     order[:3] = torch.arange(far, far + 3)  # tokens far away, rows near
     gates[far:] = 1
-    triton_experts.up_kernel[(1,)](tall, w, gates, order, here, out, gated, width, width, 1, 1, 64, 64, 64)
+    triton_experts.up_kernel[(1,)](tall, w, w, gates, order, start, out, gated, *sides, False, 64, 64, 64)
     assert_same(out[:3], wanted)
 
     order[far:] = torch.arange(3)  # and the reverse
     gates[:3] = 1
-    triton_experts.up_kernel[(1,)](near, w, gates, order, ends, tall, gated, width, width, 1, 1, 64, 64, 64)
+    triton_experts.up_kernel[(1,)](near, w, w, gates, order, tile, tall, gated, *sides, False, 64, 64, 64)
     assert_same(tall[far:], wanted)
     assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
     d_gate, d_hidden, d_out = torch.zeros(3, 1), out, near
     triton_experts.down_grad_kernel[(1,)](
-        *(d_out, w, gates, order, ends, tall, d_hidden, gated, d_gate, width, width, 1, 1, 64, 64, 64)
+        *(d_out, w, gates, order, tile, tall, d_hidden, gated, d_gate, *sides, 64, 64, 64)
     )
     hidden = wanted.float().requires_grad_()
     d_act = near.float() @ w[0].float().T
@@ -234,9 +299,9 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 def test_the_operators_obey_torch():
     leaves, experts, d_out = make_inputs(*CASES["one expert"])
     leaves = [t.requires_grad_() for t in leaves]
-    torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts))
-    kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts)[1:]
-    torch.library.opcheck(triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept))
+    torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts, False))
+    kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts, False)[1:]
+    torch.library.opcheck(triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept, False))
 
 
 @on_cpu

@@ -26,11 +26,13 @@ from router import ROUTERS, RouterSpec
 from scripts.aot.sass import Loop, count_blocks, find_loop
 
 SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
+    # "gated" experts with SiLU, as config/modern_125m.toml has them
     "125m": (32768, 768, 384, 64, 8, 50304),
     "wide": (65536, 2048, 1024, 32, 4, 131072),
     "narrow": (8192, 768, 96, 256, 64, 257),
     "odd": (8192, 1000, 200, 48, 5, 50257),
     "few": (8192, 768, 384, 256, 4, 32000),
+    "gated": (32768, 768, 256, 64, 8, 50304, True),
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int16": "i16", "int32": "i32", "int64": "i64"}
 
@@ -140,8 +142,10 @@ def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_
         triton_router.backward(logits, experts, c, gamma, *formula, n_sequence, *upstream)
 
 
-def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int) -> list[Kernel]:
-    """Compile every kernel of one shape once."""
+def compile_kernels(
+    sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int, gated: bool = False
+) -> list[Kernel]:
+    """Compile every kernel of one shape once; gated experts have SiLU."""
     found: dict[Kernel, None] = {}
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -156,9 +160,10 @@ def compile_kernels(sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int,
         mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(triton_experts, "major", lambda device: sm // 10),
     ):
-        x, w_in, w_out, weights = meta(N, C), meta(E, C, H), meta(E, H, C), meta(N, K, dtype=torch.float32)
-        out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64))
-        triton_experts.backward(out, x, w_in, w_out, weights, *kept)
+        x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
+        weights = meta(N, K, dtype=torch.float32)
+        out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept, gated)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
         compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K)

@@ -29,7 +29,6 @@ from attention import Attention
 from configure.schema import Config
 from model import GPT, MLP, Experts, MoE, count_parameters, dense_layers, flops_per_token
 from router import Router
-from runtime import RunError
 from scripts.bench import cycles
 from scripts.bench.harness import Benchmark
 
@@ -49,7 +48,9 @@ ATTENTION_RATE = 180e12  # of flash attention both ways, heads of 64, causal
 FLOAT32_RATE = 50e12  # of a router's product, without TF32
 SMALL_LAUNCH = 5e-6  # seconds that the smallest launch takes
 DRAM = {"H100": 3.0e12, "H200": 4.3e12}  # bytes/s
-DESIGN: cycles.Design = cycles.BEFORE  # of the experts' kernels in kernels/triton_experts.py
+DESIGN: cycles.Design = (
+    cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD | cycles.WIDE_UP
+)  # of the experts' kernels in kernels/triton_experts.py
 
 PARTS = (
     *("experts", "dense MLP", "qkv, proj", "head", "attention", "norms, residual, casts"),
@@ -169,14 +170,8 @@ def mark_nodes(out: Any, scope: str) -> None:
 
 
 def trace_step(config: Config) -> list[Op]:
-    """Trace the forward and backward pass of one micro-batch in float16, eager, with the Triton operators.
-
-    Raises:
-        RunError: its experts are not of the kind that the Triton kernels compute.
-    """
+    """Trace the forward and backward pass of one micro-batch in float16, eager, with the Triton operators."""
     model_config = config.model.model_copy(update={"backend": "triton"})
-    if model_config.gated or model_config.activation != "gelu":
-        raise RunError("budget knows the Triton experts, which have GELU and no gate: unset model.gated and activation")
     trace, shape = Trace(), (config.train.micro_batch_size, model_config.block_size)
     with mock.patch.object(kernels, "find_triton_problem", lambda device, dtype: ""), FakeTensorMode():
         model, x = GPT(model_config), torch.randint(model_config.vocab_size, shape)
@@ -200,7 +195,7 @@ def time_parts(config: Config, ops: list[Op], dram: float, design: cycles.Design
     seconds["attention"] = 7 * N * model.block_size * C * model.n_layer / ATTENTION_RATE
     if layers:
         sizes = (N, C, model.expert_hidden, model.n_expert, model.top_k)
-        seconds["experts"] = layers * sum(cycles.time_experts(*sizes, dram, design).values())
+        seconds["experts"] = layers * sum(cycles.time_experts(*sizes, dram, design, gated=model.gated).values())
     seconds["AdamW, norm"] = OPTIMIZER_BYTES * count_parameters(model)[0] / dram
     return {part: seconds[part] for part in PARTS if seconds[part]}
 
@@ -210,8 +205,7 @@ class Change:
     """A change that the code has not got yet, and what it makes of the parts' seconds."""
 
     name: str
-    design: cycles.Design
-    apply: Callable[[Config, dict[str, float], float], dict[str, float]] = lambda config, seconds, dram: {}
+    apply: Callable[[Config, dict[str, float], float], dict[str, float]]
 
 
 def fuse_blocks(config: Config, seconds: dict[str, float], dram: float) -> dict[str, float]:
@@ -234,22 +228,15 @@ def use_cudnn(config: Config, seconds: dict[str, float], dram: float) -> dict[st
 
 
 CHANGES = (
-    Change("train.compile (estimate of fused bytes)", {}, fuse_blocks),
-    Change("weight_grad 128x384, tokens carried", cycles.WIDE_GRADIENTS),
-    Change("+ table of tiles", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE),
-    Change("+ rows that load ahead", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD),
-    Change("+ up 128x192", cycles.WIDE_GRADIENTS | cycles.TILE_TABLE | cycles.ROWS_AHEAD | cycles.WIDE_UP),
-    Change("expert weights cast once a step", {}, keep_cast_weights),
-    Change("cuDNN attention, if 1.4 times as fast", {}, use_cudnn),
+    Change("train.compile (estimate of fused bytes)", fuse_blocks),
+    Change("expert weights cast once a step", keep_cast_weights),
+    Change("cuDNN attention, if 1.4 times as fast", use_cudnn),
 )
 
 
 def apply_changes(config: Config, ops: list[Op], dram: float, changes: Sequence[Change]) -> dict[str, float]:
-    """Seconds of each part with `changes`, of whose expert kernels the last design counts."""
-    design = dict(DESIGN)
-    for change in changes:
-        design |= change.design
-    seconds = time_parts(config, ops, dram, design)
+    """Seconds of each part with `changes`."""
+    seconds = time_parts(config, ops, dram)
     for change in changes:
         seconds |= {part: value for part, value in change.apply(config, seconds, dram).items() if part in seconds}
     return seconds

@@ -127,7 +127,15 @@ WIDE_UP: Design = {"up": Product(2, 128, 192, 32, 5, 1700 - TABLE, 4900, 900, 11
 
 
 def time_experts(
-    N: int, C: int, H: int, E: int, K: int, dram: float, design: Design, bandwidth: float = BANDWIDTH
+    N: int,
+    C: int,
+    H: int,
+    E: int,
+    K: int,
+    dram: float,
+    design: Design,
+    bandwidth: float = BANDWIDTH,
+    gated: bool = False,
 ) -> dict[str, float]:
     """Seconds of each kernel of a layer's experts, forward and backward, balanced.
 
@@ -140,8 +148,9 @@ def time_experts(
         dram: bytes per second of the GPU's memory.
         design: the kernels' tiles.
         bandwidth: bytes per clock from L2 to a multiprocessor.
+        gated: whether experts have a gate. Tiles and epilogues are then taken to be the same.
     """
-    R, weights = N * K, E * C * H * 2
+    R, weights, P = N * K, E * C * H * 2, (1 + gated) * H
     tiles = R // 128 + E // 2  # an expert's last tile is half empty
 
     def time(name: str, n_tile: int, steps: int, moved: float) -> float:
@@ -151,20 +160,23 @@ def time_experts(
     def by_rows(name: str, cols: int, depth: int, moved: float) -> float:
         return time(name, tiles * math.ceil(cols / design[name].cols), depth // design[name].depth, moved)
 
-    def by_expert(name: str, rows: int, cols: int) -> float:
+    def by_expert(name: str, rows: int, cols: int, by_row: int) -> float:
         n_tile = E * math.ceil(rows / design[name].rows) * math.ceil(cols / design[name].cols)
-        return time(name, n_tile, math.ceil(R / E / design[name].depth), 2 * R * H + 2 * N * C + weights)
+        moved = 2 * (R * by_row + N * C) + 2 * E * rows * cols
+        return time(name, n_tile, math.ceil(R / E / design[name].depth), moved)
 
-    rows = by_rows("rows", C, H, 2 * R * H + weights + 2 * R * C)
+    def rows_product(depth: int) -> float:
+        return by_rows("rows", C, depth, 2 * R * depth + 2 * E * C * depth + 2 * R * C)
+
     combine = (2 * R * C + 2 * N * C) / dram / OF_DRAM
     return {
-        "up": by_rows("up", H, C, N * C * 2 + weights + 4 * R * H),
-        "rows": rows,
+        "up": by_rows("up", P, C, 2 * N * C + 2 * E * C * P + 2 * R * (P + H)),
+        "rows": rows_product(H),
         "combine": combine,
-        "down_grad": by_rows("down_grad", H, C, N * C * 2 + weights + 6 * R * H),
-        "w_out": by_expert("w_out", H, C),
-        "w_in": by_expert("w_in", C, H),
-        "rows d_x": rows,
+        "down_grad": by_rows("down_grad", H, C, N * C * 2 + weights + 2 * R * (2 * P + H)),
+        "w_out": by_expert("w_out", H, C, H),
+        "w_in": by_expert("w_in", C, P, P),
+        "rows d_x": rows_product(P),
         "combine d_x": combine,
         "sort": (60 + 25 * N / 32768) * 1e-6,
     }

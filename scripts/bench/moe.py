@@ -1,7 +1,7 @@
 """`scripts.bench moe` and `tune`: the experts' kernels against what one would write without them, and their tiles."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,19 @@ from scripts.bench.harness import DTYPES, Benchmark, divide
 
 DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}  # N C H E K: 2,048 and 512 rows an expert
 CEILING = {"cuda": (4096, 6144, 8192), "cpu": (1024, 2048)}  # sides of square matrix products
-TILES = (  # rows, columns, depth, warps, stages: what `tune` tries besides the present tiles
-    (128, 128, 64, 8, 3),
-    (128, 128, 64, 4, 3),
-    (128, 256, 64, 8, 3),
-    (128, 256, 64, 8, 4),
-    (128, 256, 64, 8, 5),  # of weight_grad: 3 buffers, where its loads depended on loads in the loop
-    (128, 384, 64, 8, 3),
-    (64, 256, 64, 8, 3),
-    (64, 128, 64, 4, 4),
-    (128, 128, 32, 8, 4),
+TILES = (  # rows, columns, depth, warps, stages, most registers: what `tune` tries besides the present tiles
+    (128, 128, 64, 8, 3, None),
+    (128, 128, 64, 4, 3, None),
+    (128, 256, 64, 8, 3, None),
+    (128, 256, 64, 8, 4, None),
+    (128, 256, 64, 8, 5, None),
+    (128, 128, 32, 8, 4, None),
+    (128, 192, 32, 8, 5, 128),
+    (128, 384, 64, 8, 3, None),
+    (128, 384, 64, 8, 4, None),
 )
-KERNELS = ("up", "rows", "down_grad", "weight_grad")  # as in kernels/triton_experts.py's TILES
+INSTEAD = {"up": "up_described", "rows": "rows_ahead"}  # kernels that take over where weights can be described
+KERNELS = ("up", "up_described", "rows", "rows_ahead", "down_grad", "weight_grad")  # which `tune` knows
 WORTH = 0.98  # a tile replaces the present one if it takes at most this part of its time
 
 
@@ -165,28 +166,39 @@ def bench_tune(args: Namespace, overrides: list[str]) -> None:
     before = dict(table)
     inputs, d_out = make_inputs(shape, DTYPES[dtype], device)
     x, w_in, w_out, weights, experts = (tensor.detach() for tensor in inputs)
-    kept = hidden, order, _, offsets = ours.forward(x, w_in, w_out, weights, experts)[1:]
-    largest = offsets.diff().argsort(descending=True)
+    kept = ours.forward(x, w_in, w_out, weights, experts, False)[1:]
+    hidden, schedule, rows = kept[0], ours.Schedule(*kept[1:]), ours.tile_rows(x, N * K, E)
+    listed = schedule.order, schedule.offsets, schedule.largest
+    up = partial(ours.multiply_up, x, w_in, H, weights, schedule.order, schedule.table, rows, False)
+    down = partial(ours.multiply_rows, hidden, w_out, schedule.table, rows, False)
     timed: dict[str, Callable[[], object]] = {
-        "up": partial(ours.forward, x, w_in, w_out, weights, experts),
-        "rows": partial(ours.multiply_rows, hidden, w_out, offsets, False),
-        "down_grad": partial(ours.backward, d_out, x, w_in, w_out, weights, *kept),
-        "weight_grad": partial(ours.weight_grad, x, hidden, order, offsets, largest, K, gather_a=True),
+        "up": up,
+        "up_described": up,
+        "rows": down,
+        "rows_ahead": down,
+        "down_grad": partial(ours.backward, d_out, x, w_in, w_out, weights, *kept, False),
+        "weight_grad": partial(ours.weight_grad, x, hidden, *listed, K, gather_a=True),
     }
 
     def run_with_tile(kernel: str, tile: Any) -> None:
+        present = dict(table)
         table[kernel] = tile
-        timed[kernel]()
+        table[INSTEAD.get(kernel)] = None
+        try:
+            timed[kernel]()
+        finally:
+            table.clear()
+            table.update(present)
 
     chosen = {}
     try:
-        for kernel in args.kernels:
-            tiles = dict.fromkeys([before[kernel], *(ours.Tile(*tile) for tile in TILES)])
+        for kernel in (kernel for kernel in args.kernels if kernel in table):
+            tiles = dict.fromkeys([before[kernel], *(ours.Tile(*tile) for tile in TILES if fits(kernel, tile[1]))])
             functions = {(kernel, *tile): partial(run_with_tile, kernel, tile) for tile in tiles}
             median = bench.time(functions, list(functions)[1:])  # a tile may need more shared memory than there is
             present = median[kernel, *before[kernel]]
             ranked = sorted((seconds, tile) for (_, *tile), seconds in median.items())
-            rows = [[kernel, str(tile).strip("[]"), 1000 * seconds, seconds / present] for seconds, tile in ranked]
+            rows = [[kernel, format_tile(tile), 1000 * seconds, seconds / present] for seconds, tile in ranked]
             bench.add_table(["kernel", "tile", "ms", "over present"], rows)
             fastest, tile = ranked[0]
             chosen[kernel] = table[kernel] = ours.Tile(*tile) if fastest < WORTH * present else before[kernel]
@@ -195,7 +207,18 @@ def bench_tune(args: Namespace, overrides: list[str]) -> None:
     print(f"for kernels/triton_experts.py, TILES[{ours.major(device)}]; then see `python -m scripts.aot` for spills:")
     for kernel, tile in chosen.items():
         changed = "" if tile == before[kernel] else "  # changed"
-        print(f'        "{kernel}": Tile({", ".join(map(str, tile))}),{changed}')
+        print(f'        "{kernel}": Tile({format_tile(tile)}),{changed}')
+
+
+def format_tile(tile: Sequence[int | None]) -> str:
+    """Format a tile as its class takes it, without a limit on registers where there is none."""
+    return ", ".join(str(value) for value in tile if value is not None)
+
+
+def fits(kernel: str, cols: int) -> bool:
+    """Whether a kernel computes tiles of this width, in one part or in two."""
+    two = cols & (cols - 1) > 0
+    return two if kernel == "up_described" else kernel in ("rows_ahead", "weight_grad") or not two
 
 
 def pick_shape(args: Namespace, overrides: list[str], device: torch.device) -> tuple[int, ...]:
