@@ -23,7 +23,9 @@ from torch import Tensor
 
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
 ELEMENTS = 1024  # of a program's tile, 8 in a thread
-REGISTERS = 128  # at most; left to itself, ptxas sometimes takes 64 and spills one
+# Left to itself, ptxas sometimes takes 64 registers and spills one. Fused with the product before it, the sum of score
+# and β would not be what router.py chooses by.
+OPTIONS = {"maxnreg": 128, "enable_fp_fusion": False}
 EPS = tl.constexpr(1e-8)  # as in router.py
 LOWEST = tl.constexpr(-(2**31))
 SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
@@ -299,7 +301,7 @@ def forward(
             *(logits, selection_bias, c, c if gamma is None else gamma, weights, experts, scores, sums, T, programs),
             *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
             triton.next_power_of_2(top_k),
-            maxnreg=REGISTERS,
+            **OPTIONS,
         )
         route_sum_kernel[(n_sequence + 1,)](
             *(sums, probability, loads, scalars, n_sequence, T, programs, E, top_k),
@@ -355,7 +357,7 @@ def backward(
             *(d_logits, d_scale, T, programs, N, E, top_k, *stages(phi, pre, post), has_gamma),
             *(d is not None for d in gradients),
             *tile,
-            maxnreg=REGISTERS,
+            **OPTIONS,
         )
         return d_logits, d_scale.sum(0, keepdim=True)
 

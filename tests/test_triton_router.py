@@ -24,6 +24,7 @@ from kernels import triton_experts, triton_router  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN and Inf on their way
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
+ROUNDINGS = 4 if DEVICE == "cpu" else 12  # a GPU's exponentials and divisions are approximate
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter")
 SPARSE = [name for name in ROUTERS if name != "dense"]
 TYPICAL = (2, 7, 13, 4)  # B, T, E, K: two programs a sequence, the last with a token that does not exist
@@ -98,9 +99,11 @@ def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0
             size = wanted[key] + (1 if key == "entropy" else floor)  # the entropy of a sure choice is a rounding
             if key == "gate_sum":
                 size = wanted["weights"].abs().sum(1).mean() + floor
-            assert_near(out[key], wanted[key], tolerance(torch.float32, E, 4), key, size)
+            assert_near(out[key], wanted[key], tolerance(torch.float32, E, ROUNDINGS), key, size)
     for key, gradient, reference in zip(("d_logits", "d_gamma"), gradients, wanted_gradients, strict=False):
-        assert_near(gradient, reference, tolerance(torch.float32, max(E, B * T), 16), key, reference.abs() + floor)
+        assert_near(
+            gradient, reference, tolerance(torch.float32, max(E, B * T), 4 * ROUNDINGS), key, reference.abs() + floor
+        )
     return out, gradients
 
 
@@ -341,9 +344,11 @@ def test_where_the_kernel_does_not_run(monkeypatch):
 
 @pytest.mark.numerics
 @pytest.mark.gpu
-@pytest.mark.parametrize("E, K", [(64, 8), (256, 8), (48, 5), (512, 16)])
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize(
+    "name, E, K", [*((name, 64, 8) for name in SPARSE), ("kern", 256, 8), ("kern", 48, 5), ("softmax", 512, 16)]
+)
 def test_equals_router_in_full_size_on_gpu(name, E, K):
+    """Each router and shape compiles separately: 4 kernels."""
     assert_equals_router(name, 8, 1000, E, K)
 
 
