@@ -106,3 +106,10 @@ def test_gated_experts_take_three_halves_of_the_products():
     assert gated["rows"] == plain["rows"] and gated["w_out"] == plain["w_out"]
     for kernel in ("up", "rows d_x", "w_in"):
         assert 1.3 < gated[kernel] / plain[kernel] < 2.2, kernel
+
+
+@pytest.mark.parametrize("more", [[], ["--model.n_expert=256"], ["--model.n_expert=2", "--model.top_k=1"]])
+def test_small_models_have_a_budget(capsys, more):
+    """Also where a matrix is narrower than a tile."""
+    assert bench.main(["budget", "config/quickstart.toml", "--routers", "kern", "softmax-renorm", *more]) == 0
+    assert "kern" in capsys.readouterr().out

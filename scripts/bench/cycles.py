@@ -158,7 +158,8 @@ def time_experts(
         return max(clocks / CLOCK, moved / dram / OF_DRAM)
 
     def by_rows(name: str, cols: int, depth: int, moved: float) -> float:
-        return time(name, tiles * math.ceil(cols / design[name].cols), depth // design[name].depth, moved)
+        steps = math.ceil(depth / design[name].depth)
+        return time(name, tiles * math.ceil(cols / design[name].cols), steps, moved)
 
     def by_expert(name: str, rows: int, cols: int, by_row: int) -> float:
         n_tile = E * math.ceil(rows / design[name].rows) * math.ceil(cols / design[name].cols)
