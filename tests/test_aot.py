@@ -1,6 +1,7 @@
 """scripts/aot: what is read from SASS, what counts as a fault, and the kernels themselves compiled without a GPU."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -130,13 +131,15 @@ def test_the_worse_of_two_types_is_pinned():
 
 
 def test_pins_have_no_fault_that_is_not_named_here():
-    """Today's weight gradients load tokens' numbers in the loop that uses them, and so drain their pipeline."""
+    """No main loop drains its pipeline. Some kernels spill two or four registers, none at 125m on sm_90 and sm_100."""
     pins = pinned.read_pins()
     assert {key[1] for key in pins} == {str(sm) for sm in pinned.SHARED}
     assert {key[2] for key in pins} == set(launches.SHAPES)
-    assert {key[3].partition("+")[0] for key, row in pins.items() if row["wait"] == "0"} <= {"weight_grad"}
-    spills = {key[:2] + key[3:] for key, row in pins.items() if row["spilled"] != "0"}
-    assert spills <= {("3.6", "100", "down_grad float32")}
+    assert not [key for key, row in pins.items() if row["wait"] == "0"]
+    spills = {key: int(row["spilled"]) for key, row in pins.items() if row["spilled"] != "0"}
+    assert all(amount <= 16 for amount in spills.values())
+    assert {re.split("[+ ]", key[3])[0] for key in spills} <= {"down_grad", "place"}
+    assert not [key for key in spills if key[1] != "80" and key[2] == "125m"]
 
 
 def run_aot(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

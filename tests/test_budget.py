@@ -108,6 +108,11 @@ def test_gated_experts_take_three_halves_of_the_products():
         assert 1.3 < gated[kernel] / plain[kernel] < 2.2, kernel
 
 
+def test_an_rmsnorm_counts_as_one_operator():
+    layer, rms = (trace("kern", "--model.n_layer=1", f"--model.norm={norm}")[1] for norm in ("layernorm", "rmsnorm"))
+    assert [(op.phase, op.name) for op in layer] == [(op.phase, op.name) for op in rms]
+
+
 @pytest.mark.parametrize("more", [[], ["--model.n_expert=256"], ["--model.n_expert=2", "--model.top_k=1"]])
 def test_small_models_have_a_budget(capsys, more):
     """Also where a matrix is narrower than a tile."""

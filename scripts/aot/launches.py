@@ -25,7 +25,9 @@ from kernels.cross_entropy import gradient_scale
 from router import ROUTERS, RouterSpec
 from scripts.aot.sass import Loop, count_blocks, find_loop
 
-SHAPES = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
+SHAPES: dict[
+    str, tuple[Any, ...]
+] = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
     # "gated" experts with SiLU, as config/modern_125m.toml has them
     "125m": (32768, 768, 384, 64, 8, 50304),
     "wide": (65536, 2048, 1024, 32, 4, 131072),
@@ -163,7 +165,7 @@ def compile_kernels(
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
         weights = meta(N, K, dtype=torch.float32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
-        triton_experts.backward(out, x, w_in, w_out, weights, *kept, gated)
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
         compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K)
