@@ -83,13 +83,16 @@ def route(
 
     Returns:
         `Routing`'s weights, experts and scores, these without gradient, then the fields of `Stats` in order. None if
-        the backend is not triton or there are more experts than the kernel takes: use torch operators.
+        the backend is not triton, φ is new to the kernel, or experts are too many for it: use torch operators.
     """
-    if choose_backend(backend, logits.device, logits.dtype) != "triton" or logits.shape[1] > triton_router.LARGEST:  # pyrefly: ignore[missing-attribute]
+    if choose_backend(backend, logits.device, logits.dtype) != "triton":
+        return None
+    assert triton_router is not None, "choose_backend makes sure of it"
+    if formula[0] not in triton_router.PHIS or logits.shape[1] > triton_router.LARGEST:
         return None
     selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)
     gamma = None if gamma is None else gamma.to(logits.dtype)
-    weights, experts, scores, loads, probability, scalars = triton_router.route_forward(  # pyrefly: ignore[missing-attribute]
+    weights, experts, scores, loads, probability, scalars = triton_router.route_forward(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
     return weights, experts, scores.detach(), loads, probability, scalars[0], *scalars.detach()[1:].unbind()

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PHIS = ("identity", "relu", "exp", "sqrtexp", "sigmoid", "tanh", "sqrtsoftplus")  # of router.PHI
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
 ELEMENTS = 1024  # of a program's tile, 8 in a thread
 # Left to itself, ptxas sometimes takes 64 registers and spills one. Fused with the product before it, the sum of score

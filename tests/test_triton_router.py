@@ -28,6 +28,7 @@ ROUNDINGS = 4 if DEVICE == "cpu" else 12  # a GPU's exponentials and divisions a
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter")
 SPARSE = [name for name in ROUTERS if name != "dense"]
 TYPICAL = (2, 7, 13, 4)  # B, T, E, K: two programs a sequence, the last with a token that does not exist
+assert triton_experts.INTERPRETED or DEVICE == "cuda", "kernels were imported before conftest.py could set it"
 VALUES = ("weights", "experts", "scores", *Stats._fields)
 LOSSES = ("weights", "probability", "z_loss")
 
@@ -332,6 +333,8 @@ def test_where_the_kernel_does_not_run(monkeypatch):
     assert route(*inputs, "triton") is not None
     many = triton_router.LARGEST + 1
     assert route(torch.randn(2, many), torch.zeros(many), *inputs[2:], "triton") is None
+    assert route(*inputs[:4], ("swish", "none", "none"), 2, 1, "triton") is None
+    assert set(router_module.PHI) == set(triton_router.PHIS)
     monkeypatch.setattr(kernels, "triton_experts", None)
     assert route(*inputs, "auto") is None
     model, idx = build("auto")
