@@ -6,6 +6,8 @@ V = vocab_size, L = n_layer.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -55,9 +57,10 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
         self.w_out = nn.Parameter(torch.empty(E, H, C))
         self.backend, self.activation = config.backend, config.activation
+        self.copies: tuple[Tensor, Tensor] | None = None  # of the weights in autocast's dtype, see GPT.cast_once
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation)
+        return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies)
 
 
 class MoE(nn.Module):
@@ -153,6 +156,18 @@ class GPT(nn.Module):
             loss, losses = linear_cross_entropy(x, self.head, targets.flatten(), self.config.backend)
             losses = losses.view(idx.shape).mean(1)
         return Output(logits, loss, stack_stats(layers, idx.device), losses)
+
+    @contextmanager
+    def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
+        """Let all passes under autocast to `dtype` share one copy of each expert's weights, which must not change."""
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        for e in experts:
+            e.copies = e.w_in.detach().to(dtype), e.w_out.detach().to(dtype)
+        try:
+            yield
+        finally:
+            for e in experts:
+                e.copies = None
 
     def hidden(self, idx: Tensor, past: KVCache | None = None) -> tuple[Tensor, list[Stats | None]]:
         """Return the residual stream (B, T, C) after the last block, before ln_f, and the Stats of each block."""

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import math
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 
 import torch
@@ -121,17 +121,19 @@ def forward_backward(
     for x, y in islice(batches, count):
         parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
     shared = train.balance_loss_coef and train.balance_loss_scope == "global" and len(stats.loads)
-    loads = step_loads(plan, state, parts) if shared and count > 1 else None
-    for micro, (x, y) in enumerate(parts):
-        set_gradient_sync(state.runner, last=micro == count - 1)  # averaged over ranks once a step
-        with plan.autocast:
-            _, loss, routing, _ = state.runner(x, y)
-        if shared and count == 1:
-            loads = distributed.sum_over_ranks(routing.loads.sum(1))
-        aux_loss = auxiliary_loss(train, routing, loads)
-        ((loss + aux_loss) * scale / count).backward()
-        losses.append(loss.detach())
-        stats.add_micro_batch(loss, aux_loss, routing)
+    share_casts = count > 1 and not plan.sharded and not train.activation_checkpointing  # which would keep them all
+    with state.model.cast_once(plan.dtype) if share_casts else nullcontext():
+        loads = step_loads(plan, state, parts) if shared and count > 1 else None
+        for micro, (x, y) in enumerate(parts):
+            set_gradient_sync(state.runner, last=micro == count - 1)  # averaged over ranks once a step
+            with plan.autocast:
+                _, loss, routing, _ = state.runner(x, y)
+            if shared and count == 1:
+                loads = distributed.sum_over_ranks(routing.loads.sum(1))
+            aux_loss = auxiliary_loss(train, routing, loads)
+            ((loss + aux_loss) * scale / count).backward()
+            losses.append(loss.detach())
+            stats.add_micro_batch(loss, aux_loss, routing)
     distributed.sum_over_ranks(stats.vector)
     stats.to_step_means(train.batch_size / train.micro_batch_size)
     return stats, losses

@@ -4,6 +4,7 @@ To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracl
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def expert_mlp(
     experts: Tensor,
     backend: str = "auto",
     activation: str = "gelu",
+    copies: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """out[n] = Σ_k weights[n, k] · act(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k]. Dropless at any imbalance.
 
@@ -43,6 +45,8 @@ def expert_mlp(
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
         backend: a key of BACKENDS, or "auto": triton where it can run, else torch.
         activation: "gelu" or "silu"; "gelu" is the exact (erf) one.
+        copies: under autocast, w_in and w_out in its dtype, contiguous, for several calls to share. Gradients go to
+            w_in and w_out.
 
     Returns:
         (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product.
@@ -51,10 +55,17 @@ def expert_mlp(
         ValueError: unknown backend, or triton where it cannot run.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device):
+        copies = None
+    else:
         dtype = torch.get_autocast_dtype(device)
-        x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
+        x, copies = x.to(dtype), copies or (w_in.detach().to(dtype), w_out.detach().to(dtype))
     name = choose_backend(backend, x.device, x.dtype)
+    if name == "triton":
+        assert triton_experts, "choose_backend makes sure of it"
+        return triton_experts.expert_mlp(x, w_in, w_out, weights, experts, activation, copies)
+    if copies:
+        w_in, w_out = StandIn.apply(w_in, copies[0]), StandIn.apply(w_out, copies[1])
     function = BACKENDS[name]
     return function(x, w_in, w_out, weights, experts, activation)  # pyrefly: ignore[not-callable]  # None is not chosen
 
@@ -96,6 +107,19 @@ def route(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
     return weights, experts, scores.detach(), loads, probability, scalars[0], *scalars.detach()[1:].unbind()
+
+
+class StandIn(torch.autograd.Function):
+    """A copy of a tensor in another dtype, whose gradient goes to the tensor in the tensor's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]  # *grads there
+        return grad.to(ctx.dtype), None
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -72,7 +72,7 @@ TILES = {
         "weight_grad": Tile(ROWS, 384, 64, 8, 3),
     },
 }
-TILES[10] = TILES[9]
+TILES[10] = TILES[9] | {"weight_grad": Tile(ROWS, 256, 64, 8, 3)}  # Triton 3.9 spills registers of the wide one
 WIDTHS = (384, 256, 192, 128, 96, 64, 48, 32)
 FLOAT32_TILE = Tile(32, 64, 32, 4, 2)  # exact fp32 products take no tensor cores; larger tiles spill registers
 
@@ -225,12 +225,19 @@ def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
 
 def weight_grad(
-    a: Tensor, b: Tensor, order: Tensor, offsets: Tensor, largest: Tensor, top_k: int, gather_a: bool
+    a: Tensor,
+    b: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    largest: Tensor,
+    top_k: int,
+    gather_a: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Sum aᵀ b over each expert's rows: (E, A, B). By token is a (N, A) if gather_a, else b (N, B)."""
+    """Sum aᵀ b over each expert's rows: (E, A, B) in `dtype`. By token is a (N, A) if gather_a, else b (N, B)."""
     A, B, n_expert = a.shape[1], b.shape[1], len(largest)
     tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
-    out = torch.empty(n_expert, A, B, dtype=a.dtype, device=a.device)
+    out = torch.empty(n_expert, A, B, dtype=dtype, device=a.device)
     grid = (n_expert * triton.cdiv(A, tile.rows) * triton.cdiv(B, tile.cols),)
     weight_grad_kernel[grid](a, b, order, offsets, largest, out, A, B, gather_a, top_k, *tile[:3], **tile.options)
     return out
@@ -239,8 +246,25 @@ def weight_grad(
 Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, silu: bool) -> Seven:
-    """Return out (N, C), hidden (R, P) and the fields of a Schedule for contiguous inputs shaped as in expert_mlp."""
+def forward(
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    silu: bool,
+    copy_in: Tensor | None = None,
+    copy_out: Tensor | None = None,
+) -> Seven:
+    """Compute the experts for contiguous inputs shaped as in expert_mlp.
+
+    copy_in and copy_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in and w_out get
+    gradients in their own dtype, which are not rounded to x's on the way.
+
+    Returns:
+        out (N, C), hidden (R, P) and the fields of a Schedule.
+    """
+    w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
     (n_expert, H, _), rows = w_out.shape, tile_rows(x, experts.numel(), len(w_out))
     with torch.cuda.device_of(x):
         schedule = order, inverse, _, _, table = sort_rows(experts, n_expert, rows)
@@ -249,7 +273,16 @@ def forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Te
     return out, hidden, *schedule
 
 
-def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, silu: bool) -> Seven:
+def _fake_forward(
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    silu: bool,
+    copy_in: Tensor | None = None,
+    copy_out: Tensor | None = None,
+) -> Seven:
     n_row, n_expert = experts.numel(), len(w_in)
     schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
@@ -268,8 +301,9 @@ def backward(
     largest: Tensor,
     table: Tensor,
     silu: bool,
+    grad_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, w_in, w_out and weights."""
+    """Return the gradients of x, w_in and w_out, both in grad_dtype, and weights."""
     (N, top_k), (n_expert, H, C) = weights.shape, w_out.shape
     d_out, rows = d_out.contiguous(), tile_rows(x, N * top_k, n_expert)
     with torch.cuda.device_of(x):
@@ -282,21 +316,30 @@ def backward(
             *(d_out, w_out, weights, order, table, hidden, d_hidden, activated, d_gate, *sides, *tile[:3]),
             **tile.options,
         )
-        d_w_out = weight_grad(activated, d_out, order, offsets, largest, top_k, gather_a=False)
+        d_w_out = weight_grad(activated, d_out, order, offsets, largest, top_k, False, grad_dtype)
         del activated
-        d_w_in = weight_grad(x, d_hidden, order, offsets, largest, top_k, gather_a=True)
+        d_w_in = weight_grad(x, d_hidden, order, offsets, largest, top_k, True, grad_dtype)
         d_x = combine(multiply_rows(d_hidden, w_in, table, rows, True), inverse, top_k)
         return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
 
 
-def _fake_backward(d_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in inputs[:4])
+def _fake_backward(
+    d_out: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    d_w_in, d_w_out = (w.new_empty(w.shape, dtype=others[-1]) for w in (w_in, w_out))
+    return x.new_empty(x.shape), d_w_in, d_w_out, weights.new_empty(weights.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w_in, w_out, weights, _, ctx.silu, copy_in, copy_out = inputs
     ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs only to be saved here
-    ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.silu = inputs[5]
+    ctx.grad_dtype = w_in.dtype
+    w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
+    ctx.save_for_backward(x, w_in, w_out, weights, *output[1:])
+
+
+def _backward(ctx: Any, d_out: Tensor, *others: None) -> tuple[Tensor | None, ...]:
+    return *experts_backward(d_out, *ctx.saved_tensors, ctx.silu, ctx.grad_dtype), None, None, None, None
 
 
 # torch.compile sees both passes as opaque operators, known by the shapes of their results.
@@ -304,20 +347,24 @@ experts_forward = torch.library.custom_op("nanokern::experts_forward", forward, 
 experts_forward.register_fake(_fake_forward)
 experts_backward = torch.library.custom_op("nanokern::experts_backward", backward, mutates_args=())
 experts_backward.register_fake(_fake_backward)
-experts_forward.register_autograd(
-    lambda ctx, d_out, *_: (*experts_backward(d_out, *ctx.saved_tensors, ctx.silu), None, None),
-    setup_context=_save_for_backward,
-)
+experts_forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def expert_mlp(
-    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str = "gelu",
+    copies: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `kernels.expert_mlp`.
+    """See `kernels.expert_mlp`; the weights may have another dtype than x if there are copies in x's.
 
     Raises:
         ValueError: an expert's matrix has 2^31 elements or more, too many for its 32-bit offsets.
     """
     if w_in[0].numel() >= 2**31:
         raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
-    return experts_forward(*(t.contiguous() for t in (x, w_in, w_out, weights, experts)), activation == "silu")[0]
+    tensors = [t.contiguous() for t in (x, w_in, w_out, weights, experts)]
+    return experts_forward(*tensors, activation == "silu", *(copies or ()))[0]

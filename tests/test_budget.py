@@ -18,7 +18,7 @@ def trace(router, *overrides):
 
 
 @pytest.mark.parametrize(
-    "router, launches, gigabytes", [("dense", 488, 92.68), ("softmax", 492, 85.62), ("kern", 504, 85.72)]
+    "router, launches, gigabytes", [("dense", 488, 92.68), ("softmax", 468, 85.62), ("kern", 480, 85.72)]
 )
 def test_counts_of_the_flagship(router, launches, gigabytes):
     _, ops = trace(router)
@@ -34,10 +34,10 @@ def test_operators_belong_to_parts():
     assert not any(flops[part] for part in budget.PARTS if part not in ("routers", "qkv, proj"))
     cats = [op for op in ops if op.name == "cat.default"]
     assert [(op.phase, op.bytes) for op in cats] == [("backward", 2 * N * 3 * C * 2)]
-    # Two matrices of each expert, from fp32 to fp16 and their gradients back.
+    # Two matrices of each expert, from fp32 to fp16; their gradients come in fp32.
     casts = [op for op in ops if op.part == "casts of expert weights"]
     weights = 32 * C * config.model.expert_hidden
-    assert Counter((op.phase, op.bytes) for op in casts) == {("forward", 6 * weights): 2, ("backward", 6 * weights): 2}
+    assert Counter((op.phase, op.bytes) for op in casts) == {("forward", 6 * weights): 2}
     norms = [op for op in ops if "layer_norm" in op.name]
     assert len(norms) == 6 and {op.part for op in norms} == {"norms, residual, casts"}
     routes = [(op.phase, op.part, op.name) for op in ops if "nanokern.route" in op.name]

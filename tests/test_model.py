@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_near, seeded, tolerance
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -291,3 +292,40 @@ def test_dropout_is_off_in_evaluation(router):
 def test_too_many_tokens():
     with pytest.raises(ValueError, match="13 tokens are more than the model's block_size of 12"):
         build()(tokens(shape=(1, 13)))
+
+
+class CountCasts(TorchDispatchMode):
+    """Counts casts of experts' weights, known by their shape and float32."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].dim() == 3 and len(args[0]) == SMALL["n_expert"] and args[0].dtype == torch.float32
+        return func(*args, **(kwargs or {}))
+
+
+def test_passes_share_a_cast_of_the_experts():
+    """Two passes under autocast, with one cast for both or one each: the same losses and gradients, bit for bit."""
+    model, idx = build(n_shared_expert=1), tokens(shape=(2, B, T))
+
+    def run(dtype=torch.bfloat16):
+        model.zero_grad()
+        with CountCasts() as casts:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                losses = [model(part, part).loss for part in idx]
+            sum(losses).backward()
+        return casts.count, [*losses, *(p.grad.clone() for p in model.parameters())]
+
+    for dtype, number in ((torch.bfloat16, 2 * 2 * SMALL["n_layer"]), (torch.float32, 0)):
+        count, apart = run(dtype)
+        with model.cast_once(dtype):
+            none, together = run(dtype)
+        assert count == number and none == 0
+        assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+    with model.cast_once(torch.bfloat16):
+        before = run()[1][0]
+        with torch.no_grad():
+            model.blocks[0].mlp.experts.w_in.mul_(2)
+        assert torch.equal(run()[1][0], before)  # the copy is still the old one
+    assert not torch.equal(run()[1][0], before)

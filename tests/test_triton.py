@@ -301,7 +301,9 @@ def test_the_operators_obey_torch():
     leaves = [t.requires_grad_() for t in leaves]
     torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts, False))
     kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts, False)[1:]
-    torch.library.opcheck(triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept, False))
+    torch.library.opcheck(
+        triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept, False, torch.float32)
+    )
 
 
 @on_cpu
@@ -351,6 +353,17 @@ def test_model_compiles_into_one_graph(monkeypatch, part, checkpointing):
 @on_cpu
 def test_autocast(small_tiles):
     test_kernels.assert_autocast_rounds(run_backend, "one expert")
+
+
+@on_cpu
+def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
+    """Those of float32 weights are sums in float32: nearer to the true ones than any in bfloat16 can be."""
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
+    leaves = [t.bfloat16().float() for t in leaves[:3]] + leaves[3:]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run_backend(leaves, experts, d_out.bfloat16())
+    assert all(t.dtype == torch.float32 for t in got[2:4])
+    assert not any(torch.equal(t, t.bfloat16().float()) for t in got[2:4])
 
 
 @on_cpu

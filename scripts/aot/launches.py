@@ -165,7 +165,7 @@ def compile_kernels(
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
         weights = meta(N, K, dtype=torch.float32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
-        triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated)
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated, grad_dtype=torch.float32)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
         compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K)

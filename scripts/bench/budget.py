@@ -226,12 +226,6 @@ def fuse_blocks(config: Config, seconds: dict[str, float], dram: float) -> dict[
     return {part: min(fused, seconds[part])}
 
 
-def keep_cast_weights(config: Config, seconds: dict[str, float], dram: float) -> dict[str, float]:
-    """Expert weights cast once a step instead of once a micro-batch; their gradients summed in fp32 in place."""
-    part, train = "casts of expert weights", config.train
-    return {part: seconds[part] / 2 / max(1, train.batch_size // train.micro_batch_size)}
-
-
 def use_cudnn(config: Config, seconds: dict[str, float], dram: float) -> dict[str, float]:
     """Attention by cuDNN, if it is 1.4 times as fast."""
     return {"attention": seconds["attention"] / 1.4}
@@ -239,7 +233,6 @@ def use_cudnn(config: Config, seconds: dict[str, float], dram: float) -> dict[st
 
 CHANGES = (
     Change("train.compile (estimate of fused bytes)", fuse_blocks),
-    Change("expert weights cast once a step", keep_cast_weights),
     Change("cuDNN attention, if 1.4 times as fast", use_cudnn),
 )
 

@@ -176,8 +176,8 @@ def bench_tune(args: Namespace, overrides: list[str]) -> None:
         "up_described": up,
         "rows": down,
         "rows_ahead": down,
-        "down_grad": partial(ours.backward, d_out, x, w_in, w_out, weights, *kept, False),
-        "weight_grad": partial(ours.weight_grad, x, hidden, *listed, K, gather_a=True),
+        "down_grad": partial(ours.backward, d_out, x, w_in, w_out, weights, *kept, False, x.dtype),
+        "weight_grad": partial(ours.weight_grad, x, hidden, *listed, K, True, x.dtype),
     }
 
     def run_with_tile(kernel: str, tile: Any) -> None:
