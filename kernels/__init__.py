@@ -45,8 +45,7 @@ def expert_mlp(
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
         backend: a key of BACKENDS, or "auto": triton where it can run, else torch.
         activation: "gelu" or "silu"; "gelu" is the exact (erf) one.
-        copies: under autocast, w_in and w_out in its dtype, contiguous, for several calls to share. Gradients go to
-            w_in and w_out.
+        copies: under autocast, w_in and w_out in its dtype, for several calls to share. Gradients go to w_in and w_out.
 
     Returns:
         (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product.

@@ -367,4 +367,4 @@ def expert_mlp(
     if w_in[0].numel() >= 2**31:
         raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
     tensors = [t.contiguous() for t in (x, w_in, w_out, weights, experts)]
-    return experts_forward(*tensors, activation == "silu", *(copies or ()))[0]
+    return experts_forward(*tensors, activation == "silu", *(t.contiguous() for t in copies or ()))[0]
