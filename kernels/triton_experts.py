@@ -273,16 +273,7 @@ def forward(
     return out, hidden, *schedule
 
 
-def _fake_forward(
-    x: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    silu: bool,
-    copy_in: Tensor | None = None,
-    copy_out: Tensor | None = None,
-) -> Seven:
+def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, *others: Any) -> Seven:
     n_row, n_expert = experts.numel(), len(w_in)
     schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
