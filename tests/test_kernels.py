@@ -61,11 +61,16 @@ def run_backend(leaves, experts, d_out, backend="torch", activation="gelu"):
 
 
 def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
-    """Compare `run`, a backend, to `reference` in float64 on the same inputs."""
+    """Compare `run`, a backend, to `reference` in float64 on the same inputs.
+
+    silu′(h) = σ(1 + h(1 − σ)), as torch and the kernels have it, errs by h ε/2 where σ is near 1; h reaches 8 here.
+    """
     dtype, wide = leaves[0].dtype, [t.double() for t in leaves]
     wanted = run_backend(wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference", **more)
     longest = max(*leaves[0].shape, *leaves[1].shape)
     limit = tolerance(dtype, longest, roundings=4)  # of products, gelu, gated gelu, the sum over experts
+    if more.get("activation") == "silu":
+        limit += 4 * torch.finfo(torch.float32).eps
     for name, a, b in zip(NAMES, run(leaves, experts, d_out, **more), wanted, strict=True):
         assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
         assert_near(a, b, limit, name)
