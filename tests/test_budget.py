@@ -50,6 +50,14 @@ def test_operators_belong_to_parts():
     assert dense == 6 * N * 2 * C * config.model.top_k * config.model.expert_hidden
 
 
+def test_shared_keys_and_values_are_read_once():
+    """By attention of 12 heads over 4 of keys: queries and output, keys and values, the logarithms of the sums."""
+    N, C = 16 * 1024, 768
+    config = configure.load("config/modern_125m.toml", ["--model.router=dense", "--model.n_layer=1"])
+    forward, _ = [op for op in budget.trace_step(config) if op.part == "attention"]
+    assert forward.bytes == 2 * (2 * N * C + 2 * N * C // 3) + 4 * N * 12
+
+
 @pytest.mark.parametrize("bandwidth, now, then", [(30, 3054, 0.537), (36, 2757, 0.595), (48, 2390, 0.667)])
 def test_the_cycle_model_gives_the_figures_it_was_made_with(bandwidth, now, then):
     """Microseconds of a layer before the changes, and share of 790 TFLOP/s after those of the kernels, on an H100."""
