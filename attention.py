@@ -94,6 +94,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.n_kv_head = kv_heads(config)
+        self.groups = config.n_head // self.n_kv_head
         self.dropout = config.dropout
         self.rope_base = config.rope_base if config.pos == "rope" else None
         self.widths = [config.n_embd, *[self.n_kv_head * self.head_size] * 2]  # of queries, keys, values
@@ -117,15 +118,17 @@ class Attention(nn.Module):
         mask = None
         if past is not None:
             (k, v), mask = past.update(k, v), past.mask
-        shared = self.n_kv_head < q.shape[1]
-        if shared and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # CUDA's kernels for masks and for float32 do not know groups; without one torch keeps all T·S scores
-            groups = q.shape[1] // self.n_kv_head
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, nh, T or S, hs)
-            shared = False
+        if self.groups > 1 and not reads_groups(q, mask):
+            k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)  # (B, nh, T or S, hs)
+        shared = k.shape[1] < q.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=past is None, enable_gqa=shared)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
         return F.dropout(y, self.dropout, self.training)
+
+
+def reads_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel shares keys between heads. CUDA's for masks and for float32 do not: torch keeps scores."""
+    return not q.is_cuda or (mask is None and q.dtype != torch.float32)
 
 
 def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import attention
 import eval.routing.__main__ as routing
 import scripts.export.__main__ as export
 from attention import KVCache
@@ -181,7 +182,10 @@ def naive_attention(x, attn, config):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("n_kv_head", [0, 1, 2, 4])
-def test_shared_heads_equal_obvious_code(n_kv_head):
+@pytest.mark.parametrize("copies", [False, True])
+def test_shared_heads_equal_obvious_code(n_kv_head, copies, monkeypatch):
+    if copies:
+        monkeypatch.setattr(attention, "reads_groups", lambda q, mask: False)
     model = build(n_kv_head=n_kv_head, pos="learned", router="dense")
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     attn = model.blocks[0].attn
