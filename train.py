@@ -125,7 +125,7 @@ def forward_backward(
     with state.model.cast_once(plan.dtype) if share_casts else nullcontext():
         loads = step_loads(plan, state, parts) if shared and count > 1 else None
         for micro, (x, y) in enumerate(parts):
-            set_gradient_sync(state.runner, last=micro == count - 1)  # averaged over ranks once a step
+            set_gradient_sync(state.runner, plan.parallel, last=micro == count - 1)
             with plan.autocast:
                 _, loss, routing, _ = state.runner(x, y)
             if shared and count == 1:

@@ -139,10 +139,11 @@ class Train(Section):
         description="torch.compile every block; auto: on CUDA, with a warning and without where compiling fails; true "
         "and false mean on and off",
     )
-    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+    parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
-        description="ddp: a full copy per rank, fsdp: sharded over all ranks, hsdp: sharded within a node and "
-        "replicated across nodes; auto: the first of ddp, hsdp, fsdp that fits",
+        description="ddp: a full copy per rank, zero2: optimizer and gradients sharded over all ranks, fsdp: weights, "
+        "too, hsdp: sharded within a node and replicated across nodes; auto: the first of ddp, hsdp, zero2, fsdp that "
+        "fits; zero2 before ddp on the GPUs of one node with one micro-batch a step",
     )
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")

@@ -102,10 +102,10 @@ def route(
         return None
     selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)
     gamma = None if gamma is None else gamma.to(logits.dtype)
-    weights, experts, scores, loads, probability, scalars = triton_router.route_forward(
+    weights, experts, scores, loads, probability, scalars, z_loss = triton_router.route_forward(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
-    return weights, experts, scores.detach(), loads, probability, scalars[0], *scalars.detach()[1:].unbind()
+    return weights, experts, scores.detach(), loads, probability, z_loss, *scalars.detach()[1:].unbind()
 
 
 class StandIn(torch.autograd.Function):

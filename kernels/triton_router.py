@@ -188,7 +188,7 @@ def route_kernel(
 
 @triton.jit
 def route_sum_kernel(
-    sums, probability, loads, scalars, B, T, PROGRAMS,
+    sums, probability, loads, scalars, z_loss, B, T, PROGRAMS,
     E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b < B: means of the distribution and loads of sequence b. Program B: the scalars, over all tokens."""
@@ -212,7 +212,9 @@ def route_sum_kernel(
             total += tl.load(at, mask=mask, other=0.0)
         n = (B * T).to(tl.float32) * tl.where(which == 2, TOP_K, 1)
         mean = tl.sum(total, 0) / n  # not exactly 1 where it should be: this division is not rounded correctly
-        tl.store(scalars + which, tl.where(tl.sum(total, 0) == n, 1.0, mean), mask=which < SCALARS)
+        mean = tl.where(tl.sum(total, 0) == n, 1.0, mean)
+        tl.store(scalars + which, mean, mask=which < SCALARS)
+        tl.store(z_loss + which, mean, mask=which == 0)
 
 
 @triton.jit
@@ -290,11 +292,15 @@ def forward(
     post: str,
     top_k: int,
     n_sequence: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return weights, experts, scores, loads, probability and SCALARS (5,) of contiguous inputs, see `route`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return weights, experts, scores, loads, probability, SCALARS (5,) and z-loss () of contiguous inputs.
+
+    The z-loss is the first of the scalars once more, as a tensor of its own: a view would cost launches in the backward
+    pass, and FSDP2 warns of views.
+    """
     E, T = logits.shape[1], len(logits) // n_sequence
     out = _fake_forward(logits, selection_bias, c, gamma, phi, pre, post, top_k, n_sequence)
-    weights, experts, scores, loads, probability, scalars = out
+    weights, experts, scores, loads, probability, scalars, z_loss = out
     programs, *tile = pick_tile(E, T)
     sums = torch.empty(n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
@@ -305,7 +311,7 @@ def forward(
             **OPTIONS,
         )
         route_sum_kernel[(n_sequence + 1,)](
-            *(sums, probability, loads, scalars, n_sequence, T, programs, E, top_k),
+            *(sums, probability, loads, scalars, z_loss, n_sequence, T, programs, E, top_k),
             *(max(16, 2048 // tile[1]), tile[1]),
         )
     return out
@@ -326,9 +332,9 @@ def _fake_forward(
     N, E = logits.shape
     experts = logits.new_empty(N, top_k, dtype=torch.int64)
     loads = logits.new_empty(n_sequence, E, dtype=torch.int64)
-    shapes = (N, top_k), (N, E), (n_sequence, E), (SCALARS.value,)
-    weights, scores, probability, scalars = (logits.new_empty(*shape) for shape in shapes)
-    return weights, experts, scores, loads, probability, scalars
+    shapes = (N, top_k), (N, E), (n_sequence, E), (SCALARS.value,), ()
+    weights, scores, probability, scalars, z_loss = (logits.new_empty(shape) for shape in shapes)
+    return weights, experts, scores, loads, probability, scalars, z_loss
 
 
 def backward(
@@ -342,7 +348,7 @@ def backward(
     n_sequence: int,
     d_weights: Tensor | None,
     d_probability: Tensor | None,
-    d_scalars: Tensor | None,
+    d_z_loss: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits (N, E) and of γ (1,), 0 if there is none."""
     (N, E), T, top_k = logits.shape, len(logits) // n_sequence, experts.shape[1]
@@ -350,7 +356,7 @@ def backward(
     d_logits = torch.empty_like(logits)
     has_gamma = gamma is not None and d_weights is not None
     d_scale = torch.empty(n_sequence * programs if has_gamma else 0, dtype=torch.float32, device=logits.device)
-    gradients = (d_weights, d_probability, d_scalars)
+    gradients = (d_weights, d_probability, d_z_loss)
     with torch.cuda.device_of(logits):
         route_grad_kernel[(n_sequence * programs,)](
             *(logits, experts, c, c if gamma is None else gamma),
@@ -373,9 +379,11 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
     ctx.save_for_backward(logits, output[1], c, gamma)
 
 
-def _backward(ctx: Any, d_weights: Any, _: Any, d_scores: Any, __: Any, d_probability: Any, d_scalars: Any) -> tuple:
-    assert d_scores is None, "`route` detaches the scores"
-    gradients = d_weights, d_probability, d_scalars
+def _backward(
+    ctx: Any, d_weights: Any, _: Any, d_scores: Any, __: Any, d_probability: Any, d_scalars: Any, d_z_loss: Any
+) -> tuple:
+    assert d_scores is None and d_scalars is None, "`route` detaches them"
+    gradients = d_weights, d_probability, d_z_loss
     d_logits, d_gamma = route_backward(*ctx.saved_tensors, *ctx.formula, ctx.n_sequence, *gradients)
     return d_logits, None, None, d_gamma if ctx.needs_input_grad[3] else None, *[None] * 5
 

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
     weights: int
     gradients: int
     optimizer: int  # AdamW's two moments, Muon's one
-    copies: int  # weights cast to the compute type; under FSDP2 also gathered weights and their gradients
+    copies: int  # weights cast to the compute type; of FSDP2 and ZeRO-2 also gathered weights and their gradients
     activations: int
     logits: int
 
@@ -58,7 +58,7 @@ def estimate_memory(
         model: the config's [model].
         micro_batch_size: sequences per rank per forward pass.
         dtype: the type autocast computes in: "float32", "float16" or "bfloat16".
-        parallel: "ddp" (also for one rank), "fsdp" or "hsdp".
+        parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp".
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
         muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
@@ -75,9 +75,11 @@ def estimate_memory(
         copies += b * kept(mlps)
     else:
         sizes = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # of this rank's
-        # FSDP2 holds two gathered blocks, the buffer a third arrives in, and the fp32 gradients of one that are being
-        # reduced. Parameters outside of blocks stay gathered.
-        copies += (4 * (b or 4) + 4) * in_mlp + 5 * 4 * in_block + 2 * 4 * outside
+        # The buffer that a block arrives in, its gradients, and those being reduced in fp32. Parameters outside of
+        # blocks stay gathered. FSDP2 holds two gathered blocks besides, ZeRO-2 all.
+        g = b or 4
+        copies += (2 * g + 4) * in_mlp + 3 * 4 * in_block + 2 * 4 * outside
+        copies += g * sum(mlps) + 4 * sum(rests) if parallel == "zero2" else 2 * g * in_mlp + 2 * 4 * in_block
     parameters = sum(sizes.values())
     by_muon = sum(size for name, size in sizes.items() if muon and is_for_muon(name, len(shapes[name])))
     tokens = micro_batch_size * model.block_size
@@ -128,31 +130,32 @@ def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
 def attention_bytes(model: Model, b: int) -> int:
     """Bytes per token that autograd saves of attention without its input; `b` bytes per element."""
     C, kv = model.n_embd, model.n_embd // model.n_head * kv_heads(model)
-    normed, shared = model.qk_norm != "off", kv < C
+    normed = model.qk_norm != "off"
     separate = normed or model.pos == "rope"  # queries and keys are no longer a part of the product qkv
     saved = b * C * (1 + separate)  # output, queries
     saved += b * C * (model.pos == "rope")  # the output in the order of tokens: rotated queries lie in that of heads
-    saved += b * (2 * C if shared else kv * separate)  # keys and values repeated for the heads that share them; keys
-    if not (separate and shared) or (normed and b == 4):
-        saved += b * (C + 2 * kv)  # qkv, which queries, values or the norms' inputs are parts of
+    saved += b * (kv * separate + C + 2 * kv)  # keys; qkv, which queries, values or the norms' inputs are parts of
     if normed and b != 4:
         saved += 4 * (C + kv)  # the norms' inputs in fp32
     return saved
 
 
-def list_parallelisms(world_size: int, local_size: int) -> dict[str, int]:
-    """The possible values of train.parallel and how many ranks split a tensor under each, least traffic first.
+def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) -> dict[str, int]:
+    """The possible values of train.parallel and how many ranks split a tensor under each, in the order "auto" tries.
 
     Args:
         world_size: ranks of the job.
         local_size: ranks per node.
+        ddp_first: also on one node, where ZeRO-2 is faster if a step has one micro-batch: it shares the optimizer's
+            work, but sends gradients in each.
     """
+    names = ["ddp", "hsdp", "zero2", "fsdp"] if ddp_first or world_size > local_size else ["zero2", "ddp", "fsdp"]
     shards = {"ddp": 1}
     if world_size > local_size > 1 and world_size % local_size == 0:
         shards["hsdp"] = local_size
     if world_size > 1:
-        shards["fsdp"] = world_size
-    return shards
+        shards |= {"zero2": world_size, "fsdp": world_size}
+    return {name: shards[name] for name in names if name in shards}
 
 
 def choose_parallelism(
@@ -161,13 +164,14 @@ def choose_parallelism(
     """Resolve train.parallel: what the config names, or for "auto" the first parallelism that fits the device.
 
     Returns:
-        "ddp", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
+        "ddp", "zero2", "fsdp" or "hsdp", and the estimate of each rank's memory under it.
 
     Raises:
         RunError: it needs more ranks, or the device's memory is known and smaller than the state alone.
     """
     train, capacity = config.train, distributed.memory_bytes(device)
-    possible = list_parallelisms(world_size, local_size)
+    ddp_first = device.type != "cuda" or train.batch_size > train.micro_batch_size * world_size
+    possible = list_parallelisms(world_size, local_size, ddp_first)
     if train.parallel not in ("auto", *possible):
         raise RunError(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "

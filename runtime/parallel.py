@@ -1,4 +1,7 @@
-"""Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor. Both average gradients in fp32."""
+"""Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor. Both average gradients in fp32.
+
+ZeRO-2 (arXiv 1910.02054) is FSDP2 that gathers its weights once a step and keeps them for the backward pass.
+"""
 
 import copy
 import inspect
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,15 +29,15 @@ def distribute(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, comp
 
     Args:
         model: changed in place.
-        parallel: "ddp" wraps it if there are several ranks; "fsdp" shards it over all ranks; "hsdp" shards it over the
-            ranks of a node and replicates it across nodes.
+        parallel: "ddp" wraps it if there are several ranks; "zero2" and "fsdp" shard it over all ranks; "hsdp" shards
+            it over the ranks of a node and replicates it across nodes.
         ranks: this rank.
         dtype: the type autocast computes in.
         compile: whether to compile each block.
     """
     if compile:
         compile_blocks(model)
-    if parallel in ("fsdp", "hsdp"):
+    if parallel != "ddp":
         _shard(model, parallel, ranks, dtype)
         return model
     model.to(ranks.device)
@@ -94,7 +97,7 @@ def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
 
     Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are gathered in `dtype`,
     to which autocast would cast them anyway; the rest in fp32, so that router, norms and residual stream compute as
-    under DDP.
+    under DDP. "zero2" frees nothing until `set_gradient_sync` lets it.
     """
     shape, names = (ranks.world_size,), ("shard",)
     if parallel == "hsdp":
@@ -102,14 +105,15 @@ def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
     keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    free = False if parallel == "zero2" else None  # None: all but the root, which is needed again at once
     for block in model.blocks:
         mlp = block.get_submodule("mlp")
         parts = [mlp.experts, mlp.shared] if isinstance(mlp, MoE) else [mlp]
         for part in parts:
             if part is not None:
-                fully_shard(part, mesh=mesh, mp_policy=cast)
-        fully_shard(block, mesh=mesh, mp_policy=keep)
-    fully_shard(model, mesh=mesh, mp_policy=keep)
+                fully_shard(part, mesh=mesh, mp_policy=cast, reshard_after_forward=free)
+        fully_shard(block, mesh=mesh, mp_policy=keep, reshard_after_forward=free)
+    fully_shard(model, mesh=mesh, mp_policy=keep, reshard_after_forward=free)
 
 
 def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
@@ -122,13 +126,15 @@ def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
         (runner(x, x)[1] * 0).backward()
 
 
-def set_gradient_sync(runner: nn.Module, last: bool) -> None:
-    """Make DDP average gradients over ranks in the next backward pass only if it is the step's `last`.
+def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
+    """Say whether the next backward pass is the step's `last`: only then DDP averages gradients over ranks.
 
-    FSDP2 averages in every pass, since no rank has room for the full gradients.
+    FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its weights in the last.
     """
     if isinstance(runner, DistributedDataParallel):
         runner.require_backward_grad_sync = last
+    if parallel == "zero2" and isinstance(runner, FSDPModule):
+        runner.set_reshard_after_backward(last)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

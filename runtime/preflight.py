@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     val_documents: np.ndarray  # (W,) int64, equal where they are of one document
     device: torch.device
     dtype: torch.dtype  # autocast computes in it
-    parallel: str  # "ddp", "fsdp" or "hsdp"
+    parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
     memory: memory.Memory  # estimated bytes on each rank
     initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of every tensor."""
+        """Whether each rank holds a part of every tensor between steps."""
         return self.parallel != "ddp"
 
     @property

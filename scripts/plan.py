@@ -74,13 +74,14 @@ def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
     size = config.train.micro_batch_size
-    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node))
+    several = config.train.batch_size > size * args.gpus  # micro-batches a step
+    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=several)
     plans = {
         parallel + ", checkpointing" * checkpointing: estimate_memory(
             shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon"
         )
-        for parallel, shards in possible.items()
         for checkpointing in (False, True)
+        for parallel, shards in possible.items()
     }
     fits = {name: sum(plan) <= USABLE * args.memory * 2**30 for name, plan in plans.items()}
     rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in Memory._fields]

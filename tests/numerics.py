@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
@@ -90,3 +91,16 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
         yield
     for raw in allocated:
         assert (raw[:guard] == GUARD).all() and (raw[-guard:] == GUARD).all(), "a kernel wrote outside of its buffer"
+
+
+class Operators(TorchDispatchMode):
+    """Names of operators that are no views, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "_unsafe_view" not in str(function):
+            self.names.append(str(function).split(".")[1])
+        return function(*args, **(kwargs or {}))

@@ -1,13 +1,15 @@
 """`scripts.bench budget`: counts of launches and bytes are pinned; the model gives the figures it was made with."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
 
 import configure
 import scripts.bench.__main__ as bench
-from scripts.bench import budget, cycles
+from model import parameter_shapes
+from scripts.bench import budget, cycles, ranks
 
 STEP = ["--model.block_size=1024", "--train.micro_batch_size=32", "--train.batch_size=32"]
 
@@ -48,6 +50,22 @@ def test_operators_belong_to_parts():
     _, ops = trace("dense", "--model.n_layer=1")
     dense = sum(op.flops for op in ops if op.part == "dense MLP")
     assert dense == 6 * N * 2 * C * config.model.top_k * config.model.expert_hidden
+
+
+def test_ways_to_share_a_step_send_what_arithmetic_says():
+    """8 ranks send 7/8 of what is summed or gathered: experts in float16, the rest and gradients in fp32."""
+    config = configure.load("config/125m.toml", ["--model.router=kern", "--model.n_layer=2", "--train.batch_size=32"])
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    P, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
+    rest = sum(size for name, size in sizes.items() if ".experts." not in name and name.startswith("blocks"))
+    gathered, summed = 2 * experts + 4 * (P - experts), 4 * P
+    moved = ranks.trace_ways(config)
+    sent = {way: m.sent * 8 / 7 for way, m in moved.items()}
+    assert sent["ddp"] == 2 * summed and sent["ddp, sharded AdamW"] == 3 * summed
+    assert sent["zero2"] == pytest.approx(gathered + summed, rel=1e-3)  # γ is padded
+    assert sent["fsdp"] == pytest.approx(gathered + 2 * experts + 4 * rest + summed, rel=1e-3)
+    assert {way: m.update / P for way, m in moved.items()} == {way: 36 if way == "ddp" else 4.5 for way in moved}
+    assert moved["zero2"].launches < moved["ddp"].launches and moved["zero2"].memory < moved["fsdp"].memory
 
 
 def test_shared_keys_and_values_are_read_once():

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import write_tiny
-from numerics import assert_near, tolerance
+from numerics import Operators, assert_near, tolerance
 from runs import (
     REPO_ROOT,
     assert_same_columns,
@@ -73,6 +73,7 @@ WAYS = {
     "ddp-4": Way(4, "ddp", 4),
     "fsdp-4": Way(4, "fsdp", 4),
     "hsdp-2x2": Way(4, "hsdp", 2),
+    "zero2-2": Way(2, "zero2", 2),
 }
 # 4, 2 or 1 micro-batches a step
 ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
@@ -117,10 +118,10 @@ CASES = {
     f"{model} {way}": Case(model, way)
     for model, ways in {
         "pair": ["ddp-2"],
-        "dense": ["ddp-2", "fsdp-2"],
+        "dense": ["ddp-2", "fsdp-2", "zero2-2"],
         "kern": ["fsdp-2", "fsdp-4"],
         "modern": ["ddp-2", "fsdp-2"],
-        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2"],
+        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
         "idle": ["ddp-2", "fsdp-2"],
         "windows": ["fsdp-2"],
         "muon": ["ddp-2", "hsdp-2x2"],
@@ -133,11 +134,12 @@ CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
 for way in ("ddp-2", "fsdp-2"):
     CASES[f"blocks {way}"] = Case("blocks", way)
     CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
-RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("fsdp-2",)}  # saved under: resumed under
+RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
 for saved, ways in RESHARDED.items():
     CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
     CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
 RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
+RESUMED += [("again", "zero2-2")]
 for model, way in RESUMED:
     CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
     CASES[f"{model} {way} resumed"] = Case(model, way)
@@ -367,7 +369,7 @@ def test_pair_reports_the_mfu_of_two_devices(outcome, folder):
 def test_gradients_are_averaged_in_the_last_micro_batch_alone():
     runner = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
     for last in (False, True):
-        parallel.set_gradient_sync(runner, last)
+        parallel.set_gradient_sync(runner, "ddp", last)
         assert runner.require_backward_grad_sync is last
 
 
@@ -477,7 +479,13 @@ def fake_ranks_of(world_size, per_node):
         dist.destroy_process_group()
 
 
-SHARDED = [("fsdp", 2, 2, 2, "muon"), ("fsdp", 4, 4, 4, "adamw"), ("hsdp", 6, 2, 2, "adamw"), ("hsdp", 6, 3, 3, "muon")]
+SHARDED = [
+    ("zero2", 2, 2, 2, "adamw"),
+    ("fsdp", 2, 2, 2, "muon"),
+    ("fsdp", 4, 4, 4, "adamw"),
+    ("hsdp", 6, 2, 2, "adamw"),
+    ("hsdp", 6, 3, 3, "muon"),
+]
 
 
 @pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
@@ -514,6 +522,23 @@ def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in
         assert dtypes == {"ln_1": torch.float32, "router": torch.float32, "experts": torch.float16}
         for module in (model, block, block.mlp.experts):
             assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+
+
+@pytest.mark.parametrize("way, gathers", [("fsdp", 2 * 2 * 5 - 2), ("zero2", 5)])
+def test_zero2_gathers_weights_once_a_step(tiny, way, gathers):
+    """FSDP2 gathers the five groups (blocks, their experts, the rest) in two forward and two backward passes.
+
+    The rest stays gathered from a forward pass to its backward one.
+    """
+    with fake_ranks_of(2, 2) as ranks:
+        model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
+        parallel.distribute(model, way, ranks, torch.float32)
+        for _ in range(2):
+            with Operators() as operators:
+                for last in (False, True):
+                    parallel.set_gradient_sync(model, way, last)
+                    model(x, x).loss.backward()
+            assert operators.names.count("_allgather_base_") == gathers
 
 
 @pytest.mark.parametrize("way, world_size", [("ddp", 1), ("fsdp", 2)])
@@ -604,14 +629,20 @@ def test_the_first_parallelism_that_fits_is_chosen():
 
 
 @pytest.mark.parametrize(
-    "file, ranks_per_node, ranks, chosen",
-    [("125m", 8, 8, "ddp"), ("350m", 8, 8, "ddp"), ("1b3", 8, 8, "fsdp"), ("1b3", 8, 16, "hsdp")],
+    "file, device, ranks, batch_size, chosen",
+    [
+        *(("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp")),
+        *(("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2")),
+        ("1b3", "cuda", 16, 512, "hsdp"),
+    ],
 )
-def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, ranks_per_node, ranks, chosen):
+def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
+    """Eight a node."""
     monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
-    config = configure.load(REPO_ROOT / "config" / f"{file}.toml", ["data.name=any", "train.batch_size=512"], ranks)
+    overrides = ["data.name=any", f"train.batch_size={batch_size}"]
+    config = configure.load(REPO_ROOT / "config" / f"{file}.toml", overrides, ranks)
     shapes = parameter_shapes(config.model)
-    found = memory.choose_parallelism(config, shapes, torch.float16, ranks, ranks_per_node, torch.device("cuda"))
+    found = memory.choose_parallelism(config, shapes, torch.float16, ranks, 8, torch.device(device))
     assert found[0] == chosen
 
 

@@ -175,6 +175,15 @@ LOGITS = 2 * TOKENS * 8 + 4 * 10 * 8 + 2 * TOKENS * 10  # the head's input, its 
         # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
         # what is outside of blocks twice.
         ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
+        # All gathered; of a block what arrives, its gradients and those that are reduced.
+        (
+            "zero2",
+            2,
+            False,
+            952,
+            2 * (80 + 3 * 192) + 3 * (2 * 416 + 4 * 192) + (2 * 2 + 4) * 416 + 3 * 4 * 192 + 2 * 4 * 80,
+            3 * LAYER,
+        ),
         ("hsdp", 2, True, 952, 2 * (80 + 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3072 + LAYER),
     ],
 )
@@ -188,9 +197,9 @@ def test_memory_plan_of_a_modern_block_by_hand():
     """Rope, 1 of 2 heads of keys, norms of both, gated, a shared expert, the first layer dense: fp32, checkpointing."""
     more = {"n_kv_head": 1, "qk_norm": "head", "pos": "rope", "gated": True, "n_shared_expert": 1, "n_dense_layer": 1}
     model = SimpleNamespace(**vars(MODEL) | more)
-    # Both norms' inputs and outputs; qkv of 8 + 2 · 4; queries, keys and values (repeated) as attention reads them; its
-    # output, by head and by token
-    attention = 4 * (4 * 8 + 16 + 3 * 8 + 2 * 8)
+    # Both norms' inputs and outputs; qkv of 8 + 2 · 4; queries and keys as attention reads them; its output, by head
+    # and by token
+    attention = 4 * (4 * 8 + 16 + 8 + 4 + 2 * 8)
     dense = TOKENS * (attention + 4 * 4 * 6 * 3)  # gate, up, activated gate, product
     moe = TOKENS * (attention + 16 * 4 + 2 * 4 * 2 * 6 + 20 * 2 + 4 * 4 * 6)
     shapes = SHAPES | {"blocks.0.mlp.router": (1, 1), "blocks.0.attn.weight": (1, 1)}

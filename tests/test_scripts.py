@@ -224,16 +224,16 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
 
 
 def test_plan_of_the_largest_model(call):
-    """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under FSDP2."""
+    """6.9B parameters: 16 bytes each under DDP, an eighth of that on each of 8 GPUs under ZeRO-2 and FSDP2."""
     out = call(plan.main, REPO_ROOT / "config/1b3.toml", "--gpus", 8, "--memory", 80, "--mfu", 0.4)
     assert "6,952.4 M in all, 1,315.3 M active" in out and "6.55 B: 50,000 steps of 131,072" in out
     assert "checkpoint       77.7 GiB" in out and "host memory      207.2 GiB" in out  # 12 bytes, 4 on each of 8 ranks
-    columns = re.search(r"( +ddp.*)", out)[1].split("  ")
-    assert [name.strip() for name in columns if name] == ["ddp", "ddp, checkpointing", "fsdp", "fsdp, checkpointing"]
+    columns = [name.strip() for name in re.search(r"( +zero2.*)", out)[1].split("  ") if name]
+    assert columns == [way + more for more in ("", ", checkpointing") for way in ("zero2", "ddp", "fsdp")]
     parts = {line.split()[0]: line.split()[1::2] for line in out.splitlines() if "iB   " in line}
-    state = [sum(float(parts[part][i]) for part in ("weights", "gradients", "optimizer")) for i in (0, 2)]
-    assert [round(gib * 2**30 / 1e9) for gib in state] == [111, 14]
-    assert out.splitlines()[-1] == "--train.parallel=fsdp"
+    state = [sum(float(parts[part][i]) for part in ("weights", "gradients", "optimizer")) for i in (0, 1, 2)]
+    assert [round(gib * 2**30 / 1e9) for gib in state] == [14, 111, 14]
+    assert out.splitlines()[-1] == "--train.parallel=zero2"
     flops = configure.load(REPO_ROOT / "config/1b3.toml").train.max_steps * 131072 * 8.187e9
     hours = flops / 8 / 989e12 / 0.4 / 3600
     assert float(re.search(r"([\d.]+) h on 8 x H100", out)[1]) == pytest.approx(hours, abs=0.1)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import assert_near, guarded_buffers, seeded, tolerance
-from torch.utils._python_dispatch import TorchDispatchMode
+from numerics import Operators, assert_near, guarded_buffers, seeded, tolerance
 
 import kernels
 import router as router_module
@@ -87,7 +86,10 @@ def run_oracle(router, logits, upstream, B, experts, losses=LOSSES):
 
 
 def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0):
-    """Equal in values and gradients, and in the choice given the scores; `floor` is added to what errors relate to."""
+    """Equal in values and gradients, and in the choice given the scores.
+
+    `floor` is added to what errors relate to; of a gradient divided by the norm of a row, in which terms cancel.
+    """
     router, upstream = make_router(name, E, K), make_upstream(B, T, E, K)
     logits = make_logits(B, T, E) if logits is None else logits
     out, gradients = run_kernel(router, logits, upstream, B, losses)
@@ -101,10 +103,12 @@ def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0
             if key == "gate_sum":
                 size = wanted["weights"].abs().sum(1).mean() + floor
             assert_near(out[key], wanted[key], tolerance(torch.float32, E, ROUNDINGS), key, size)
-    for key, gradient, reference in zip(("d_logits", "d_gamma"), gradients, wanted_gradients, strict=False):
-        assert_near(
-            gradient, reference, tolerance(torch.float32, max(E, B * T), 4 * ROUNDINGS), key, reference.abs() + floor
-        )
+    limit = tolerance(torch.float32, max(E, B * T), 4 * ROUNDINGS)
+    floors = floor / logits.double().norm(dim=1, keepdim=True).clamp_max(1), floor
+    for key, gradient, reference, least in zip(
+        ("d_logits", "d_gamma"), gradients, wanted_gradients, floors, strict=False
+    ):
+        assert_near(gradient, reference, limit, key, reference.abs() + least)
     return out, gradients
 
 
@@ -118,7 +122,7 @@ def test_equals_router(name):
 @pytest.mark.parametrize("B, T, E, K", [(1, 1, 1, 1), (2, 2, 5, 5), (1, 3, 64, 8), (3, 1, 2, 1)])
 def test_equals_router_in_other_shapes(B, T, E, K):
     for name in ("kern", "softmax-renorm"):  # of few experts, gradients along a normalised row cancel
-        assert_equals_router(name, B, T, E, K, floor=1.0)
+        assert_equals_router(name, B, T, E, K, floor=3.0)
 
 
 @pytest.mark.numerics
@@ -137,7 +141,7 @@ def test_equals_router_for_any_shape(data):
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20)), E, data.draw(st.integers(1, min(E, 12)))
     elements = data.draw(st.sampled_from([64, 256, 1024]))
     with mock.patch.object(triton_router, "ELEMENTS", elements):
-        assert_equals_router(data.draw(st.sampled_from(SPARSE)), *shape, floor=1.0)
+        assert_equals_router(data.draw(st.sampled_from(SPARSE)), *shape, floor=3.0)
 
 
 # logits beyond the usual
@@ -265,19 +269,6 @@ def test_hooks_see_what_the_kernel_decided():
         assert mine.logits.shape == theirs.logits.shape
 
 
-class Operators(TorchDispatchMode):
-    """Names of operators that are no views, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view and "_unsafe_view" not in str(function):
-            self.names.append(str(function).split(".")[1])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name, more", [("softmax", 0), ("kern", 1)])
 def test_number_of_operators(name, more):
     """A router's launches decide its time at small sizes: kern's may be but the sum of its bias's gradient more."""
@@ -286,6 +277,7 @@ def test_number_of_operators(name, more):
     x, d_weights = torch.randn(8, 1, device=DEVICE, requires_grad=True), torch.ones(8, 2, device=DEVICE)
     with Operators() as forward:
         routing = router(x, n_sequence=2)
+    assert routing.stats.z_loss._base is None  # FSDP2 warns of views
     with Operators() as backward:
         routing.weights.backward(d_weights)
     assert sorted(forward.names)[-1:] == ["route"] and len(forward.names) <= 3  # linear, route, a cast on some

@@ -139,8 +139,10 @@ def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_
     assert spec is not None, "a dense model has no router"
     bias, c, formula = logits[0], logits[0, :1], (spec.phi, spec.pre, spec.post)
     gamma = c if spec.gamma else None
-    weights, experts, _, _, *others = triton_router.forward(logits, bias, c, gamma, *formula, top_k, n_sequence)
-    for upstream in ((weights, None, None), (weights, *others)):
+    weights, experts, _, _, probability, _, z_loss = triton_router.forward(
+        logits, bias, c, gamma, *formula, top_k, n_sequence
+    )
+    for upstream in ((weights, None, None), (weights, probability, z_loss)):
         triton_router.backward(logits, experts, c, gamma, *formula, n_sequence, *upstream)
 
 

@@ -8,6 +8,7 @@
     python -m scripts.bench tune [--kernels weight_grad] [--tokens N ...]
     python -m scripts.bench limits
     python -m scripts.bench budget config/125m.toml [--routers dense kern] [--section.key=value ...]
+    python -m scripts.bench ranks config/125m.toml [--section.key=value ...]
 
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs:
          TFLOP/s, the share of a matmul's rate measured beside it, and the bytes kept for the backward pass
@@ -21,6 +22,7 @@ tune     tiles of every Triton kernel on this GPU; prints lines for kernels/trit
 limits   the rates that `budget` assumes: L2 to multiprocessors, memory, attention by flash and by cuDNN
 budget   without a GPU: launches and bytes of a step, and a model's milliseconds by part on an H100 and an H200, now and
          with changes not made yet; never held against a GPU, good to about 20%
+ranks    without a GPU: what each of 8 GPUs moves and sends in a step under DDP, with a sharded optimizer, ZeRO-2, FSDP2
 
 --json FILE writes the figures; --profile FILE, of a command that has it, a trace (chrome://tracing; .gz packs it).
 For training runs of several routers: python -m scripts.sweep, then python -m scripts.report.
@@ -38,6 +40,7 @@ from scripts.bench.harness import DTYPES
 from scripts.bench.limits import bench_limits
 from scripts.bench.moe import KERNELS, bench_moe, bench_tune
 from scripts.bench.peers import PEERS
+from scripts.bench.ranks import bench_ranks
 from scripts.bench.steps import bench_experts, bench_length, bench_router, bench_step
 
 
@@ -75,6 +78,7 @@ COMMANDS: dict[
     "tune": (bench_tune, 10, ["--dtype", "--device", "--kernels", *SIZES]),
     "limits": (bench_limits, 10, ["--dtype", "--device"]),
     "budget": (bench_budget, 0, ["config", "--routers"]),
+    "ranks": (bench_ranks, 0, ["config"]),
 }
 
 

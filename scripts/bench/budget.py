@@ -112,6 +112,10 @@ class Trace(TorchDispatchMode):
                 node: Any = torch._C._current_autograd_node()
                 scope = node.metadata.get("scope", "") if node is not None else ""
             moved = sum(map(count_bytes, given + made))
+            if name.startswith("fsdp.all_gather_copy_in"):  # read and written; the buffer has more, for other ranks
+                moved = 2 * sum(map(count_bytes, args[0]))
+            elif name.startswith(("c10d.", "fsdp.")):  # what is written is among the arguments, and is not read
+                moved = sum(map(count_bytes, {id(t): t for t in given}.values()))
             self.ops.append(Op(self.phase, self.find_part(name, scope, given), name, moved, count_flops(name, given)))
         return out
 
@@ -175,8 +179,13 @@ def one_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
     return F.layer_norm(x, shape, weight, None, eps or 1e-5)
 
 
-def trace_step(config: Config) -> list[Op]:
-    """Trace the forward and backward pass of one micro-batch in float16, eager, with the Triton operators."""
+def trace_step(config: Config, distribute: Callable[[GPT], nn.Module] = lambda model: model) -> list[Op]:
+    """Trace the forward and backward pass of one micro-batch in float16, eager, with the Triton operators.
+
+    Args:
+        config: the run's.
+        distribute: makes of the model the module that is called.
+    """
     model_config = config.model.model_copy(update={"backend": "triton"})
     trace, shape = Trace(), (config.train.micro_batch_size, model_config.block_size)
     with (
@@ -185,9 +194,10 @@ def trace_step(config: Config) -> list[Op]:
         FakeTensorMode(),
     ):
         model, x = GPT(model_config), torch.randint(model_config.vocab_size, shape)
+        runner = distribute(model)
         with trace.watch(model):
             with torch.autocast("cpu", torch.float16):
-                loss = model(x, x).loss
+                loss = runner(x, x).loss
             trace.phase = "backward"
             loss.backward()
     return trace.ops
