@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -27,9 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
-from configure.schema import FILE_NAME, KEYS, SECTIONS, Config, Optim, find_conflicts
+from configure.check import describe_type, find_error, find_errors, format_toml, format_value, quoted, shown
+from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, find_conflicts
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
@@ -64,7 +64,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
             f"{path} sweeps {names}, and one run needs one value of each\n"
             f"  train all: python -m scripts.sweep {path}\n"
             f"  train one: python train.py {path} "
-            + " ".join(" ".join(_as_overrides(keys, rows[0])) for keys, rows in still_open.items())
+            + shlex.join(text for keys, rows in still_open.items() for text in _as_overrides(keys, rows[0]))
         )
     defaults = {key: schema["default"] for key, schema in KEYS.items()}
     values, stem = defaults | settings, Path(path).stem
@@ -146,7 +146,8 @@ def _name_run(stem: str, values: dict[str, Any], seed: int, axes: Iterable[tuple
     others = [[key for key in keys if key not in named] for keys in axes]
     for key in [*(keys[0] for keys in others if keys), *["run.seed"] * (values["run.seed"] != seed)]:
         value = values[key]
-        parts.append(value if isinstance(value, str) else key.split(".")[1] + _as_override(value))
+        value = str(Mix(value)) if isinstance(value, dict) else value
+        parts.append(value if isinstance(value, str) else key.split(".")[1] + format_value(value))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
@@ -154,7 +155,7 @@ def dumps(config: Config) -> str:
     """Write every key as TOML; loading the text gives an equal Config."""
     sections = config.model_dump().items()
     return "\n".join(
-        f"[{name}]\n" + "".join(f"{key} = {json.dumps(v, ensure_ascii=False)}\n" for key, v in keys.items())
+        f"[{name}]\n" + "".join(f"{key} = {format_toml(value)}\n" for key, value in keys.items())
         for name, keys in sections
     )
 
@@ -175,7 +176,7 @@ def help_text() -> str:
             if key.startswith(section + "."):
                 start = f"  {'--' + key:{wide}}  {json.dumps(schema['default']):10}  "
                 indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-                meaning = f"{schema['description']} ({_describe_type(key)})"
+                meaning = f"{schema['description']} ({describe_type(key)})"
                 lines.append(textwrap.fill(meaning, 120, **indents, break_on_hyphens=False))
     return "\n".join(lines[1:])
 
@@ -253,9 +254,9 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tu
         key, value = _parse_override(text, lists)
         (opened if lists and isinstance(value, list) else given)[key] = value
 
-    errors = _find_errors(in_file, path)
+    errors = find_errors(in_file, path)
     if not isinstance(sweep, dict):
-        errors.append(f"{path}: sweep: found {_shown(sweep)}, expected a section: [sweep] with lists by dotted key")
+        errors.append(f"{path}: sweep: found {shown(sweep)}, expected a section: [sweep] with lists by dotted key")
         sweep = {}
     axes, seen = {}, {}
     for text, rows in (_flatten(sweep) | opened).items():
@@ -264,14 +265,14 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tu
         wrong = _find_axis_errors(text, keys, rows, source)
         for key in keys:
             if seen.setdefault(key, text) != text or keys.count(key) > 1:
-                wrong.append(f"{source}: {_quoted(key)}: found twice ({text}; {seen[key]}); keep it in one axis, once")
+                wrong.append(f"{source}: {quoted(key)}: found twice ({text}; {seen[key]}); keep it in one axis, once")
         partly = given.keys() & set(keys)
         if not wrong and partly and len(partly) < len(keys):
             rest = " ".join(_as_overrides([key for key in keys if key not in given], ["VALUE"] * len(keys)))
             wrong.append(f"{source}: {text}: linked, but the command line sets only {', '.join(partly)}; add {rest}")
         errors += dict.fromkeys(wrong)
         axes[keys] = rows if wrong or len(keys) > 1 else [[value] for value in rows]
-    errors += _find_errors(given, COMMAND_LINE)
+    errors += find_errors(given, COMMAND_LINE)
     _raise_if(errors, path, overrides)
 
     open_keys = {key for keys in axes for key in keys} - given.keys()
@@ -282,16 +283,16 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tu
 def _find_axis_errors(text: str, keys: tuple[str, ...], rows: Any, source: str) -> list[str]:
     """List what is wrong with the values of one axis, each checked alone."""
     if not isinstance(rows, list) or not rows:
-        return [f"{source}: {_quoted(text)}: found {_shown(rows)}, expected a list of values"]
+        return [f"{source}: {quoted(text)}: found {shown(rows)}, expected a list of values"]
     if len(keys) == 1:
-        return [error for value in rows if (error := _find_error(text, value, source))]
+        return [error for value in rows if (error := find_error(text, value, source))]
     errors = []
     for row in rows:
         if isinstance(row, list) and len(row) == len(keys):
-            errors += _find_errors(dict(zip(keys, row, strict=True)), source)
+            errors += find_errors(dict(zip(keys, row, strict=True)), source)
         else:
             names = ", ".join(key.split(".")[-1] for key in keys)
-            errors.append(f"{source}: {_quoted(text)}: found {_shown(row)}, expected lists of {len(keys)}: [{names}]")
+            errors.append(f"{source}: {quoted(text)}: found {shown(row)}, expected lists of {len(keys)}: [{names}]")
     return errors
 
 
@@ -332,19 +333,15 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
 
 
 def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
-    return [f"--{key}={_as_override(value)}" for key, value in zip(keys, row, strict=False)]
-
-
-def _as_override(value: Any) -> str:
-    """Text that `_parse_override` reads back as `value`."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return [f"--{key}={format_value(value)}" for key, value in zip(keys, row, strict=False)]
 
 
 def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
-    """`{"model": {"router": "kern"}}` -> `{"model.router": "kern"}`; an empty table stays a value."""
+    """`{"model": {"router": "kern"}}` -> `{"model.router": "kern"}`; an empty table, or a key's own, stays a value."""
     flat = {}
     for key, value in table.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        deeper = isinstance(value, dict) and value and KEYS.get(prefix + key, {}).get("type") != "object"
+        flat |= _flatten(value, f"{prefix}{key}.") if deeper else {prefix + key: value}
     return flat
 
 
@@ -355,61 +352,6 @@ def _nest(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
         section, _, name = key.partition(".")
         nested.setdefault(section, {})[name] = value
     return nested
-
-
-def _find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
-    """List what is wrong with settings by dotted key, each checked alone."""
-    return [error for key, value in settings.items() if (error := _find_error(key, value, source))]
-
-
-def _find_error(key: str, value: Any, source: str | Path) -> str | None:
-    """Describe what is wrong with one setting; None if it is valid."""
-    if key in SECTIONS:
-        return f"{source}: {key}: found {_shown(value)}, expected a section: [{key}] in a file, or --{key}.KEY=VALUE"
-    if key not in KEYS:
-        return f"{source}: {_quoted(key)}: unknown key{_did_you_mean(key, [*KEYS, *SECTIONS])}"
-    section, name = key.split(".")
-    try:
-        SECTIONS[section].model_validate({name: value})
-    except ValidationError:
-        found = f"found {_shown(value)} ({type(value).__name__}), expected {_describe_type(key)}"
-        hint = _did_you_mean(value, KEYS[key].get("enum", [])) if isinstance(value, str) else ""
-        return f"{source}: {key}: {found}{hint}"
-    return None
-
-
-def _quoted(key: str) -> str:
-    return key if key and key.isprintable() else repr(key)
-
-
-def _shown(value: Any) -> str:
-    """Show the value as Python writes it, cut to 200 characters."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'optim.lr'?` for `train.lr`: the right key in the wrong section first, then the nearest text."""
-    same_key = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
-    near = difflib.get_close_matches(name, same_key or known, n=1, cutoff=0 if same_key else 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _describe_type(key: str) -> str:
-    """Describe a key's type and range, such as `int >= 1` or `one of learned, rope`."""
-    schema = KEYS[key]
-    if "enum" in schema:
-        return f"one of {', '.join(schema['enum'])}"
-    if schema["type"] == "string":
-        letters = (
-            "letters, digits, '.', '_' and '-'" if FILE_NAME in schema.get("pattern", FILE_NAME) else "numbers, ','"
-        )
-        return f"string of {letters}" if "pattern" in schema else "printable string"
-    if schema["type"] == "boolean":
-        return "bool, true or false"
-    bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
-    limits = [f"{sign} {schema[bound]}" for sign, bound in bounds.items() if bound in schema]
-    return " ".join(["int" if schema["type"] == "integer" else "finite float", ", ".join(limits)])
 
 
 def _raise_if(errors: list[str], path: str | Path, overrides: Sequence[str]) -> None:

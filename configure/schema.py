@@ -10,9 +10,9 @@ This package imports no torch, so that a typo in a config file is reported withi
 import ast
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 ROUTER_FILE = Path(__file__).parents[1] / "router.py"
@@ -102,11 +102,49 @@ class Model(Section):
     backend: Literal["auto", "reference", "torch", "triton"] = Field("auto", description="kernels of experts, LM head")
 
 
+class Mix(dict[str, float]):
+    """Weights by the name of a set, sorted by name. Hashable and with a short text, as all values of settings are."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        super().__init__(sorted(weights.items()))
+
+    def __hash__(self) -> int:  # pyrefly: ignore[bad-override]  # nobody changes the settings of a run
+        return hash(tuple(self.items()))
+
+    def __str__(self) -> str:
+        return " + ".join(f"{name} {weight:g}" for name, weight in self.items())
+
+
 class Data(Section):
     """The corpus."""
 
     name: str = Field("books3", pattern=f"^{FILE_NAME}$", description="prepared corpus, a folder in data.dir")
     dir: str = Field("data", min_length=1, description="folder that holds all prepared corpora")
+    mix: Annotated[
+        dict[Annotated[str, Field(pattern=f"^{FILE_NAME}$")], Annotated[float, Field(gt=0)]], AfterValidator(Mix)
+    ] = Field(
+        {},
+        validate_default=True,
+        description="several prepared corpora instead of data.name, each with its weight: its part of the windows is "
+        "the weight over the sum of weights",
+    )
+
+    @property
+    def sets(self) -> dict[str, float]:
+        """The prepared sets and their parts of the windows, which sum to 1."""
+        most = max(self.mix.values(), default=1.0)
+        total = sum(weight / most for weight in self.mix.values())  # finite, whatever the weights
+        return {name: weight / most / total for name, weight in self.mix.items()} or {self.name: 1.0}
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of `sets`."""
+        return [Path(self.dir, name) for name in self.sets]
+
+    @property
+    def label(self) -> str:
+        """The set's name, or the mixture in words."""
+        return str(self.mix) or self.name
 
 
 class Train(Section):

@@ -115,6 +115,7 @@ class Tokens:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
         self._touched = 0  # bytes since the last release
+        self.readers = 1  # that share RELEASE_BYTES
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -128,7 +129,7 @@ class Tokens:
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
         self._touched += FAULT_BYTES + 2 * count
-        if self._touched > RELEASE_BYTES:
+        if self._touched > RELEASE_BYTES // self.readers:
             self._touched = 0
             for shard in self._shards:
                 if isinstance(shard.base, mmap.mmap):

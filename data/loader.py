@@ -1,21 +1,24 @@
 """Which windows a training step reads: a pure function of (seed, step), so there is nothing to save or replay.
 
 Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An epoch is a
-pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in the sequence of epochs.
+pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in the sequence of epochs. With
+several sets (mixture.py) that number is dealt to a set first, which has epochs of its own.
 """
 
 from bisect import bisect_left
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from data import DataError
 from data.bins import Tokens
+from data.mixture import JoinedTokens, assign_rows, share_out, to_shares
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+CHUNK = 2**10  # rows whose windows are found at once
 CANDIDATES = 2**16  # windows among which those for validation are chosen, at most, however long the split is
 STRETCH = 2**14  # tokens that are searched at once for the end of a document
 UNIT = 2**20  # of the length of a document where windows are chosen: integers, so every machine chooses the same
@@ -26,15 +29,47 @@ class Loader:
     """Training batches. The batch of a step is the same however ranks and micro-batches slice it.
 
     Args:
-        tokens: of the training split.
+        tokens: of the training split; of each set of a mixture.
         block_size: T, tokens per window.
         batch_size: windows per step, over all ranks.
         seed: decides the order of the windows.
+        weights: of the sets.
     """
 
-    def __init__(self, tokens: Tokens, block_size: int, batch_size: int, seed: int) -> None:
-        self.n_windows = count_windows(tokens, block_size)
-        self._tokens, self._block_size, self._batch_size, self._seed = tokens, block_size, batch_size, seed
+    def __init__(
+        self,
+        tokens: Tokens | Sequence[Tokens],
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:
+        parts = [tokens] if isinstance(tokens, Tokens) else tokens
+        counts = [count_windows(part, block_size) for part in parts]
+        self._tokens = JoinedTokens(parts, counts, block_size)
+        self._counts, self._shares = np.array(counts), to_shares(weights)
+        self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
+        self._last_chunk = -1, np.empty(0, np.int64)
+
+    @property
+    def n_windows(self) -> int:
+        """The number of windows, over all sets."""
+        return self._tokens.starts[-1]
+
+    def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
+        """Where those rows are from: each one's window, of a mixture the folder of its split and the window there."""
+        indices = self.indices(step, start, count)
+        if len(self._counts) == 1:
+            return indices.tolist()
+        sets = np.searchsorted(self._tokens.starts, indices, side="right") - 1
+        return [
+            [self._tokens.parts[of].name, int(index) - self._tokens.starts[of]]
+            for of, index in zip(sets, indices, strict=True)
+        ]
+
+    def count_epochs(self, steps: int) -> np.ndarray:
+        """How often each set is read in that many steps, (S,)."""
+        return steps * self._batch_size * (self._shares / self._shares.sum()) / self._counts
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Rows [start, start + count) of the batch of `step`, which counts from 0; by default all rows from `start`.
@@ -45,12 +80,25 @@ class Loader:
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
     def indices(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """The windows of those rows, (count,) int64."""
+        """The windows of those rows, (count,) int64; those of a mixture's later sets follow those of the earlier."""
         count = self._batch_size - start if count is None else count
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
-        places = step * self._batch_size + np.arange(start, start + count)
-        epochs, indices = np.divmod(places, self.n_windows)
-        return permute(indices, self.n_windows, self._seed, epochs)
+        first = step * self._batch_size + start
+        parts = [np.empty(0, np.int64)]
+        for chunk in range(first // CHUNK, -(-(first + count) // CHUNK)):
+            parts.append(self._chunk_indices(chunk)[max(0, first - chunk * CHUNK) : first + count - chunk * CHUNK])
+        return np.concatenate(parts)
+
+    def _chunk_indices(self, chunk: int) -> np.ndarray:
+        """The windows of CHUNK rows, (CHUNK,) int64. The last chunk is kept: for few rows, numpy's calls cost more."""
+        number, found = self._last_chunk
+        if number != chunk:
+            sets, places = assign_rows(chunk * CHUNK + np.arange(CHUNK), self._shares)
+            n = self._counts[sets]
+            epochs, indices = np.divmod(places, n)
+            found = np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
+            self._last_chunk = chunk, found
+        return found
 
 
 def count_windows(tokens: Tokens, block_size: int) -> int:
@@ -103,6 +151,48 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "do
     return candidates[first[of] + (points - (stops - lengths)[of]) * sizes[of] // lengths[of]]
 
 
+class Validation(NamedTuple):
+    """What every evaluation reads."""
+
+    tokens: Tokens | JoinedTokens
+    windows: np.ndarray  # (W,) int64, indices of windows
+    documents: np.ndarray  # (W,) int64, equal where they are of one document
+    sets: np.ndarray  # (W,) int64, the set of each
+    weights: np.ndarray  # (W,) of each window in the mean, 1 on average: a set's sum to its weight times W
+
+
+def choose_validation(
+    parts: Sequence[Tokens], block_size: int, count: int, spread: str = "documents", weights: Sequence[float] = (1.0,)
+) -> Validation:
+    """Choose the windows of every evaluation: `fixed_windows` of each set, in proportion to its weight.
+
+    Args:
+        parts: the validation split of each set.
+        block_size: T.
+        count: how many windows in all; fewer where a set has fewer than its part.
+        spread: see `fixed_windows`.
+        weights: of the sets.
+    """
+    counts = [count_windows(part, block_size) for part in parts]
+    joined = JoinedTokens(parts, counts, block_size)
+    numbers = share_out(count, weights, counts)
+    chosen = [fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)]
+    windows, documents = [], []
+    for part, first, indices in zip(parts, joined.starts, chosen, strict=False):
+        labels, after = window_documents(part, block_size, indices), documents[-1][-1] + 1 if documents else 0
+        windows.append(first + indices)
+        documents.append(after + labels)
+    sizes, W = np.array([len(indices) for indices in chosen]), sum(map(len, chosen))
+    factors = np.array(weights) / np.sum(weights) * W / sizes if len(parts) > 1 else np.ones(1)
+    return Validation(
+        tokens=joined,
+        windows=np.concatenate(windows),
+        documents=np.concatenate(documents),
+        sets=np.repeat(np.arange(len(parts)), sizes),
+        weights=np.repeat(factors, sizes),
+    )
+
+
 def spread_evenly(n: int, count: int) -> np.ndarray:
     """`count` of the numbers below n, (count,) int64, ascending."""
     return np.arange(count) * n // count
@@ -147,7 +237,7 @@ def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
     return found
 
 
-def windows(tokens: Tokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def windows(tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Read windows.
 
     Args:
@@ -178,12 +268,12 @@ def prefetch(items: Iterable[T]) -> Generator[T, None, None]:
             yield item
 
 
-def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.ndarray:
+def permute(indices: np.ndarray, n: int | np.ndarray, seed: int, epochs: np.ndarray) -> np.ndarray:
     """Apply a pseudo-random permutation of [0, n), another one for each seed and epoch, in O(B) memory.
 
     Args:
         indices: (B,) int64 in [0, n).
-        n: the size of what is permuted.
+        n: the size of what is permuted; (B,) int64 if that differs.
         seed: any integer.
         epochs: (B,) int64, of each index.
 
@@ -193,14 +283,16 @@ def permute(indices: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.nd
     Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four; what leaves [0, n) passes it
     again until it is back (cycle walking, Black and Rogaway 2002).
     """
-    half = np.uint64(max(3, ((n - 1).bit_length() + 1) // 2))  # bits per side; below 64 places it mixes badly
+    sizes = np.broadcast_to(n, len(indices))
+    bits = np.frexp(sizes - 1.0)[1]  # int.bit_length
+    half = np.maximum(3, (bits + 1) // 2).astype(np.uint64)  # bits per side; below 64 places it mixes badly
     seeds = np.full(len(indices), seed % 2**64, np.uint64)
     keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
     out = indices.astype(np.uint64)
     outside = np.arange(len(out))
     while len(outside):
-        out[outside] = _feistel(out[outside], keys[outside], half)
-        outside = outside[out[outside] >= n]
+        out[outside] = _feistel(out[outside], keys[outside], half[outside])
+        outside = outside[out[outside] >= sizes[outside]]
     return out.astype(np.int64)
 
 
@@ -215,8 +307,8 @@ def stream_seed(seed: int, *numbers: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
-def _feistel(x: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
-    """A permutation of [0, 4^half), a different one for each of `keys`."""
+def _feistel(x: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
+    """A permutation of [0, 4^half), each (B,), a different one for each of `keys`."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for round_ in range(1, ROUNDS + 1):

@@ -28,6 +28,7 @@ import numpy as np
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoder
+from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SHAKESPEARE, SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.split import choose_split, explain_empty_split, validation_inputs, warn_of_weak_validation
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_arguments(argv)
         if args.list:
-            print(describe_sources())
+            print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
         else:
             prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
     except (DataError, OSError) as error:
@@ -75,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m data.prepare", description="Turn a corpus into token shards for training.")
     add = parser.add_argument
     add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
-    add("--list", action="store_true", help="print the corpora with their sources, sizes and licences")
+    add("--list", action="store_true", help="print the corpora with sources, sizes and licences; the sets in --out")
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")

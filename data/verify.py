@@ -1,6 +1,7 @@
-"""Read a complete data set and check all that can be checked.
+"""Read complete data sets and check all that can be checked.
 
     python -m data.verify NAME
+    python -m data.verify books arxiv edu        the sets of a mixture: also that all have one tokenizer
 
 Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as documents; prints
 the set's numbers and how the two splits begin.
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
+from data.mixture import check_tokenizers
 from runtime.output import format_size, plural, short_path
 from runtime.progress import progress_bar
 
@@ -23,8 +25,8 @@ SAMPLE_TOKENS = 60
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check a data set from end to end.")
-    parser.add_argument("name", help="name of the data set, or its folder")
+    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check data sets from end to end.")
+    parser.add_argument("names", nargs="+", metavar="name", help="name of a data set, or its folder")
     parser.add_argument(
         "--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
     )
@@ -32,7 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
-        print(verify_dataset(Path(args.name) if os.sep in args.name else args.out / args.name))
+        folders = [Path(name) if os.sep in name else args.out / name for name in args.names]
+        metas = [read_meta(folder) for folder in folders]
+        for folder in folders:
+            print(verify_dataset(folder))
+        check_tokenizers(folders, metas)
+        if len(folders) > 1:
+            print(f"one tokenizer: these {len(folders)} sets may be mixed")
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

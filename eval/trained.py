@@ -1,12 +1,14 @@
 """Load a run's model for evaluation: the weights of one checkpoint, or the mean of several."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
 from data import DataError
 from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
+from data.loader import Validation, choose_validation
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
@@ -28,9 +30,9 @@ class Trained(NamedTuple):
         return checkpoint.folder_of("", self.step).name + (f"_mean{self.average}" if self.average > 1 else "")
 
     @property
-    def data_folder(self) -> Path:
-        """The data set that the run was trained on, if it is still there."""
-        return Path(self.config.data.dir, self.config.data.name)
+    def data_folders(self) -> list[Path]:
+        """The data sets that the run was trained on, if they are still there: several of a mixture."""
+        return self.config.data.folders
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +100,17 @@ def find_tokenizer(trained: Trained) -> Tokenizer:
     Raises:
         ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
     """
-    folder = trained.data_folder
-    if (folder / "meta.json").is_file():
-        _check_tokenizer(trained, folder)
-        return open_tokenizer(folder)
+    folders = trained.data_folders
+    for folder in folders:
+        if (folder / "meta.json").is_file():
+            _check_tokenizer(trained, folder)
+            return open_tokenizer(folder)
     for known in TOKENIZERS:
         if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
             return load_tokenizer(known)
     raise RunError(
-        f"{folder}: no such data set, and no known tokenizer is that of {trained.config.run.name}; restore the data "
-        f"set (data.dir, data.name)"
+        f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
+        f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"
     )
 
 
@@ -120,6 +123,18 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
     return open_tokens(folder, split)
+
+
+def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Validation:
+    """The windows of `count` that training would validate on: of one set, or of the run's mixture.
+
+    Raises:
+        DataError: see `open_set`.
+    """
+    config = trained.config
+    parts = [open_set(trained, folder, "val") for folder in folders]
+    weights = [*config.data.sets.values()] if len(parts) > 1 else [1.0]
+    return choose_validation(parts, config.model.block_size, count, config.eval.spread, weights)
 
 
 def _check_tokenizer(trained: Trained, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Loss, perplexity and bits per byte of a run's model on prepared data sets and text files.
 
-    python -m eval.val_loss runs/NAME                                        the run's validation windows
+    python -m eval.val_loss runs/NAME                                        the run's validation windows, by set
     python -m eval.val_loss runs/NAME --windows all --split train            all windows of a split
     python -m eval.val_loss runs/NAME --data stdlib notes.txt books.jsonl    another set in data.dir, and text files
     python -m eval.val_loss runs/NAME --data notes.txt --stride 64           overlapping windows
@@ -35,6 +35,7 @@ from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
 from data.loader import fixed_windows, number_documents, prefetch, spread_evenly
+from data.mixture import identify, list_sets, share_out
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
@@ -84,11 +85,27 @@ class Result(NamedTuple):
 # ---- what to score
 
 
-def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace) -> Corpus:
+def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
+    """Open the run's own set, or each set of its mixture with its part of the windows. Raises as `open_prepared`."""
+    folders, weights = trained.data_folders, [*trained.config.data.sets.values()]
+    if len(folders) == 1:
+        return [open_prepared(folders[0], trained, args)]
+    count = trained.config.eval.windows
+    shares = share_out(count, weights, [count] * len(folders))
+    found = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
+    identity = identify([read_meta(folder) for folder in folders], weights)
+    same = all(trained.metadata.get(key) == sha256 for key, sha256 in identity.items())
+    return [corpus._replace(trained_on=same) for corpus in found]
+
+
+def open_prepared(
+    folder: Path, trained: Trained, args: argparse.Namespace, windows_by_default: int | None = None
+) -> Corpus:
     """Open a prepared data set. Raises DataError if it is damaged, too short, or of another tokenizer."""
     tokens, block = open_set(trained, folder, args.split), trained.config.model.block_size
     if args.stride is None:
-        count = min(args.windows or trained.config.eval.windows, len(tokens))  # args.windows may be infinite
+        by_default = windows_by_default or trained.config.eval.windows
+        count = min(args.windows or by_default, len(tokens))  # args.windows may be infinite
         start = block * fixed_windows(tokens, block, count, trained.config.eval.spread)
         windows = np.stack([start, start + block, start], 1)
     else:
@@ -153,7 +170,7 @@ def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argpars
     for folder in folders:
         if folder.is_dir() or partial_folder(folder).is_dir():
             read_meta(folder)  # raises: it is half-prepared
-    known = ", ".join(sorted(path.parent.name for path in Path(trained.config.data.dir).glob("*/meta.json")))
+    known = ", ".join(list_sets(Path(trained.config.data.dir)))
     raise DataError(
         f"--data {name}: no such file, and no prepared set here or in {trained.config.data.dir}, which holds "
         f"{known or 'none'}; name one of these or a text file, or prepare it (python -m data.prepare --help)"
@@ -236,12 +253,26 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
 # ---- report it
 
 
-def logged_loss(run: Path, step: int) -> tuple[float, int] | None:
-    """Validation loss and number of windows that metrics.jsonl has at `step`, if any."""
-    for line in read_metrics(run / "metrics.jsonl", ["val/window_losses"]):
-        if line["step"] == step and "val/loss" in line:
-            return line["val/loss"], len(line.get("val/window_losses", ()))
-    return None
+def read_logged(run: Path, step: int) -> dict:
+    """The line of the evaluation that metrics.jsonl has at `step`, with the windows' losses; {} without one."""
+    lines = read_metrics(run / "metrics.jsonl", ["val/window_losses"])
+    return next((line for line in lines if line["step"] == step and "val/loss" in line), {})
+
+
+def describe_losses(
+    trained: Trained, corpora: Sequence[Corpus], results: Sequence[Result], logged: dict
+) -> Iterator[str]:
+    """Lines below the table: the mean over a mixture, and what training logged."""
+    sets = trained.config.data.sets
+    if len(sets) > 1 and [Path(corpus.name) for corpus in corpora] == trained.data_folders:
+        mean = sum(part * result.loss for part, result in zip(sets.values(), results, strict=True))
+        yield f"mean by the weights of the mixture: {mean:.4f}"
+    if logged:
+        of_sets = [f"{name} {logged[f'val/{name}/loss']:.4f}" for name in sets if f"val/{name}/loss" in logged]
+        words = f"; {', '.join(of_sets)}" * bool(of_sets)
+        count = len(logged.get("val/window_losses", ())) or "?"
+        loss, step = f"{logged['val/loss']:.4f}{words}", f"{trained.step:,}"
+        yield f"logged in training at step {step}: {loss} ({count} windows, no overlap)"
 
 
 def read_results(path: Path) -> dict[tuple, dict]:
@@ -280,7 +311,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     if args.data:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
-        corpora = [open_prepared(trained.data_folder, trained, args)]
+        corpora = open_own(trained, args)
     device = distributed.pick_device(args.device)
     dtype = torch.float32
     if device.type == "cuda":
@@ -290,18 +321,20 @@ def evaluate_run(args: argparse.Namespace) -> None:
     mean = f", mean of {trained.average} checkpoints" if trained.average > 1 else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
-    logged = None
+    logged = {}
     if any(corpus.trained_on and corpus.split == "val" for corpus in corpora):
-        logged = logged_loss(args.run, trained.step)
-    if logged:
-        print(f"logged in training at step {trained.step:,}: {logged[0]:.4f} ({logged[1] or '?'} windows, no overlap)")
+        logged = read_logged(args.run, trained.step)
+    for text in describe_losses(trained, corpora, results, logged):
+        print(text)
     if not args.data and not corpora[0].trained_on:
-        print(f"note: {corpora[0].name} is no longer the data that {config.run.name} was trained on")
+        names = ", ".join(corpus.name for corpus in corpora)
+        print(f"note: {names} is no longer the data that {config.run.name} was trained on")
     for corpus, result in zip(corpora, results, strict=True):
         line = {"run": config.run.name, "step": trained.step, "average": trained.average, "data": corpus.name}
         line |= {"split": corpus.split, "stride": args.stride}
         line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
-        line |= {"logged": logged[0] if logged and corpus.trained_on and corpus.split == "val" else None}
+        key = f"val/{Path(corpus.name).name}/loss" if config.data.mix else "val/loss"
+        line |= {"logged": logged.get(key) if corpus.trained_on and corpus.split == "val" else None}
         lines[tuple(line[key] for key in KEY)] = line
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines.values()))

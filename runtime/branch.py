@@ -5,6 +5,7 @@ for bit, a run of the branch's settings that trained all steps itself. One trunk
 """
 
 import json
+import shlex
 import shutil
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import configure
 from configure import Config
+from configure.check import format_value
 from runtime import RunError, checkpoint, describe_write_errors, folder
 from runtime.distributed import Ranks
 from runtime.metrics import list_arrays, read_metrics
@@ -78,7 +80,7 @@ def find_branch(config: Config) -> Branch | None:
     if refused := [line for line in lines if not line.startswith(folder.MAY_CHANGE + OF_DECAY)]:
         keys = [line.split(":")[0] for line in refused]
         values = [attrgetter(key)(trunk) for key in keys]
-        words = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        words = [shlex.quote(format_value(value)) for value in values]
         raise RunError(
             f"{name}: the trunk's config is another:\n  "
             + "\n  ".join(refused)

@@ -48,11 +48,13 @@ def changes(config: Config) -> list[str]:
         return []
     lines = configure.differences(configure.load(folder / "config.toml"), keep_dtype(config))
     if refused := [line for line in lines if not line.startswith(MAY_CHANGE)]:
-        data = Path(config.data.dir, config.data.name)
+        missing = ", ".join(str(data) for data in config.data.folders if not data.is_dir())
+        key = "data.mix" if config.data.mix else "data.name"
         raise RunError(
             f"{folder} holds a run with another config:\n  " + "\n  ".join(refused) + "\n"
             "Give this one another name (--run.name=NAME), or let it choose one (--fresh)"
-            + ("" if data.is_dir() else f"\n{data}: no such data set either: prepare it, or correct data.name")
+            + f"\n{missing}: no such data set either: prepare it, or correct {key}"
+            * bool(missing)
         )
     return lines
 

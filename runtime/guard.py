@@ -85,7 +85,7 @@ class Guard:
             tensors, rate = self.recompute(at)
         losses = [loss.item() for loss in tensors]
         rows = [first_row(micro, size, self.ranks) for micro in range(plan.accumulation)]
-        windows = [plan.loader.indices(at, row, size).tolist() for row in rows]
+        windows = [plan.loader.locate(at, row, size) for row in rows]
         worst = next((micro for micro, loss in enumerate(losses) if not math.isfinite(loss)), 0)
         mine = {
             "rank": self.ranks.rank,

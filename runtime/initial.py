@@ -68,7 +68,7 @@ def read_initial_weights(config: Config) -> Weights | None:
     """
     if not config.train.init_from:
         return None
-    place, data = Path(config.train.init_from), Path(config.data.dir, config.data.name)
+    place, data = Path(config.train.init_from), config.data.folders[0]  # all have one tokenizer
     try:
         weights = _read_folder(place, config.model, data)
         for name, tensor in weights.state.items():

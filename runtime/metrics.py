@@ -23,8 +23,9 @@ from runtime.output import first_line, write_atomic
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
     from torch import Tensor
 
-# Nats per token (W,); equal numbers where windows are of one document (W,); tokens (L, E), of a step in training.
-ARRAYS = ("val/window_losses", "val/window_documents", "val/loads", "router/loads")
+# Nats per token (W,); equal numbers where windows are of one document (W,); each window's weight in the mean, 1 on
+# average, of a mixture (W,); tokens (L, E), of a step in training.
+ARRAYS = ("val/window_losses", "val/window_documents", "val/window_weights", "val/loads", "router/loads")
 LINES = {"val": "val/loss", "router": "train/loss"}  # names in the lines to which the arrays of a section belong
 
 

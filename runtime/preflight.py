@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from configure import Config
-from data.bins import Tokens, check_dataset, fingerprint, open_tokens
-from data.loader import Loader, fixed_windows, window_documents
+from data.loader import Loader, Validation, choose_validation
+from data.mixture import check_sets, identify, open_sets
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
@@ -24,11 +23,9 @@ class Plan(NamedTuple):
     changes: list[str]  # `key: old -> new` against the run that is resumed, all of them allowed
     last_step: int  # of the newest checkpoint; 0 if there is none
     val_losses: dict[int, float]  # {step: nats per token} in metrics.jsonl
-    identity: dict[str, str]  # sha256 of the data set and of its tokenizer; a checkpoint must have the same
+    identity: dict[str, str]  # sha256 of the data and of their tokenizer; a checkpoint must have the same
     loader: Loader  # training batches
-    val_tokens: Tokens
-    val_windows: np.ndarray  # (W,) int64, the windows of every evaluation
-    val_documents: np.ndarray  # (W,) int64, equal where they are of one document
+    validation: Validation  # the windows of every evaluation
     device: torch.device
     dtype: torch.dtype  # autocast computes in it
     parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
@@ -72,7 +69,8 @@ class Plan(NamedTuple):
             if then != now:
                 raise RunError(
                     f"{self.folder}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
-                    f"what the run started with (data.name, data.dir), or start over in a new folder (--fresh)"
+                    f"what the run started with (data.name, data.mix, data.dir), or start over in a new folder "
+                    f"(--fresh)"
                 )
 
 
@@ -83,7 +81,8 @@ def preflight(config: Config) -> Plan:
         RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
             train.init_from or train.branch_from does not fit, train.max_steps changes in a decay, or a package is
             missing.
-        DataError: the data set is missing, damaged, too small, or has more ids than model.vocab_size.
+        DataError: a data set is missing, damaged, too small, has more ids than model.vocab_size, or another tokenizer
+            than the others of its mixture.
     """
     require_tensorboard(config)
     folder, changes = run_folder.path_of(config), run_folder.changes(config)
@@ -91,11 +90,11 @@ def preflight(config: Config) -> Plan:
     check_length(config, last_step)
     branch = None if last_step else find_branch(config)
 
-    data, block_size = Path(config.data.dir, config.data.name), config.model.block_size
-    identity = fingerprint(check_dataset(data, config.model.vocab_size))
-    train_tokens, val_tokens = open_tokens(data, "train"), open_tokens(data, "val")
-    loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed)
-    val_windows = fixed_windows(val_tokens, block_size, config.eval.windows, config.eval.spread)
+    folders, weights, block_size = config.data.folders, [*config.data.sets.values()], config.model.block_size
+    metas = check_sets(folders, config.model.vocab_size)
+    train_tokens, val_tokens = (open_sets(folders, split) for split in ("train", "val"))
+    loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
+    validation = choose_validation(val_tokens, block_size, config.eval.windows, config.eval.spread, weights)
 
     device = distributed.pick_device(config.train.device)
     dtype = distributed.pick_dtype(run_folder.keep_dtype(config).train.dtype, device, config.model.router)
@@ -109,11 +108,9 @@ def preflight(config: Config) -> Plan:
         changes=changes,
         last_step=last_step,
         val_losses=run_folder.val_losses(branch.trunk if branch else folder),
-        identity=identity,
+        identity=identify(metas, weights),
         loader=loader,
-        val_tokens=val_tokens,
-        val_windows=val_windows,
-        val_documents=window_documents(val_tokens, block_size, val_windows),
+        validation=validation,
         device=device,
         dtype=dtype,
         parallel=parallel,

@@ -73,7 +73,7 @@ class Reporter:
         parameters = count_parameters(config.model)
         _print_header(plan, ranks, state.step, *parameters)
         sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
-        tags = (config.model.router, config.data.name, sizes[0], f"{sizes[1]} active")
+        tags = (config.model.router, *config.data.sets, sizes[0], f"{sizes[1]} active")
         tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
         self.metadata = {"wandb": tracker.id} if tracker else {}
         trackers = [tracker, start_tensorboard(config, plan.folder, state.step or -1)]
@@ -110,9 +110,11 @@ class Reporter:
 
     def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
         """A line of validation metrics (`validation.evaluate`) after `step` steps."""
-        values = values | {"val/window_documents": self.plan.val_documents}
+        values = values | {"val/window_documents": self.plan.validation.documents}
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
-        self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}")
+        of_sets = [f"{name} {values[f'val/{name}/loss'].item():.4f}" for name in self.plan.config.data.mix]
+        words = f" ({', '.join(of_sets)})" * bool(of_sets)
+        self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}{words}")
 
     def log_steps(self, step: int, lr: float, counters: State, mean: Statistics, gammas: Tensor | None) -> None:
         """A line of training metrics; the device is idle, since `counters` were just read from it.
@@ -163,13 +165,14 @@ class Reporter:
 
 
 def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> None:
-    """Two or three lines: the model, the machine, the length of the run; the memory; what has changed in the config."""
+    """A few lines: the model, the machine, the length of the run; the memory; the sets; what has changed."""
     config = plan.config
     where = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
     print(
         f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
-        f"{len(plan.val_windows)} validation windows of {plural(len(np.unique(plan.val_documents)), 'document')}"
+        f"{len(plan.validation.windows)} validation windows of "
+        f"{plural(len(np.unique(plan.validation.documents)), 'document')}"
         + (f", from step {step}" if step else "")
         + (f" of {plan.branch.trunk}" if plan.branch else "")
     )
@@ -180,5 +183,12 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
             f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32; start again with "
             f"--train.dtype=auto, under another run.name"
         )
+    if config.data.mix:
+        epochs = plan.loader.count_epochs(config.train.max_steps)
+        parts = [
+            f"{name} {part:.1%} ({epoch:.2g} epochs)"
+            for (name, part), epoch in zip(config.data.sets.items(), epochs, strict=True)
+        ]
+        print(f"{plan.folder}: data: {', '.join(parts)}")
     if plan.changes:
         print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.loader import prefetch, windows
 from runtime import distributed
@@ -25,12 +25,13 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
         stop: whether this rank is asked to stop; looked at between micro-batches.
 
     Returns:
-        The values of one line of metrics: `val/loss` () and `val/window_losses` (W,), nats per token; with routers
+        The values of one line of metrics: `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture
+        `val/SET/loss` () of each set, `val/loss` as their weighted mean, and `val/window_weights` (W,); with routers
         `val/loads` (L, E), tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank
         is asked to stop meanwhile.
     """
     model.eval()
-    indices, block_size = plan.val_windows, plan.config.model.block_size
+    indices, block_size = plan.validation.windows, plan.config.model.block_size
     mine = indices[ranks.rank :: ranks.world_size]
     losses, loads, gates = torch.zeros(len(indices), dtype=torch.float64, device=ranks.device), [], []
     micro_batch = plan.config.train.micro_batch_size
@@ -38,7 +39,9 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
     rounds = range(0, -(-len(indices) // ranks.world_size), micro_batch)
     counts = [len(mine[first : first + micro_batch]) for first in rounds]
     rows = (mine[first : first + micro_batch] if len(mine) > first else indices[:1] for first in rounds)
-    batches = prefetch(to_host_tensors(windows(plan.val_tokens, chosen, block_size), ranks.device) for chosen in rows)
+    batches = prefetch(
+        to_host_tensors(windows(plan.validation.tokens, chosen, block_size), ranks.device) for chosen in rows
+    )
     interrupted = False
     for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
         x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
@@ -55,9 +58,24 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
         return None
     losses = distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
-    values = {"val/loss": losses.mean(), "val/window_losses": losses}
+    values = average_losses(losses, plan)
     square, total = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
     if len(total_loads):  # no rows for a dense model
         summaries = load_metrics(total_loads) | gate_metrics(square, total)
         values |= {"val/loads": total_loads} | {f"val/{name}": value for name, value in summaries.items()}
+    return values
+
+
+def average_losses(losses: Tensor, plan: Plan) -> dict[str, Any]:
+    """`val/loss`, of a mixture that of each set too, and what they are made of.
+
+    Args:
+        losses: (W,) of the plan's validation windows, nats per token.
+        plan: the run's plan.
+    """
+    values = {"val/loss": losses.mean(), "val/window_losses": losses}
+    if plan.config.data.mix:
+        sets, weights = (torch.from_numpy(array).to(losses.device) for array in plan.validation[-2:])
+        values |= {"val/loss": (losses * weights).mean(), "val/window_weights": weights}
+        values |= {f"val/{name}/loss": losses[sets == i].mean() for i, name in enumerate(plan.config.data.sets)}
     return values

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
-from data.bins import check_dataset
+from data.mixture import check_sets
 from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.metrics import ARRAYS, read_metrics
@@ -130,7 +130,7 @@ def compare_runs(args: argparse.Namespace, file: str, overrides: list[str]) -> i
     for name in ("undisturbed", "disturbed"):
         options = [*DEFAULTS, *overrides, f"--run.dir={args.out}", f"--run.name={name}"]
         config = configure.load(file, options, args.ranks)
-        check_dataset(Path(config.data.dir, config.data.name), config.model.vocab_size)
+        check_sets(config.data.folders, config.model.vocab_size)
         command = [sys.executable, *(launcher if args.ranks > 1 else []), str(TRAIN), file, *options]
         runs.append(run := Run(Path(args.out, name), command, args.ranks, config.train.max_steps))
         shutil.rmtree(run.folder, ignore_errors=True)

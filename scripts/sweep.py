@@ -32,7 +32,7 @@ import torch
 import configure
 from configure import Config, ConfigError
 from data import DataError
-from data.bins import check_dataset
+from data.mixture import check_sets
 from model import count_parameters
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
@@ -187,9 +187,9 @@ def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> N
     """Raise ConfigError or DataError, before the first point starts, for what would end a later one."""
     for point in left:
         configure.load(file, point.overrides, world_size=max(1, ranks))
-    sets = {(Path(point.config.data.dir, point.config.data.name), point.config.model.vocab_size) for point in left}
-    for data, vocab_size in sorted(sets) if with_data else ():
-        check_dataset(data, vocab_size)
+    sets = {(*point.config.data.folders, point.config.model.vocab_size) for point in left}
+    for *data, vocab_size in sorted(sets) if with_data else ():
+        check_sets(data, vocab_size)
 
 
 def list_points(file: str, overrides: list[str], scale: float | None = None, fresh: bool = False) -> list[Point]:

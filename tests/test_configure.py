@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from configure import Config, ConfigError, differences, dumps, from_command_line, load, sweep_points
 from configure.load import CHECKOUT, help_text
-from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
+from configure.schema import FILE_NAME, KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 
 CONFIGS = Path(__file__).parents[1] / "config"
@@ -432,6 +432,9 @@ BY_TYPE = {
         exclude_min="exclusiveMinimum" in schema,
         exclude_max="exclusiveMaximum" in schema,
     ),  # fmt: skip
+    "object": lambda schema: st.dictionaries(
+        st.from_regex(FILE_NAME, fullmatch=True), st.floats(0, exclude_min=True, allow_infinity=False), max_size=3
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from runs import checkpoints, column, content, end, flip, metrics, run, steps
 
 import configure
 import train
-from configure.schema import KEYS
+from configure.schema import KEYS, Mix
 from data.bins import check_dataset, fingerprint
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder
@@ -479,7 +479,8 @@ def with_other(config, key):
     if "enum" in schema:
         other = next(value for value in schema["enum"][::-1] if value != now)  # "auto" keeps what the run has
     else:
-        other = {"boolean": lambda: not now, "string": lambda: f"{now}-other"}.get(schema["type"], lambda: now / 2)()
+        others = {"boolean": lambda: not now, "string": lambda: f"{now}-other", "object": lambda: Mix({"other": 1.0})}
+        other = others.get(schema["type"], lambda: now / 2)()
         other = int(other) if schema["type"] == "integer" else other
         other = other if other != now else now + 1
     return config.model_copy(update={section: part.model_copy(update={name: other})})

@@ -24,12 +24,12 @@ from eval.intervals import cluster_variance
 from eval.trained import load_model, load_run
 from eval.val_loss import (
     Corpus,
-    logged_loss,
     main,
     make_windows,
     measure_loss,
     open_prepared,
     open_text,
+    read_logged,
     token_lengths,
 )
 from runtime import folder
@@ -164,7 +164,7 @@ def test_all_windows_of_a_split(trained, score, corpus):
 
 @pytest.mark.parametrize("old", [False, True])
 def test_logged_loss_of_runs_with_arrays_in_their_metrics(tmp_path, old):
-    assert logged_loss(make_run(tmp_path / "run", old=old, windows=7), 500)[1] == 7
+    assert len(read_logged(make_run(tmp_path / "run", old=old, windows=7), 500)["val/window_losses"]) == 7
 
 
 @pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from data.loader import fixed_windows
 from data.tokenizer import Tokenizer
 from eval.pages import format_markdown, write_page
-from eval.trained import Trained, add_run_arguments, load_run, open_set
+from eval.trained import Trained, add_run_arguments, load_run, open_validation
 from router import ROUTERS
 from runtime import distributed
 from runtime.output import require_packages, write_atomic
@@ -56,10 +55,10 @@ def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
     models, tokenizer = load_models(args)
     trained, *others = models
     config = trained.config
-    named = [Path(args.data), Path(config.data.dir, args.data)] if args.data else [trained.data_folder]
-    data = next(filter(Path.is_dir, named), named[0])
-    tokens = open_set(trained, data, "val")
-    indices = fixed_windows(tokens, config.model.block_size, args.windows, config.eval.spread)
+    named = [Path(args.data), Path(config.data.dir, args.data)] if args.data else []
+    folders = [next(filter(Path.is_dir, named), named[0])] if named else trained.data_folders
+    tokens, indices, *_ = open_validation(trained, folders, args.windows)
+    data = folders[0] if len(folders) == 1 else config.data.label
     if len(indices) < 2:
         raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
     name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])

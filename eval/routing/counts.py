@@ -19,6 +19,7 @@ from torch import Tensor
 
 from data.bins import Tokens
 from data.loader import windows
+from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
 from model import GPT
 from router import Router, Routing, entropy, expert_loads, token_distribution
@@ -106,7 +107,7 @@ def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
 
 @torch.no_grad()
 def count_routing(
-    model: GPT, other: GPT | None = None, *, tokens: Tokens, indices: np.ndarray
+    model: GPT, other: GPT | None = None, *, tokens: Tokens | JoinedTokens, indices: np.ndarray
 ) -> tuple[list[LayerCounts], np.ndarray, np.ndarray]:
     """Run the windows `indices` of `tokens`, two or more, through a model and the one to compare it with.
 

@@ -6,6 +6,7 @@
     python -m scripts.bench experts config/125m.toml --model.router=kern [--experts 32 64 128 256]
     python -m scripts.bench length config/125m.toml [--routers dense kern] [--lengths 512 1024 2048]
     python -m scripts.bench tune [--kernels weight_grad] [--tokens N ...]
+    python -m scripts.bench data config/125m.toml [--sets 1 5]
     python -m scripts.bench limits
     python -m scripts.bench budget config/125m.toml [--routers dense kern] [--section.key=value ...]
     python -m scripts.bench ranks config/125m.toml [--section.key=value ...]
@@ -19,6 +20,7 @@ step     a training step (forward, backward, clipping, AdamW; no auxiliary loss)
 experts  a step with more and more experts, of which equally many are active
 length   a step at several context lengths, with equally many tokens
 tune     tiles of every Triton kernel on this GPU; prints lines for kernels/triton_experts.py
+data     the loader: tokens/s from one set and from mixtures of as many tokens, and how much memory the process gains
 limits   the rates that `budget` assumes: L2 to multiprocessors, memory, attention by flash and by cuDNN
 budget   without a GPU: launches and bytes of a step, and a model's milliseconds by part on an H100 and an H200, now and
          with changes not made yet; never held against a GPU, good to about 20%
@@ -36,6 +38,7 @@ import configure
 from router import ROUTERS
 from runtime import RunError
 from scripts.bench.budget import bench_budget
+from scripts.bench.data import bench_data
 from scripts.bench.harness import DTYPES
 from scripts.bench.limits import bench_limits
 from scripts.bench.moe import KERNELS, bench_moe, bench_tune
@@ -65,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--compile": {"nargs": "+", "choices": ("off", "on"), "help": "(default: the config's)"},
     "--kernels": {"nargs": "+", "choices": KERNELS, "default": list(KERNELS), "help": "(default: all)"},
     "--experts": {"nargs": "+", "type": positive, "default": [32, 64, 128, 256], "metavar": "E"},
+    "--sets": {"nargs": "+", "type": positive, "default": [1, 5], "metavar": "S", "help": "(default: %(default)s)"},
     "--lengths": {"nargs": "+", "type": positive, "default": [512, 1024, 2048], "metavar": "T"},
 }
 COMMANDS: dict[
@@ -76,6 +80,7 @@ COMMANDS: dict[
     "experts": (bench_experts, 10, ["config", "--dtype", "--profile", "--experts"]),
     "length": (bench_length, 10, ["config", "--dtype", "--profile", "--routers", "--lengths"]),
     "tune": (bench_tune, 10, ["--dtype", "--device", "--kernels", *SIZES]),
+    "data": (bench_data, 20, ["config", "--sets"]),
     "limits": (bench_limits, 10, ["--dtype", "--device"]),
     "budget": (bench_budget, 0, ["config", "--routers"]),
     "ranks": (bench_ranks, 0, ["config"]),

@@ -53,11 +53,13 @@ def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
 
 def training_rows(trained: Trained, run: Path) -> list[tuple[str, str]]:
     """Rows on training: the data, tokens seen and the last losses up to the checkpoint's step."""
-    rows = [("data set", trained.config.data.name)]
-    if (trained.data_folder / "meta.json").is_file():
-        meta = read_meta(trained.data_folder)
-        rows += [(f"{split} tokens", f"{part.tokens:,}") for split, part in meta.splits.items()]
-        rows += [("prepared by", f"`{meta.prepare}`")]
+    rows, sets = [("data set", trained.config.data.label)], trained.config.data.sets
+    for folder, (name, part) in zip(trained.data_folders, sets.items(), strict=True):
+        if (folder / "meta.json").is_file():
+            meta, of = read_meta(folder), f" of {name}" * (len(sets) > 1)
+            rows += [(f"part{of}", f"{part:.2%}")] if of else []
+            rows += [(f"{split} tokens{of}", f"{tokens.tokens:,}") for split, tokens in meta.splits.items()]
+            rows += [(f"preparation{of}" if of else "prepared by", f"`{meta.prepare}`")]
     stored = trained.metadata
     rows += [(f"sha256 of the {key}", f"`{stored[key]}`") for key in ("data", "tokenizer") if key in stored]
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] <= trained.step]

@@ -183,7 +183,7 @@ def _judge_pairs(claim: Claim, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> Jud
         return None
     steps = [(step, arm, other) for of, arm, other in pairs if (step := claim.step(of)) is not None]
     differences = [pair_differences(arm, other, step, seeds) for step, arm, other in steps]
-    keys = ("data.name", "model.block_size", "eval.spread")
+    keys = ("data.name", "data.mix", "model.block_size", "eval.spread")
     texts = [(*map(pair[0].values.get, keys), d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
     documents = [find_documents(pair[1:], d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
     found = estimate_interval(differences, texts, documents)

@@ -19,6 +19,7 @@ COST = """Runs timed one after another cannot show what a router costs: `python 
 `python -m scripts.bench router` time routers in turns within one process."""
 SWEPT = ("model.n_expert", "model.top_k", "model.n_embd", "model.block_size", "model.expert_hidden")
 TITLE = re.compile(r"# (One run|\d+ runs compared)\n")  # of a page that this module wrote
+NAMED = ("data.name", "data.mix", "train.batch_size")  # said before the other settings
 NOTES, PAIRS = 6, 15  # shown; more notes, or a table of more pairs, are folded
 SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
@@ -80,6 +81,7 @@ def write_report(
         blocks += [("h2", setting.label or "Loss"), ("p", describe_setting(setting))]
         blocks += [("p", compare_with_paper(setting, experiment))] if experiment else []
         blocks.append(("table", *tables.build_loss_table(setting)))
+        blocks += [("table", *tables.build_sets_table(setting))] if setting.values["data.mix"] else []
         blocks += [("table", *tables.build_difference_table(setting, baseline))] if based else []
         for name, (caption, plot) in PICTURES.items():
             if based or name != "difference":
@@ -109,12 +111,10 @@ def count_verdicts(pairs: Sequence[Finding]) -> str:
 def describe_setting(setting: Setting) -> str:
     """Text, length and shape, and what else all runs share of the arms' constants."""
     keys = dict.fromkeys([*SHAPE, *setting.varying, *ARM_KEYS[1:]])
-    values = {
-        key: {run.value(key) for run in setting.runs} for key in keys if key not in ("data.name", "train.batch_size")
-    }
+    values = {key: {run.value(key) for run in setting.runs} for key in keys if key not in NAMED}
     shared = ", ".join(f"{key.split('.')[1]} {value}" for key, (value, *more) in values.items() if not more)
     tokens = f"{setting.tokens:,} tokens per step, {setting.tokens * setting.max_steps / 1e6:,.1f} M in all"
-    return f"`{setting.values['data.name']}`: {tokens}; {shared}; {describe_windows(setting)}."
+    return f"`{setting.runs[0].config.data.label}`: {tokens}; {shared}; {describe_windows(setting)}."
 
 
 def compare_with_paper(setting: Setting, experiment: str) -> str:

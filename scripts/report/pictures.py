@@ -84,7 +84,7 @@ def plot_axis(settings: Sequence[Setting], key: str) -> Figure | None:
     corpora: dict[str, Lines] = defaultdict(dict)
     for setting in sorted(settings, key=lambda setting: setting.values[key]):
         for arm in setting.arms:
-            _, points = corpora[setting.values["data.name"]].setdefault(arm.label, (style_arm(setting, arm), {}))
+            _, points = corpora[setting.runs[0].config.data.label].setdefault(arm.label, (style_arm(setting, arm), {}))
             if setting.values[key] in points:
                 return None
             points[setting.values[key]] = (statistics.fmean(arm.losses(setting.end)),) * 3

@@ -26,7 +26,7 @@ from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime import RunError, checkpoint
 from runtime.folder import explain_missing
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 from runtime.output import plural
 from scripts.watch.runs import find_runs
 
@@ -40,7 +40,7 @@ NEUTRAL_KEYS = re.compile(
     r"activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|on_save_error|max_skipped_steps)"
 )
 LABEL = 60  # characters of a setting's label, if fewer keys distinguish settings too
-TELLING = ("data.name", "model.n_embd", "train.max_steps", "optim.lr")  # the last to be left out of a label
+TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")  # the last to be left out of a label
 DTYPE = "train.dtype"  # separates settings only where runs differ in nothing else
 SETTING_KEYS = [key for key in KEYS if key not in (*ARM_KEYS, DTYPE) and not NEUTRAL_KEYS.match(key)]
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
@@ -57,8 +57,9 @@ class Run:
     diverged: int | None = None  # step of the first validation loss that was not finite
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key."""
-        return attrgetter(key)(self.config)
+        """The config's value of a dotted key; a mixture in words."""
+        value = attrgetter(key)(self.config)
+        return str(value) if isinstance(value, dict) else value
 
     def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
         """(key, value) of each key."""
@@ -221,7 +222,9 @@ def load_run_record(folder: Path) -> Run:
     if not (folder / "config.toml").is_file():
         raise ValueError(explain_missing(folder))
     run = Run(folder, configure.load(folder / "config.toml"), {}, [])
-    for line in read_metrics(folder / "metrics.jsonl", ("val/window_losses", "val/window_documents", "val/loads")):
+    for line in read_metrics(folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]):
+        if "val/window_weights" in line:  # of a mixture: so their mean is val/loss
+            line["val/window_losses"] = np.multiply(line["val/window_losses"], line["val/window_weights"])
         if "train/loss" in line:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):
@@ -365,7 +368,7 @@ def check_same_text(runs: Sequence[Run], steps: Sequence[int]) -> None:
     for what in ("data", "tokenizer"):
         known = [(identity[what], run) for identity, run in zip(identities, runs, strict=True) if what in identity]
         seen[f"{what} (sha256 in their checkpoints)"] = dict(known)
-    for key in ("model.block_size", "data.name") if not all(identities) else ("model.block_size",):
+    for key in ("model.block_size", "data.name", "data.mix") if not all(identities) else ("model.block_size",):
         seen[key] = {run.value(key): run for run in runs}
     seen["number of validation windows"] = {
         run.count_windows(max(run.evaluations) if at < 0 else at): run for run in runs for at in steps

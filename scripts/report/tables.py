@@ -21,7 +21,7 @@ def summarize_run(run: Run) -> list[str]:
     first, last = (list(run.evaluations.values())[i] for i in (0, -1))
     step, loss, speeds = last["step"], run.train_loss(last["step"]), run.logged("perf/tokens_per_sec").values()
     norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
-    cells = [run.config.run.name + run.trunk, run.config.model.router, run.config.data.name]
+    cells = [run.config.run.name + run.trunk, run.config.model.router, run.config.data.label]
     cells += [f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)]
     cells.append(f"{step:,}" + ("" if run.ended else f" of {run.config.train.max_steps:,}"))
     cells += ["-" if loss is None else f"{loss:.4f}", f"{last['val/loss']:.4f}"]
@@ -48,6 +48,17 @@ def build_loss_table(setting: Setting) -> Table:
             means = {(arm.router, i): statistics.fmean(arm.losses(step)) for i, step in tenths.items()}
             apart = [f"{mean - printed.losses[at]:+.4f}" if at in printed.losses else "" for at, mean in means.items()]
             rows += [["paper", *theirs], ["difference", *apart]]
+    return head, rows
+
+
+def build_sets_table(setting: Setting) -> Table:
+    """Loss of each arm on each set of the mixture, at the last common step."""
+    sets = setting.runs[0].config.data.sets
+    head = [f"validation loss at step {setting.end:,}", *(f"{name} ({part:.0%})" for name, part in sets.items())]
+    rows = []
+    for arm in setting.arms:
+        lines = [run.evaluations[setting.end] for run in arm.runs.values()]
+        rows.append([arm.label, *(format_mean([line[f"val/{name}/loss"] for line in lines]) for name in sets)])
     return head, rows
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from runtime.output import text_table
 from scripts.watch.runs import Status, WatchedRun, find_runs, format_seconds
 
-HEAD = ["run", "state", "step", "loss", "val loss", "tokens/s", "MFU", "left", "trouble"]
+HEAD = ["run", "state", "step", "loss", "val loss", "by set", "tokens/s", "MFU", "left", "trouble"]
 CLEAR = "\x1b[H\x1b[J"
 
 
@@ -64,6 +64,7 @@ def format_status(status: Status) -> list[str]:
         f"{status.step:,} of {status.max_steps:,} {share:>4}",
         show(status.loss, ".4f"),
         show(status.val_loss, ".4f"),
+        status.by_set,
         show(status.tokens_per_sec, ",.0f"),
         show(status.mfu, ".1%"),
         "" if status.seconds_left is None else format_seconds(status.seconds_left),

@@ -20,6 +20,7 @@ DEPTH = 3  # folders below the one named that are searched for runs
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
 SERIES = ("train/loss", "val/loss", "router/gate_norm", "router/gate_sum", "router/load_imbalance")
 SERIES += ("perf/tokens_per_sec",)
+OF_SET = re.compile(r"val/([^/]+)/loss")  # a series as well, of each set of a mixture
 
 
 class Status(NamedTuple):
@@ -31,6 +32,7 @@ class Status(NamedTuple):
     max_steps: int
     loss: float | None  # nats per token
     val_loss: float | None
+    by_set: str  # validation loss of each set of a mixture
     tokens_per_sec: float | None
     mfu: float | None  # model FLOPs utilisation, 0 to 1
     seconds_left: float | None  # at the speed of the last lines; None where nothing is running
@@ -91,7 +93,7 @@ class WatchedRun:
     def _add(self, step: int, line: dict[str, Any]) -> None:
         self.last |= line
         self.loads = line.get("val/loads", self.loads)  # of a run from before there was a folder of arrays
-        for name in SERIES:
+        for name in (*SERIES, *filter(OF_SET.fullmatch, line)):
             if isinstance(value := line.get(name), int | float):
                 self.series.setdefault(name, []).append((step, value))
 
@@ -100,6 +102,7 @@ class WatchedRun:
         step, max_steps = self.last["step"], self.max_steps
         trouble, alive = self._find_trouble(), is_alive(self.folder / "lock")
         quiet = time.time() - _modified(self.folder / "metrics.jsonl", self.folder / "lock")
+        of_sets = [(found[1], loss) for name, loss in self.last.items() if (found := OF_SET.fullmatch(name))]
         speeds = [value for _, value in self.series.get("perf/tokens_per_sec", [])[-5:]]
         if alive:
             state = "silent" if quiet > SILENT else "running"
@@ -118,6 +121,7 @@ class WatchedRun:
             max_steps=max_steps,
             loss=self.last.get("train/loss"),
             val_loss=self.last.get("val/loss"),
+            by_set=", ".join(f"{name} {loss:.4f}" for name, loss in of_sets),
             tokens_per_sec=self.last.get("perf/tokens_per_sec"),
             mfu=self.last.get("perf/mfu"),
             seconds_left=(max_steps - step) * self.tokens_per_step / median(speeds) if alive and speeds else None,

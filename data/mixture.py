@@ -1,0 +1,160 @@
+"""Several prepared sets as one: which rows of the batches are of which set, and their splits under one numbering.
+
+Rows are dealt out like leap days, with no chance in it: the set of a row follows from its number alone, and of any
+number of rows since the first each set has its part, to a row or so. A set's own rows read its windows in the order in
+which a run on that set alone would, so each set has epochs of its own.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data import DataError
+from data.bins import (
+    Meta,
+    Tokens,
+    check_dataset,
+    describe_set,
+    fingerprint,
+    open_tokens,
+    read_meta,
+    sha256_of,
+)  # fmt: skip
+from runtime.output import short_path
+
+UNIT = 2**30  # of weights: products of two parts fit an int64
+
+
+class JoinedTokens:
+    """A split of several sets as one: windows of the first set come first, then those of the second, and so on.
+
+    Args:
+        parts: of each set.
+        counts: windows of each set.
+        block_size: T, tokens per window.
+    """
+
+    def __init__(self, parts: Sequence[Tokens], counts: Sequence[int], block_size: int) -> None:
+        self.parts, self.block_size = parts, block_size
+        for part in parts:
+            part.readers = len(parts)
+        self.starts = [0, *itertools.accumulate(counts)]  # the first window of each set, and the end
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) of one window, (count,) uint16; window w begins at w * T. See `Tokens.read`."""
+        of = bisect_right(self.starts, start // self.block_size) - 1
+        return self.parts[of].read(start - self.starts[of] * self.block_size, count)
+
+
+def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
+    """Check every set with `check_dataset`, and that all have one tokenizer.
+
+    Raises:
+        DataError: a set is missing or damaged, or two have different tokenizers. The message has the remedy.
+        OSError: a file may not be read.
+    """
+    metas = [check_dataset(folder, vocab_size) for folder in folders]
+    check_tokenizers(folders, metas)
+    return metas
+
+
+def check_tokenizers(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
+    """Raise DataError unless all sets have one tokenizer."""
+    known = [fingerprint(meta)["tokenizer"] for meta in metas]
+    for folder, meta, other in zip(folders, metas, known, strict=True):
+        if other != known[0]:
+            names = [each.tokenizer["name"] for each in (metas[0], meta)]
+            files = " of other files" * (names[0] == names[1])
+            raise DataError(
+                f"{folder}: its tokenizer is {names[1]!r}{files}, that of {folders[0]} is {names[0]!r}, and a mixture "
+                f"has one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
+            )
+
+
+def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
+    """Two sha256 as `fingerprint` has them: `data` of one set is its own, of several that of all and their weights."""
+    prints = [fingerprint(meta) for meta in metas]
+    if len(metas) == 1:
+        return prints[0]
+    parts = [[share, of["data"]] for share, of in zip(to_shares(weights).tolist(), prints, strict=True)]
+    return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
+
+
+def open_sets(folders: Sequence[Path], split: str) -> list[Tokens]:
+    """The tokens of `split` of each set. Run `check_sets` first."""
+    return [open_tokens(folder, split) for folder in folders]
+
+
+def to_shares(weights: Sequence[float]) -> np.ndarray:
+    """Weights as whole numbers, one at least, that sum to UNIT: (S,) int64."""
+    exact = np.array(weights, np.float64) / np.sum(weights) * UNIT
+    shares = np.maximum(1, np.floor(exact)).astype(np.int64)
+    shares[np.argmax(shares)] += UNIT - shares.sum()
+    return shares
+
+
+def assign_rows(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The set of each row, and the row's number among the rows of that set.
+
+    Rows are split between two groups of sets, each group's again, and so on; of the first n rows of a group, those of
+    one side are n times its part, rounded. So a set's number of rows is off by half a row for each split at most, and
+    by less for splits further up.
+
+    Args:
+        rows: (B,) int64, counted from the first row of the first step.
+        shares: (S,) int64, see `to_shares`.
+
+    Returns:
+        (B,) int64 each.
+    """
+    order = np.argsort(-shares, kind="stable")  # the heaviest first: halves of a group are as equal as can be
+    starts = np.append(0, np.cumsum(shares[order]))
+    sets, places = np.empty(len(rows), np.int64), rows.astype(np.int64)
+    groups = [(np.arange(len(rows)), 0, len(shares))]  # (which rows, first set, end)
+    while groups:
+        at, first, stop = groups.pop()
+        if stop - first == 1:
+            sets[at] = order[first]
+            continue
+        middle = first + 1 + int(np.argmin(np.abs(2 * starts[first + 1 : stop] - starts[first] - starts[stop])))
+        part, whole = starts[middle] - starts[first], starts[stop] - starts[first]
+        before = _round_part(places[at], part, whole)
+        left = _round_part(places[at] + 1, part, whole) > before
+        places[at] = np.where(left, before, places[at] - before)
+        groups += [(at[left], first, middle), (at[~left], middle, stop)]
+    return sets, places
+
+
+def _round_part(n: np.ndarray, part: int, whole: int) -> np.ndarray:
+    """The rounded n * part / whole, without error of its own: (B,) int64."""
+    times, rest = np.divmod(n, whole)  # n * part may be beyond an int64
+    return times * part + (rest * part + whole // 2) // whole
+
+
+def share_out(count: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
+    """`count` windows in proportion to weights: one at least of each set, and no more than it has."""
+    shares = np.array(weights) / np.sum(weights) * count
+    found = np.floor(shares).astype(np.int64)
+    for most in np.argsort(found - shares, kind="stable")[: count - found.sum()]:
+        found[most] += 1
+    return [min(max(1, int(n)), limit) for n, limit in zip(found, limits, strict=True)]
+
+
+def list_sets(folder: Path) -> list[str]:
+    """Names of the complete sets in a folder."""
+    return sorted(meta.parent.name for meta in folder.glob("*/meta.json"))
+
+
+def describe_sets(folder: Path) -> str:
+    """Which sets are in a folder, a line each with tokenizer and tokens: those of one tokenizer may be mixed."""
+    lines = []
+    for name in list_sets(folder):
+        try:
+            meta = read_meta(folder / name)
+            lines.append(f"{name}: tokenizer {meta.tokenizer['name']}, {describe_set(meta, folder / name)}")
+        except DataError as error:
+            lines.append(f"{name}: {error}")
+    return "\n    ".join([f"prepared sets in {short_path(folder)}:", *(lines or ["none"])])

@@ -1,0 +1,358 @@
+"""data.mix: which row is of which set, validation of each set, resume, and the commands that open a mixture's data."""
+
+import random
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import WORDS, write_tiny
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from runs import column, content, end, metrics, run
+
+import configure
+import train
+from data import DataError, prepare, verify
+from data.bins import Tokens, check_dataset, open_tokens
+from data.loader import Loader, choose_validation, fixed_windows, window_documents
+from data.mixture import UNIT, assign_rows, check_sets, identify, share_out, to_shares
+from data.tokenizer import ByteTokenizer
+from data.writer import Writer
+from eval import val_loss
+from eval.routing.__main__ import main as routing
+from eval.trained import load_model
+from runtime import RunError
+from runtime.batches import micro_batches
+from runtime.distributed import Ranks
+from runtime.folder import path_of
+from scripts import sample
+from scripts.export.card import training_rows
+from scripts.report.__main__ import main as report
+from scripts.report.runs import load_run_record
+from scripts.watch import __main__ as watch
+
+WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}
+MIX = "data.mix={books = 0.5, arxiv = 0.3, edu = 0.2}"
+some_weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """A folder with three prepared sets of bytes, of different sizes."""
+    folder, choice = tmp_path_factory.mktemp("sets"), random.Random(1).choice
+    for name, documents in {"arxiv": 20, "books": 30, "edu": 3}.items():
+        tokenizer = ByteTokenizer()
+        with Writer(folder / name, tokenizer) as writer:
+            for split, count in {"train": documents, "val": 4}.items():
+                for _ in range(count):
+                    text = name + " ".join(choice(WORDS) for _ in range(60))
+                    writer.write(split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot)))
+            writer.finish(name, {}, f"python -m data.prepare text --source FILES --name {name} --tokenizer bytes")
+    return folder
+
+
+@pytest.fixture
+def mixed(tmp_path, sets):
+    """A function: `mixed("train.max_steps=9")` is the Config of a tiny run on the mixture, with that override."""
+    file = write_tiny(tmp_path, sets)
+    return lambda *overrides: configure.load(file, [MIX, "eval.windows=17", *overrides])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, sets):
+    """The Config of a finished run on the mixture."""
+    config = configure.load(write_tiny(tmp_path_factory.mktemp("mixed"), sets), [MIX, "eval.windows=17"])
+    train.train(config)
+    return config
+
+
+# ---- which row is of which set
+
+
+@given(weights=some_weights, first=st.sampled_from([0, 0, 77, 10**12]))
+@example(weights=[1.0] * 5, first=0)
+@settings(deadline=None, max_examples=60)
+def test_every_set_has_its_part_of_the_rows(weights, first):
+    rows = np.arange(first, first + 3000)
+    shares = to_shares(weights)
+    found, places = assign_rows(rows, shares)
+    assert shares.sum() == UNIT and len(found) == len(places) == 3000
+    for of, share in enumerate(shares.tolist()):
+        mine = places[found == of]
+        assert np.array_equal(mine, mine[:1].repeat(len(mine)) + np.arange(len(mine)))  # none twice, none left out
+        before = np.cumsum(found == of) + (mine[0] if len(mine) else 0)  # rows of the set up to each row
+        parts = [int(row + 1) * share / UNIT for row in rows]
+        assert not len(mine) or np.abs(before - parts).max() < 2
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.5, 0.3, 0.2), (1, 1, 1, 1, 1), (0.9, 0.05, 0.05), (97, 2, 1)])
+def test_no_set_is_ahead_by_a_row(weights):
+    found, _ = assign_rows(np.arange(5000), to_shares(weights))
+    counts = np.cumsum(np.eye(len(weights))[found], axis=0)
+    parts = np.arange(1, 5001)[:, None] * np.array(weights) / np.sum(weights)
+    assert np.abs(counts - parts).max() < 1
+
+
+def test_weights_of_any_size():
+    assert to_shares([5e-324, 1.0]).tolist() == [1, UNIT - 1]
+    assert to_shares([3.0]).tolist() == [UNIT]
+    weights = configure.schema.Data(mix={"b": 1e308, "a": 1e308, "c": 1e-300}).sets
+    assert [*weights] == ["a", "b", "c"] and weights["a"] == 0.5  # the order in the file means nothing
+
+
+def tokens_from(first, count):
+    """Tokens first, first + 1, …: a window's first token says of which set it is, and which window."""
+    return Tokens([np.arange(first, first + count, dtype=np.uint16)])
+
+
+def test_each_set_is_read_as_if_alone():
+    """Also over epochs: that of 9 windows has some 25 of them here, the others less than one."""
+    parts = [tokens_from(0, 4 * 900 + 1), tokens_from(10_000, 4 * 9 + 1), tokens_from(20_000, 4 * 800 + 3)]
+    mixture, seen = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3]), [[], [], []]
+    rows = np.concatenate([mixture.batch(step)[0] for step in range(160)])
+    for row in rows:
+        seen[row[0] // 10_000].append(row)
+    for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
+        alone = Loader(part, 4, len(mine), seed=3).batch(0)[0]
+        assert abs(len(mine) - 1120 * weight / 10) < 1 and np.array_equal(mine, alone)
+
+
+def test_where_rows_are_from():
+    parts = [tokens_from(0, 81), tokens_from(10_000, 81)]
+    parts[0].name, parts[1].name = "first", "second"
+    loader = Loader(parts, 4, 6, seed=0, weights=[1, 1])
+    for (name, window), row in zip(loader.locate(3), loader.batch(3)[0], strict=True):
+        assert row[0] == 4 * window + (10_000 if name == "second" else 0)
+    assert loader.count_epochs(30).tolist() == [4.5, 4.5]  # 180 rows of twice 20 windows
+
+
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (2, 2), (4, 1), (4, 2)])
+def test_the_batch_does_not_depend_on_ranks(mixed, sets, ranks, micro_batch):
+    parts = [open_tokens(sets / name, "train") for name in WEIGHTS]
+    loader, accumulation = Loader(parts, 32, 8, 0, [*WEIGHTS.values()]), 8 // (ranks * micro_batch)
+    plan = SimpleNamespace(
+        loader=loader, config=mixed(f"train.micro_batch_size={micro_batch}"), accumulation=accumulation
+    )
+    seen = [list(micro_batches(plan, [300], Ranks(rank, ranks, torch.device("cpu")))) for rank in range(ranks)]
+    rows = torch.cat([seen[rank][micro][0] for micro in range(accumulation) for rank in range(ranks)])
+    assert torch.equal(rows, torch.from_numpy(loader.batch(300)[0]))
+
+
+# ---- validation
+
+
+def test_windows_are_shared_out():
+    assert share_out(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
+    assert share_out(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
+    assert share_out(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
+
+
+def test_validation_windows_are_those_of_each_set(sets):
+    parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
+    found = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
+    assert np.bincount(found.sets).tolist() == [12, 20, 8]
+    first, last = 0, -1
+    for of, part in enumerate(parts):
+        mine = found.sets == of
+        alone = fixed_windows(part, 32, mine.sum())
+        assert np.array_equal(found.windows[mine], first + alone)
+        labels = found.documents[mine]
+        assert np.array_equal(labels - labels[0], window_documents(part, 32, alone)) and labels[0] > last
+        first, last = first + (len(part) - 1) // 32, labels[-1]
+    assert np.allclose(found.weights, 1)  # numbers of windows are as the weights here
+    short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
+    sums = [short.weights[short.sets == of].sum() / len(short.sets) for of in range(3)]
+    assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
+
+
+def test_metrics_have_the_loss_of_each_set_and_their_mean(trained, sets):
+    last = metrics(trained)[-1]
+    losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
+    assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
+    assert len(set(losses)) == 3
+    windows, weights = np.array(last["val/window_losses"]), np.array(last["val/window_weights"])
+    assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
+    assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
+
+
+def test_a_mixture_of_one_set_is_that_set(mixed):
+    alone = run(mixed("data.mix={}", "data.name=books", "run.name=alone"))
+    one = run(mixed("data.mix={books = 3}", "run.name=one"))
+    assert column(one, "train/loss") == column(alone, "train/loss")
+    assert column(one, "val/loss") == column(one, "val/books/loss") == column(alone, "val/loss")
+
+
+# ---- resume
+
+
+def test_a_resumed_run_is_the_undisturbed_one(mixed):
+    steps = ["train.max_steps=6", "train.checkpoint_interval=3", "eval.interval=3"]
+    train.train(calm := mixed(*steps, "run.name=calm"))
+    torn = mixed(*steps, "run.name=torn", "train.keep_checkpoints=9")
+    train.train(torn)
+    shutil.rmtree(path_of(torn) / "checkpoints/step_00000006")
+    train.train(torn)
+    assert end(torn) == end(calm)
+
+
+def test_other_weights_do_not_resume(mixed, capsys, tmp_path):
+    train.train(config := mixed("train.checkpoint_interval=2"))
+    before = content(path_of(config))
+    more = [str(tmp_path / "tiny.toml"), "--eval.windows=17", "--train.max_steps=9"]
+    assert train.main([*more, "--data.mix={books = 0.6, arxiv = 0.2, edu = 0.2}"]) == 2
+    said = capsys.readouterr().err
+    assert "data.mix: {'arxiv': 0.3, 'books': 0.5, 'edu': 0.2} -> {'arxiv': 0.2, 'books': 0.6, 'edu': 0.2}" in said
+    assert content(path_of(config)) == before
+    file = path_of(config) / "config.toml"  # as one would do who edits it, too
+    file.write_text(file.read_text().replace('"books" = 0.5', '"books" = 0.6'))
+    assert train.main([*more, "--data.mix={books = 0.6, arxiv = 0.3, edu = 0.2}"]) == 2
+    assert "the data has changed since step 4" in (said := capsys.readouterr().err) and "data.mix" in said
+    with pytest.raises(RunError, match="holds a run with another config"):
+        train.train(mixed())
+
+
+def test_identity_of_a_mixture(sets):
+    metas = [check_dataset(sets / name, 257) for name in WEIGHTS]
+    one = identify(metas, [3, 5, 2])
+    assert one == identify(metas, [0.3, 0.5, 0.2])
+    assert one["tokenizer"] == identify(metas[:1], [1])["tokenizer"]
+    others = [identify(metas, [3, 5, 2.1]), identify(metas[::-1], [3, 5, 2]), identify(metas[:2], [3, 5])]
+    assert len({one["data"], *(other["data"] for other in others)}) == 4
+
+
+# ---- bad input
+
+
+@pytest.fixture
+def broken(tmp_path, sets):
+    """A function that copies the sets, and lets `change` alter the copy: its folder."""
+
+    def copy(change):
+        shutil.copytree(sets, tmp_path / "copy")
+        change(tmp_path / "copy")
+        return tmp_path / "copy"
+
+    return copy
+
+
+def test_sets_of_different_tokenizers(mixed, broken):
+    def rename(folder):
+        meta = folder / "edu/meta.json"
+        meta.write_text(meta.read_text().replace('"name": "bytes"', '"name": "gpt2"'))
+
+    folder = broken(rename)
+    with pytest.raises(DataError, match=re.escape(f"{folder / 'edu'}: its tokenizer is 'gpt2', that of ")) as caught:
+        train.train(mixed(f"data.dir={folder}"))
+    assert f"{folder / 'arxiv'} is 'bytes', and a mixture has one" in str(caught.value)
+    assert "--tokenizer" in str(caught.value)
+    check_sets([folder / "arxiv", folder / "books"], 257)
+
+
+def test_a_set_that_is_missing(mixed):
+    with pytest.raises(DataError, match=r"bookz: no such data set.*did you mean books\?"):
+        train.train(mixed("data.mix={arxiv = 1, bookz = 1}"))
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        ("{books = 0.5, arxiv = -0.5}", "data.mix.arxiv: found -0.5 (float), expected finite float > 0"),
+        ("{books = 0}", "data.mix.books: found 0 (int), expected finite float > 0"),
+        ("{books = nan}", "data.mix.books: found nan (float), expected"),
+        ("{books = inf}", "data.mix.books: found inf (float), expected"),
+        ("{books = true}", "data.mix.books: found True (bool), expected"),
+        ("{books = {a = 1}}", "data.mix.books: found {'a': 1} (dict), expected"),
+        ('{"../books" = 1}', "data.mix: found the name '../books', expected letters, digits"),
+        ("books", "data.mix: found 'books' (str), expected table of names and numbers > 0, such as {books = 0.5"),
+        ("{books: 1}", "data.mix: found '{books: 1}' (str), expected table"),
+    ],
+)
+def test_a_wrong_mixture(mixed, mix, says):
+    with pytest.raises(configure.ConfigError, match=re.escape(f"command line: {says}")):
+        mixed(f"data.mix={mix}")
+
+
+def test_a_mixture_in_a_file(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[data]\ndir = "d"\n[data.mix]\nbooks = 2\n"fineweb-edu" = 0.5\n')
+    config = configure.load(file)
+    assert config.data.sets == {"books": 0.8, "fineweb-edu": 0.2} and config.run.name == "x-kern"
+    assert configure.load(file, ["--data.mix={}"]).data.sets == {"books3": 1.0}
+    file.write_text("[data.mix]\nbooks = 0\n")
+    with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix.books: found 0")):
+        configure.load(file)
+
+
+def test_a_sweep_over_mixtures(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[sweep]\n"data.mix" = [{books = 0.5, arxiv = 0.5}, {books = 0.75, arxiv = 0.25}]\n')
+    points = configure.sweep_points(file)
+    configs = [configure.load(file, point) for point in points]
+    assert [config.run.name for config in configs] == ["x-kern-arxiv-0.5-books-0.5", "x-kern-arxiv-0.25-books-0.75"]
+    assert [config.data.sets["books"] for config in configs] == [0.5, 0.75]
+    with pytest.raises(configure.ConfigError, match=re.escape("""'--data.mix={"books" = 0.5, "arxiv" = 0.5}'""")):
+        configure.load(file)  # the remedy, as a shell takes it
+
+
+# ---- commands
+
+
+def test_list_and_verify(sets, call, tmp_path, broken):
+    listed = call(prepare.main, "--list", "--out", sets)
+    assert all(re.search(rf"^    {name}: tokenizer bytes, [\d,]+ train", listed, re.M) for name in WEIGHTS)
+    assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
+    said = call(verify.main, "--out", sets, *WEIGHTS)
+    assert said.count(": intact. Tokenizer bytes") == 3 and said.endswith("these 3 sets may be mixed\n")
+
+
+def test_verify_refuses_two_tokenizers(broken, capsys):
+    def rename(folder):
+        meta = folder / "edu/meta.json"
+        meta.write_text(re.sub(r'"hash": "\w+"', f'"hash": "{"0" * 64}"', meta.read_text()))
+
+    folder = broken(rename)
+    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2
+    assert "its tokenizer is 'bytes' of other files, that of" in capsys.readouterr().err
+
+
+def test_val_loss_of_each_set(trained, call):
+    said = call(val_loss.main, path_of(trained))
+    last = metrics(trained)[-1]
+    for name in WEIGHTS:
+        assert re.search(rf"/{name} \(val\) .* {last[f'val/{name}/loss']:.4f}", said)
+    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
+    assert f"logged in training at step 4: {last['val/loss']:.4f}; arxiv {last['val/arxiv/loss']:.4f}" in said
+    assert "no longer" not in said
+    assert "logged" not in call(val_loss.main, path_of(trained), "--data", "books")
+
+
+def test_other_commands_on_a_mixture(trained, call, tmp_path):
+    last = metrics(trained)[-1]
+    assert "4 of 4" in (seen := call(watch.main, path_of(trained), "--once"))
+    assert ", ".join(f"{name} {last[f'val/{name}/loss']:.4f}" for name in WEIGHTS) in seen
+    watched = watch.Watcher([path_of(trained)]).as_json()
+    assert len(watched[0]["series"]["val/books/loss"]) == 3 and watched[0]["by_set"]
+    assert call(sample.main, path_of(trained), "--tokens", 4, "--prompt", "a")
+    call(routing, path_of(trained), "--windows", 12)
+    assert '"data": "arxiv 0.3 + books 0.5 + edu 0.2"' in next(path_of(trained).rglob("routing.json")).read_text()
+    rows = dict(training_rows(load_model(path_of(trained)), path_of(trained)))
+    assert rows["data set"] == "arxiv 0.3 + books 0.5 + edu 0.2" and rows["part of edu"] == "20.00%"
+
+
+def test_a_report_has_a_table_of_sets(trained, call, tmp_path):
+    call(report, path_of(trained), "--out", tmp_path / "report")
+    page, last = (tmp_path / "report/report.md").read_text(), metrics(trained)[-1]
+    assert re.search(r"validation loss at step 4 +\| +arxiv \(30%\) +\| +books \(50%\)", page)
+    assert f"{last['val/books/loss']:.4f}" in page and "arxiv 0.3 + books 0.5 + edu 0.2" in page
+
+
+def test_a_report_weighs_windows(mixed):
+    """The mean of its windows is the loss, although the short splits have fewer windows than their weights ask."""
+    run(config := mixed("data.mix={arxiv = 1, edu = 9}", "eval.windows=300", "train.max_steps=1"))
+    line = metrics(config)[-1]
+    record = load_run_record(path_of(config)).evaluations[1]
+    assert np.mean(record["val/window_losses"]) == pytest.approx(line["val/loss"], rel=1e-12)
+    assert abs(np.mean(line["val/window_losses"]) - line["val/loss"]) > 1e-6
