@@ -189,7 +189,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
                 guard.check()  # waits for the device; no checkpoint of a run that is halted
             with report.pause():
                 if due.evaluate:
-                    values = evaluate(state.runner, plan, ranks, stop)
+                    values = evaluate(state, plan, ranks, stop)
                     if values is None:
                         due = cadence.interrupt(step)
                     else:
@@ -209,6 +209,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
             state.update_selection_bias(stats.loads, taken)
+            state.update_average(taken)
             state.interval.add_step(stats)
             report.count_step()
             if cadence.is_log_due(step + 1):

@@ -209,6 +209,12 @@ class Train(Section):
     on_save_error: Literal["stop", "warn"] = Field(
         "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"
     )
+    ema_decay: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="decay per step of a running mean of the weights, evaluated as val_ema/loss; 0: none",
+    )
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
 
     @field_validator("compile", mode="before")

@@ -163,6 +163,7 @@ def result_key(run: Path, trained: Trained, dtype: torch.dtype, folder: Path | N
     steps = steps[: steps.index(trained.step) + 1][-trained.average :]
     files = [checkpoint.read_manifest(checkpoint.folder_of(run / "checkpoints", step))["files"] for step in steps]
     key = {"weights": sha256_of(files), "dtype": str(dtype).removeprefix("torch."), "lm_eval": version("lm_eval")}
+    key |= {"ema": True} if trained.ema else {}
     return key | {"source": str(folder.absolute()) if folder else "hub"}
 
 
@@ -308,7 +309,7 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
 def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.Namespace) -> None:
     """Add the results of a finished run's last checkpoint to its wandb run. Prints a line if that fails."""
     config, mean = trained.config, mean_accuracy(results)
-    if args.limit or trained.average > 1 or trained.step < config.train.max_steps:
+    if args.limit or trained.mean or trained.step < config.train.max_steps:
         print("wandb: not sent; only full evaluations of a finished run's last checkpoint are")
     elif tracker := start_wandb(config, args.run, trained.metadata.get("wandb")):
         name = "downstream" + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
@@ -333,7 +334,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     from eval.scoring import Scorer
 
     check_tasks(manager, args.tasks, args.tasks_dir)
-    trained, tokenizer = load_run(args.run, args.step, args.average)
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     device = distributed.pick_device(args.device)
     dtype = torch.float32
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Load a run's model for evaluation: the weights of one checkpoint, or the mean of several."""
+"""Load a run's model for evaluation: the weights of one checkpoint, the mean of several, or their running mean."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,11 +23,20 @@ class Trained(NamedTuple):
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
     metadata: dict[str, Any]  # stored in the checkpoint besides tensors: the data's sha256, the wandb id
+    ema: bool = False  # the running mean (train.ema_decay) in place of the weights
 
     @property
     def label(self) -> str:
-        """Name of the folder for results: step_00001000, or step_00001000_mean5."""
-        return checkpoint.folder_of("", self.step).name + (f"_mean{self.average}" if self.average > 1 else "")
+        """Name of the folder for results: step_00001000, step_00001000_mean5 or step_00001000_ema."""
+        suffix = f"_mean{self.average}" if self.average > 1 else "_ema" * self.ema
+        return checkpoint.folder_of("", self.step).name + suffix
+
+    @property
+    def mean(self) -> str:
+        """In words, which mean the weights are; empty for those of a checkpoint."""
+        if self.ema:
+            return f"EMA of decay {self.config.train.ema_decay:g}"
+        return f"mean of {self.average} checkpoints" if self.average > 1 else ""
 
     @property
     def data_folders(self) -> list[Path]:
@@ -36,24 +45,26 @@ class Trained(NamedTuple):
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, --checkpoint (stored as `step`) and --average."""
+    """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
     parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
     parser.add_argument("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
     parser.add_argument(
         "--average", type=int, default=1, metavar="K", help="mean weights of the K checkpoints up to that step"
     )
+    parser.add_argument("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
-def load_model(folder: str | Path, step: int | None = None, average: int = 1) -> Trained:
+def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:
     """Load the model of a run folder.
 
     Args:
         folder: the run's folder, with config.toml and checkpoints/.
         step: the checkpoint's step; None: the last.
         average: with K > 1, the mean weights of the K checkpoints up to `step`, summed in fp64.
+        ema: take the running mean of the weights (train.ema_decay) instead of the weights.
 
     Raises:
-        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, or a damaged one.
+        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, a damaged one, or no running mean.
 
     Source: LAWA (arXiv 2209.14981) for the mean.
     """
@@ -61,6 +72,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
     if not (folder / "config.toml").is_file():
         raise RunError(explain_missing(folder))
     config = configure.load(folder / "config.toml")
+    _check_ema(folder, config, average, ema)
     checkpoints = folder / "checkpoints"
     steps, damaged = checkpoint.steps(checkpoints), checkpoint.damaged_steps(checkpoints)
     if damaged and not steps:
@@ -83,7 +95,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
             f"or train with a larger train.keep_checkpoints"
         )
     model = GPT(config.model).eval().requires_grad_(False)
-    metadata = checkpoint.load_model(checkpoints, step, model)
+    metadata = checkpoint.load_model(checkpoints, step, model, ema)
     if average > 1:
         sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
         for other in steps[-average:-1]:
@@ -91,7 +103,18 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1) ->
             for name, tensor in model.state_dict().items():
                 sums[name] += tensor
         model.load_state_dict({name: total / average for name, total in sums.items()})
-    return Trained(model, config, step, average, metadata)
+    return Trained(model, config, step, average, metadata, ema)
+
+
+def _check_ema(folder: Path, config: configure.Config, average: int, ema: bool) -> None:
+    """Raise RunError if the running mean is asked for and the run has none, or another mean is asked for, too."""
+    if ema and not config.train.ema_decay:
+        raise RunError(
+            f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, use "
+            f"--average K, or train with --train.ema_decay=0.999"
+        )
+    if ema and average > 1:
+        raise RunError(f"--ema with --average {average}: the weights can be one mean or the other; leave one out")
 
 
 def find_tokenizer(trained: Trained) -> Tokenizer:
@@ -146,7 +169,9 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
         )
 
 
-def load_run(folder: str | Path, step: int | None = None, average: int = 1) -> tuple[Trained, Tokenizer]:
+def load_run(
+    folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
+) -> tuple[Trained, Tokenizer]:
     """Load a run's model (see `load_model`) and its tokenizer (see `find_tokenizer`)."""
-    trained = load_model(folder, step, average)
+    trained = load_model(folder, step, average, ema)
     return trained, find_tokenizer(trained)

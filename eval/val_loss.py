@@ -302,7 +302,7 @@ def window_count(text: str) -> float:
 
 def evaluate_run(args: argparse.Namespace) -> None:
     """Score all data, print the table and write val_loss.json. Raises ValueError and OSError."""
-    trained, tokenizer = load_run(args.run, args.step, args.average)
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     config, model = trained.config, trained.model
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
         raise ValueError(f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)")
@@ -318,7 +318,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
         dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
     model, lengths = model.to(device), token_lengths(tokenizer)
     results = [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
-    mean = f", mean of {trained.average} checkpoints" if trained.average > 1 else ""
+    mean = f", {trained.mean}" if trained.mean else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
     logged = {}
@@ -330,8 +330,8 @@ def evaluate_run(args: argparse.Namespace) -> None:
         names = ", ".join(corpus.name for corpus in corpora)
         print(f"note: {names} is no longer the data that {config.run.name} was trained on")
     for corpus, result in zip(corpora, results, strict=True):
-        line = {"run": config.run.name, "step": trained.step, "average": trained.average, "data": corpus.name}
-        line |= {"split": corpus.split, "stride": args.stride}
+        line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
+        line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
         line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
         key = f"val/{Path(corpus.name).name}/loss" if config.data.mix else "val/loss"
         line |= {"logged": logged.get(key) if corpus.trained_on and corpus.split == "val" else None}

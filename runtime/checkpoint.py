@@ -318,8 +318,14 @@ def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
 
 
-def load_model(folder: str | Path, step: int, model: nn.Module) -> dict[str, Any]:
+def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = False) -> dict[str, Any]:
     """Restore weights and buffers alone, in place, for evaluation and sampling by one process.
+
+    Args:
+        folder: the run's checkpoints.
+        step: which of them.
+        model: on the CPU.
+        ema: take the running mean of both (train.ema_decay).
 
     Returns:
         The checkpoint's metadata.
@@ -334,9 +340,9 @@ def load_model(folder: str | Path, step: int, model: nn.Module) -> dict[str, Any
         older = max((other for other in steps(folder) if other < step), default=None)
         other = "" if older is None else f"use that of step {older}, or "
         raise RunError(f"{error}; {other}remove {path} and start the run again, to train what is missing") from None
-    state = {"model": get_model_state_dict(model)}
-    _read(path, state)
-    model.load_state_dict(state["model"])
+    weights = get_model_state_dict(model)
+    _read(path, {"run": {"ema": weights}} if ema else {"model": weights})
+    model.load_state_dict(weights)
     return metadata
 
 

@@ -34,11 +34,12 @@ class Memory(NamedTuple):
     copies: int  # weights cast to the compute type; of FSDP2 and ZeRO-2 also gathered weights and their gradients
     activations: int
     logits: int
+    ema: int = 0  # the running mean of weights (train.ema_decay)
 
     @property
     def state(self) -> int:
         """Bytes that do not depend on the batch."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.ema
 
 
 def estimate_memory(
@@ -50,6 +51,7 @@ def estimate_memory(
     shards: int,
     checkpointing: bool,
     muon: bool = False,
+    ema: bool = False,
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -62,6 +64,7 @@ def estimate_memory(
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
         muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
+        ema: whether a running mean of the weights is kept.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(model.n_layer)]
@@ -93,6 +96,7 @@ def estimate_memory(
         copies=copies,
         activations=inputs + max(layers) if checkpointing else sum(layers),
         logits=logits_bytes(model, tokens, dtype),
+        ema=4 * parameters * ema,
     )
 
 
@@ -177,7 +181,8 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    name, options = str(dtype).removeprefix("torch."), (train.activation_checkpointing, config.optim.name == "muon")
+    name, muon, ema = str(dtype).removeprefix("torch."), config.optim.name == "muon", train.ema_decay > 0
+    options = train.activation_checkpointing, muon, ema
     estimates = {
         parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, *options)
         for parallel, shards in possible.items()
@@ -197,9 +202,10 @@ def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str
 def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
     """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
     if capacity is not None and memory.state > capacity:
-        least = STATE_BYTES * sum(map(prod, shapes.values())) / (USABLE * capacity)
+        least = (STATE_BYTES + 4 * bool(memory.ema)) * sum(map(prod, shapes.values())) / (USABLE * capacity)
+        mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
         raise RunError(
-            f"weights, gradients and optimizer need {format_bytes(memory.state)} a GPU, this one has "
+            f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this one has "
             f"{format_bytes(capacity)}: set --train.parallel=fsdp on {2 ** ceil(log2(least))} GPUs or more"
         )
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from runtime.parallel import local_part
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that Newton-Schulz repeats
 STEPS = 5
 
@@ -71,18 +73,13 @@ class Muon(torch.optim.AdamW):
         """Move a parameter and its running mean of gradients, if `take`, () bool."""
         assert p.grad is not None
         lr, momentum = group["lr"], group["momentum"]
-        gradient, weight, before = (_local(part) for part in (p.grad, p, mean))
+        gradient, weight, before = (local_part(part) for part in (p.grad, p, mean))
         gradient = gradient / self.grad_scale
         after = before.lerp(gradient, 1 - momentum)
         ahead = _orthogonalize_sharded(gradient.lerp(after, momentum), p)
         moved = weight * (1 - lr * group["weight_decay"]) - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * ahead
         before.copy_(torch.where(take, after, before))
         weight.copy_(torch.where(take, moved, weight))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:

@@ -137,6 +137,11 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
         runner.set_reshard_after_backward(last)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full value of a sharded tensor, which every rank must call; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

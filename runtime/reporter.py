@@ -114,6 +114,7 @@ class Reporter:
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
         of_sets = [f"{name} {values[f'val/{name}/loss'].item():.4f}" for name in self.plan.config.data.mix]
         words = f" ({', '.join(of_sets)})" * bool(of_sets)
+        words += f", EMA {values['val_ema/loss'].item():.4f}" if "val_ema/loss" in values else ""
         self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}{words}")
 
     def log_steps(self, step: int, lr: float, counters: State, mean: Statistics, gammas: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """The training state: what a step changes and a checkpoint holds."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from model import GPT, MoE
 from router import update_selection_bias
 from runtime import checkpoint, distributed, initial
 from runtime.distributed import Ranks
+from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
 from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
@@ -52,6 +54,7 @@ class TrainState:
         metadata: what the checkpoint recorded besides tensors, and the identity of the data.
         model: the GPT on its device, sharded under FSDP2.
         runner: what to call in its place: DDP around it, or itself.
+        average: the running mean of its weights, if the run keeps one.
         interval: statistics of the steps since the last line of metrics.
     """
 
@@ -94,6 +97,7 @@ class TrainState:
             spike_sigma=config.train.spike_sigma,
             max_skipped_steps=config.train.max_skipped_steps,
         )
+        self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         self._routers = [block.mlp.router for block in self.model.blocks if isinstance(block.mlp, MoE)]
         self._bias_update_rate = config.train.bias_update_rate
         self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device)
@@ -112,9 +116,10 @@ class TrainState:
         del self.runner
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds besides weights and AdamW's moments."""
-        return {"interval": self.interval.vector, "updates": self.updates.numbers}
+    def tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds besides weights and AdamW's moments, nested."""
+        tensors: dict[str, Any] = {"interval": self.interval.vector, "updates": self.updates.numbers}
+        return tensors | ({"ema": self.average.tensors} if self.average else {})
 
     def zero_grad(self) -> None:
         """Forget the gradients; DDP's lie in its buckets and are filled with zeros instead."""
@@ -125,6 +130,11 @@ class TrainState:
         if self._bias_update_rate:
             for router, load in zip(self._routers, loads, strict=True):
                 update_selection_bias(router.selection_bias, load, self._bias_update_rate * taken)
+
+    def update_average(self, taken: Tensor) -> None:
+        """Move the mean of the weights (train.ema_decay) by a step, if there is one and it was `taken`, () bool."""
+        if self.average:
+            self.average.update(taken)
 
     def gammas(self) -> Tensor | None:
         """KERN's scales γ, (L,), None if the router has none. Under FSDP2 every rank must call it."""

@@ -12,10 +12,26 @@ from runtime.distributed import Ranks
 from runtime.metrics import gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.signals import Stop
+from runtime.state import TrainState
+
+
+def evaluate(state: TrainState, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
+    """The values of a line of metrics: `measure_loss`, and `val_ema/loss` if the run keeps a mean of its weights.
+
+    Of a mixture `val_ema/SET/loss`, too. Every rank calls it. None if any rank is asked to stop meanwhile.
+    """
+    values = measure_loss(state.runner, plan, ranks, stop)
+    if values is None or state.average is None:
+        return values
+    with state.average.in_model():
+        of_mean = measure_loss(state.runner, plan, ranks, stop)
+    if of_mean is None:
+        return None
+    return values | {name.replace("val/", "val_ema/"): of_mean[name] for name in of_mean if name.endswith("/loss")}
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
+def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
     """Cross-entropy and expert loads over the plan's validation windows. Every rank calls it.
 
     Args:
@@ -25,7 +41,7 @@ def evaluate(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str
         stop: whether this rank is asked to stop; looked at between micro-batches.
 
     Returns:
-        The values of one line of metrics: `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture
+        `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture
         `val/SET/loss` () of each set, `val/loss` as their weighted mean, and `val/window_weights` (W,); with routers
         `val/loads` (L, E), tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank
         is asked to stop meanwhile.

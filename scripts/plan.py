@@ -31,6 +31,11 @@ def count_tokens(config: Config) -> int:
     return config.train.max_steps * config.train.batch_size * config.model.block_size
 
 
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of one checkpoint: weights, two moments and, with train.ema_decay, a running mean of the weights."""
+    return (16 if config.train.ema_decay else 12) * count_parameters(config.model)[0]
+
+
 def parse_mfu(text: str) -> float:
     """Parse --mfu: a number in (0, 1], or a run's folder, whose median perf/mfu counts.
 
@@ -57,11 +62,12 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
     ranks = min(args.gpus, args.gpus_per_node)
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
+    saved = format_bytes(checkpoint_bytes(config))
     lines = {
         "parameters": f"{total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active",
         "FLOPs per token": f"{flops_per_token(config.model) / 1e9:.3f} G (forward and backward)",
         "tokens": f"{tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}",
-        "checkpoint": f"{format_bytes(12 * total)}, {config.train.keep_checkpoints} kept and one being written",
+        "checkpoint": f"{saved}, {config.train.keep_checkpoints} kept and one being written",
         "time": f"{hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours",
         "host memory": f"{format_bytes(4 * total * ranks)} per node at the start: {ranks} ranks build the full model",
     }
@@ -73,18 +79,19 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
 def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
-    size = config.train.micro_batch_size
+    size, ema = config.train.micro_batch_size, config.train.ema_decay > 0
     several = config.train.batch_size > size * args.gpus  # micro-batches a step
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=several)
     plans = {
         parallel + ", checkpointing" * checkpointing: estimate_memory(
-            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon"
+            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon", ema
         )
         for checkpointing in (False, True)
         for parallel, shards in possible.items()
     }
     fits = {name: sum(plan) <= USABLE * args.memory * 2**30 for name, plan in plans.items()}
-    rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in Memory._fields]
+    parts = [part for part in Memory._fields if part != "ema" or ema]
+    rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in parts]
     rows.append(["sum", *(format_bytes(sum(plan)) for plan in plans.values())])
     rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits.values())])
     yield f"memory on each of {args.gpus} GPUs, {size} sequences at a time:"

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         params.check()
         if args.tokens < 1:
             raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
-        trained, tokenizer = load_run(args.run, args.step, args.average)
+        trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
         for prompt in args.prompt:
             check_prompt_length(tokenizer.encode(prompt), trained.config.model.block_size)
         model = trained.model.to(distributed.pick_device(args.device))

@@ -33,7 +33,6 @@ import configure
 from configure import Config, ConfigError
 from data import DataError
 from data.mixture import check_sets
-from model import count_parameters
 from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
@@ -251,7 +250,7 @@ def format_totals(points: list[Point], left: list[Point], args: argparse.Namespa
     line = f"{len(points)} point{'s' * (len(points) != 1)}, {len(points) - len(left)} finished"
     if not left:
         return line
-    sizes = [12 * count_parameters(point.config.model)[0] for point in left]  # of one checkpoint, bytes
+    sizes = [plan.checkpoint_bytes(point.config) for point in left]
     tokens = hours = disk = 0.0
     for point, size in zip(left, sizes, strict=True):
         config, done = point.config, max(point.steps_done(), point.config.train.branch_step)

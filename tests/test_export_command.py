@@ -124,7 +124,7 @@ def test_mean_of_checkpoints_in_half_precision(run, tmp_path, capsys):
     assert command(run, tmp_path / "out", "--average", 2, "--dtype", "bfloat16", "--check") == 0
     assert command(run, tmp_path / "out", "--check") == 0  # of the mean, too
     card = (tmp_path / "out/README.md").read_text()
-    assert "mean of those of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
+    assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
 
 
 def test_early_checkpoint(run, tmp_path, capsys):

@@ -16,7 +16,7 @@ from runtime.distributed import Ranks
 from runtime.output import text_table, write_atomic
 from runtime.preflight import preflight
 from runtime.signals import Stop
-from runtime.validation import evaluate
+from runtime.validation import measure_loss
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_evaluation_is_split_across_ranks(tiny):
     plan = preflight(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
     torch.manual_seed(SEED)
     model = GPT(plan.config.model)
-    alone, *parts = (evaluate(model, plan, Ranks(rank, n, CPU), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
+    alone, *parts = (measure_loss(model, plan, Ranks(rank, n, CPU), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
     assert torch.equal(parts[0]["val/loads"] + parts[1]["val/loads"], alone["val/loads"])
     total = parts[0]["val/window_losses"] + parts[1]["val/window_losses"]
     assert_near(total, alone["val/window_losses"], tolerance(torch.float32, 257), "windows")
@@ -189,7 +189,7 @@ LOGITS = 2 * TOKENS * 8 + 4 * 10 * 8 + 2 * TOKENS * 10  # the head's input, its 
 )
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
     plan = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing)
-    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS)
+    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0)
     assert LAYER == 10240 and LOGITS == 1472
 
 

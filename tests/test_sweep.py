@@ -19,6 +19,7 @@ from runs import REPO_ROOT
 from runs import run as train_run
 
 import configure
+from model import count_parameters
 from runtime.distributed import Ranks
 from runtime.folder import claim, find_owner, write_config
 from runtime.metrics import read_metrics
@@ -184,7 +185,7 @@ def test_totals_are_of_what_is_left(sweep_file, monkeypatch, call):
     hours = sum(plan.estimate_hours(config, 1, 312e12, 0.5) for config in configs)
     assert f"{hours:,.1f} GPU hours (A100, MFU 0.50, {hours / 4:,.1f} h on the 4 here)" in out
     # 12 bytes per parameter, 2 checkpoints per run, 4 runs of each size; kern's counts are those of docs/paper.md
-    total = sum(24 * sweep.count_parameters(config.model)[0] for config in configs) / 2**30
+    total = sum(24 * count_parameters(config.model)[0] for config in configs) / 2**30
     assert f"checkpoints: {total:.1f} GiB at the end, {2 * 12 * 1_881_659_136 / 2**30:.1f} GiB more while" in out
     free = total * 2**30 + 2 * 12 * 1_881_659_136
     for room, warned in ((1e6, False), (-1e6, True)):

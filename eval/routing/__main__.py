@@ -29,10 +29,10 @@ COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # 
 
 def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
     """The run and, if asked for, the one to compare it with. Raises ValueError."""
-    trained, tokenizer = load_run(args.run, args.step, args.average)
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     models = [trained]
     if args.other or args.other_checkpoint is not None:
-        models.append(load_run(args.other or args.run, args.other_checkpoint, args.average)[0])
+        models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
     for one in models:
         if ROUTERS[one.config.model.router] is None:
             raise ValueError(f"{one.config.run.name} is dense and has no router; name a run with another model.router")
@@ -70,6 +70,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         "checkpoint": trained.label,
         "step": trained.step,
         "average": trained.average,
+        "mean": trained.mean,
         "router": config.model.router,
         "top_k": config.model.top_k,
         "data": str(data),

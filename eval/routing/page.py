@@ -17,7 +17,7 @@ LITERAL = str.maketrans({"*": "∗", "`": "ˋ"})  # the page would take them for
 def build_page(found: Described) -> list[Block]:
     """Blocks of the page; the section on agreement only where two models were compared."""
     values = found | {"n_layer": len(found["layers"]), "n_expert": len(found["layers"][0]["loads"])}
-    values["mean"] = f", mean of {found['average']} checkpoints" if found["average"] > 1 else ""
+    values["mean"] = f", {found['mean']}" if found["mean"] else ""
     values |= {"MIN_COUNT": MIN_COUNT, "EXPERTS": EXPERTS, "MIN_LOAD": MIN_LOAD}
     tables = {"{summary}": build_summary, "{tokens}": build_token_table, "{agreement}": build_agreement}
     text = TEMPLATE.read_text(encoding="utf-8").strip()

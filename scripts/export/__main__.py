@@ -56,16 +56,17 @@ CODE = {  # file in an export: its source here
 
 
 def export_run(
-    run: str | Path, out: str | Path, step: int | None = None, average: int = 1, form: str = "auto",
-    dtype: str = "float32",
+    run: str | Path, out: str | Path, step: int | None = None, average: int = 1, ema: bool = False,
+    form: str = "auto", dtype: str = "float32",
 ) -> tuple[Trained, Tokenizer]:  # fmt: skip
     """Write a run's model into a new folder, in one rename at the end.
 
     Args:
-        run: the run folder; `step` and `average` as for `eval.trained.load_model`.
+        run: the run folder.
         out: a new folder.
-        step: the checkpoint's step; None: the last.
+        step: the checkpoint's step; None: the last. It, `average` and `ema` are as for `eval.trained.load_model`.
         average: checkpoints to average.
+        ema: the running mean.
         form: "nanokern", "gpt2", a key of FAMILIES, or "auto": the first of transformers' own classes that fits.
         dtype: of the weights; routers stay in fp32.
 
@@ -75,7 +76,7 @@ def export_run(
     out = Path(os.path.realpath(out))  # what it points to, if it is a link
     if os.path.lexists(out):
         raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
-    trained, tokenizer = load_run(run, step, average)
+    trained, tokenizer = load_run(run, step, average, ema)
     biases = [buffer for name, buffer in trained.model.named_buffers() if name.endswith("selection_bias")]
     form = choose_form(form, trained.config.model, any(bias.any() for bias in biases))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ def write_export(trained: Trained, tokenizer: Tokenizer, run: Path, folder: Path
     }
     save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
-    source = {"run": trained.config.run.name, "step": trained.step, "average": trained.average}
+    source = {"run": trained.config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
     source |= {"tokenizer": identity(tokenizer)}
     write_json(folder / "config.json", make_config(model, form) | ends | {"dtype": dtype, "nanokern": source})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
@@ -188,16 +189,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)
-    options = (args.step, args.average, args.format, args.dtype)
+    options = (args.step, args.average, args.ema, args.format, args.dtype)
     try:
         if args.check:
             require_packages("transformers", requirements="requirements-dev.txt")
         if args.check and args.out.exists():
-            if options != (None, 1, "auto", None):
+            if options != (None, 1, False, "auto", None):
                 raise RunError(f"{args.out}: exists already, so --check takes no other option; name a new folder")
             trained, tokenizer = load_source(args.run, args.out)
         else:
-            trained, tokenizer = export_run(args.run, args.out, *options[:3], args.dtype or "float32")
+            trained, tokenizer = export_run(args.run, args.out, *options[:4], args.dtype or "float32")
             print(f"{args.out}: {args.run} at step {trained.step}")
         return check_export(trained, tokenizer, args.run, args.out) if args.check else 0
     except (ValueError, OSError) as error:

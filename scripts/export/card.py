@@ -29,7 +29,7 @@ def format_card(trained: Trained, run: Path, form: str, dtype: str) -> str:
     config, model = trained.config, trained.config.model
     spec, custom = ROUTERS[model.router], form == "nanokern"
     settings, (total, active) = model.model_dump(), count_parameters(model)
-    mean = f"the mean of those of {trained.average} checkpoints up to" if trained.average > 1 else "those of"
+    mean = f"the {trained.mean} up to" if trained.mean else "those of"
     return CARD.read_text("utf-8").format(
         tags=", ".join(
             ["nanokern", *(["mixture-of-experts", model.router] if spec else []), *([] if custom else [form])]
@@ -64,7 +64,7 @@ def training_rows(trained: Trained, run: Path) -> list[tuple[str, str]]:
     rows += [(f"sha256 of the {key}", f"`{stored[key]}`") for key in ("data", "tokenizer") if key in stored]
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] <= trained.step]
     rows += [("steps", f"{trained.step:,}")] + [("tokens seen", f"{line['tokens']:,}") for line in lines[-1:]]
-    note = ", of that checkpoint, not of the mean" if trained.average > 1 else ""
+    note = ", of that checkpoint, not of the mean" if trained.mean else ""
     for key, name in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         for line in [line for line in lines if key in line][-1:]:
             rows.append((f"{name}, nats per token", f"{line[key]:.4f} (step {line['step']:,}{note})"))

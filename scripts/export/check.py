@@ -34,12 +34,12 @@ def load_source(run: Path, out: Path) -> tuple[Trained, Tokenizer]:
     """Load the weights of `run` that the export `out` was made from. Raises RunError if `out` is no export."""
     try:
         source = json.loads((out / "config.json").read_text())["nanokern"]
-        step, average = source["step"], source["average"]
+        which = source["step"], source["average"], source.get("ema", False)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"{out}/config.json: missing, or not written by scripts.export; export the run into a new folder"
         ) from error
-    return load_run(run, step, average)
+    return load_run(run, *which)
 
 
 def check_export(trained: Trained, tokenizer: Tokenizer, run: str | Path, out: Path) -> int:

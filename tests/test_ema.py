@@ -1,0 +1,234 @@
+"""The running mean of a run's weights (train.ema_decay): the formula, resumed, on two ranks, in every command."""
+
+import json
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from numerics import assert_near, tolerance
+from runs import column, end, meet_in, modules_in, run, start_ranks, steps
+
+import configure
+import train
+from eval import downstream, val_loss
+from eval.trained import load_model
+from model import GPT, parameter_shapes
+from runtime import RunError, memory
+from runtime.distributed import Ranks
+from runtime.ema import WeightAverage
+from runtime.folder import path_of
+from runtime.preflight import preflight
+from runtime.signals import Stop
+from runtime.validation import evaluate, measure_loss
+from scripts import plan, sample
+from scripts.export import __main__ as export
+
+DECAY = 0.75
+EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint_interval=1"]
+# The most state beside it: selection biases that move, dropout, a loss scale.
+MOST = ["model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "model.dropout=0.1", "train.dtype=float16"]
+CPU = torch.device("cpu")
+
+
+def means_by_hand(config, skipped=()):
+    """{step: {name: mean}} in fp64, from the initial weights and those of the checkpoint of each step."""
+    torch.manual_seed(config.run.seed)
+    mean = {name: tensor.double() for name, tensor in GPT(config.model).state_dict().items()}
+    means = {}
+    for step in steps(config):
+        if step not in skipped:
+            state = load_model(path_of(config), step).model.state_dict()
+            mean = {name: DECAY * mean[name] + (1 - DECAY) * state[name].double() for name in mean}
+        means[step] = mean
+    return means
+
+
+def assert_means(config, skipped=()):
+    """The means in all checkpoints are those by hand; parts of them lie far from the weights."""
+    for step, wanted in means_by_hand(config, skipped).items():
+        found = load_model(path_of(config), step, ema=True).model.state_dict()
+        assert [*found] == [*wanted]
+        for name, mean in wanted.items():
+            assert_near(found[name], mean.float(), tolerance(torch.float32, 2, roundings=10), f"{step} {name}")
+
+
+@pytest.mark.numerics
+def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
+    """Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and biases."""
+
+    def spoil(plan, state, batches):
+        result = forward_backward(plan, state, batches)
+        if next(count) in (2, 3):
+            state.updates.parameters[0].grad.fill_(torch.inf)
+        return result
+
+    forward_backward, count = train.forward_backward, iter(range(99))
+    monkeypatch.setattr(train, "forward_backward", spoil)
+    config = tiny(*EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.max_steps=6")
+    assert column(run(config), "optim/skipped_steps")[-1] == 2
+    assert_means(config, skipped=(3, 4))
+    biases = [tensor for name, tensor in means_by_hand(config)[6].items() if name.endswith("selection_bias")]
+    assert all(bias.any() for bias in biases)
+
+
+def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
+    alone = run(tiny("run.name=alone", *MOST))
+    config = tiny(*EMA, *MOST)
+    lines = run(config)
+    losses = column(lines, "val_ema/loss")
+    words = re.findall(r"step (\d), val loss (\S+), EMA (\S+)", capsys.readouterr().out)
+    assert [word[2] for word in words] == [f"{loss:.4f}" for loss in losses]
+    for key in ("train/loss", "val/loss", "optim/grad_norm", "val/window_losses"):
+        assert column(lines, key) == column(alone, key)
+    assert column(lines, "val/loss")[0] == losses[0]  # of the initial weights
+    model = load_model(path_of(config), 4, ema=True).model
+    found = measure_loss(model, preflight(config), Ranks(0, 1, CPU), Stop())["val/loss"]
+    assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
+
+
+def test_resumed_run_equals_the_undisturbed_one(tiny, before_steps):
+    """Killed after its third checkpoint, in the middle of an interval of metrics."""
+    run(tiny(*EMA, *MOST, "run.name=alone", "log.interval=2"))
+    config = tiny(*EMA, *MOST, "log.interval=2")
+    before_steps(lambda now: 1 / (now - 3))
+    with pytest.raises(ZeroDivisionError):
+        run(config)
+    before_steps(None)
+    run(config)
+    assert end(config) == end(tiny(*EMA, *MOST, "run.name=alone", "log.interval=2"))
+
+
+def test_a_branch_takes_the_mean_of_its_trunk(tiny):
+    wsd = [*EMA[:2], "optim.schedule=wsd", "optim.decay_fraction=0.5"]
+    run(tiny(*wsd, "run.name=trunk", "train.max_steps=8", "train.checkpoint_interval=2"))
+    branch = tiny(*wsd, "run.name=branch", f"train.branch_from={path_of(tiny('run.name=trunk'))}")
+    run(branch)
+    alone = tiny(*wsd, "run.name=alone")
+    run(alone)
+    assert end(branch) == end(alone)
+
+
+def test_stopped_or_failed_while_the_mean_is_in_the_model_the_weights_return(tiny):
+    config = tiny()
+    model = GPT(config.model)
+    average = WeightAverage(model, DECAY)
+    with torch.no_grad():
+        model.wte.weight.add_(1)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(KeyError), average.in_model():
+        assert torch.equal(model.wte.weight + 1, weights["wte.weight"])
+        raise KeyError
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+    looks = iter([False, True])
+    stop = type("StopLater", (), {"asked": property(lambda self: next(looks))})()
+    state = SimpleNamespace(runner=model, average=average)
+    assert evaluate(state, preflight(config), Ranks(0, 1, CPU), stop) is None and not [*looks]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+# ---- two ranks
+
+
+def be_a_rank(file):
+    """Under each parallelism a run, and one that resumes from a copy of its third checkpoint."""
+    for parallel in ("ddp", "zero2", "fsdp"):
+        place = file.parent / parallel
+        where = [*EMA, "train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={place}"]
+        for name, more in {"whole": [], "part": ["train.max_steps=3"], "part ": []}.items():
+            meet_in(file.parent / f"{parallel}-{name}.store")
+            train.train(configure.load(file, [*where, *more, f"run.name={name.strip()}"], 2))
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+@pytest.mark.integration
+@pytest.mark.numerics
+def test_mean_on_two_ranks(tiny, tiny_file):
+    """DDP, and FSDP2 and ZeRO-2, where each rank holds its part: the formula, a resume, and the loss of the mean."""
+    for process in start_ranks(2, be_a_rank, tiny_file):
+        code, printed = process.wait(300)
+        assert code == 0, printed
+    for parallel in ("ddp", "zero2", "fsdp"):
+        whole, part = (tiny(*EMA, f"run.dir={tiny_file.parent / parallel}", f"run.name={n}") for n in ("whole", "part"))
+        assert_means(whole)
+        one, other = (end(config) for config in (whole, part))
+        assert (column(one.lines, "val_ema/loss")[-1], one.tensors) == (
+            column(other.lines, "val_ema/loss")[-1],
+            other.tensors,
+        )
+        model = load_model(path_of(whole), 4, ema=True).model
+        found = measure_loss(model, preflight(whole), Ranks(0, 1, CPU), Stop())["val/loss"]
+        logged = torch.tensor(column(one.lines, "val_ema/loss")[-1], dtype=torch.float64)
+        assert_near(found, logged, tolerance(torch.float32, 257, roundings=8), parallel)
+
+
+# ---- commands
+
+
+@pytest.fixture
+def trained(tiny):
+    config = tiny(*EMA, "train.ema_decay=0.99")
+    run(config)
+    return path_of(config)
+
+
+def test_commands_take_the_mean(trained, tmp_path, call, capsys):
+    texts = [
+        call(sample.main, trained, "--prompt", "a", "--tokens", 20, "--seed", 1, *more) for more in ((), ["--ema"])
+    ]
+    assert texts[0] != texts[1]
+    out = call(val_loss.main, trained, "--ema")
+    assert "step 4, EMA of decay 0.99" in out
+    (line,) = map(json.loads, (trained / "eval/step_00000004_ema/val_loss.json").open())
+    logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
+    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
+    with modules_in(tmp_path / "modules"):
+        assert export.main([str(trained), str(tmp_path / "out"), "--ema", "--check"]) == 0
+        assert export.main([str(trained), str(tmp_path / "out"), "--check"]) == 0  # of the mean, too
+    assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
+    keys = [downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None) for ema in (False, True)]
+    assert keys[1].pop("ema") and keys[0] == keys[1]
+
+
+def test_commands_refuse_a_mean_that_is_not_there(tiny, trained, call):
+    bare = tiny("run.name=bare")
+    run(bare)
+    for main in (sample.main, val_loss.main, downstream.main):
+        error = call(main, path_of(bare), "--ema", code=2)
+        assert "runs/bare has no EMA of its weights (train.ema_decay = 0); leave --ema out" in error
+    assert "--ema with --average 2: the weights can be one mean" in call(
+        sample.main, trained, "--ema", "--average", 2, code=2
+    )
+
+
+@pytest.mark.parametrize("decay", ["-0.1", "1", "1.5", "nan"])
+def test_decay_outside_of_its_range_is_refused(tiny, decay):
+    with pytest.raises(configure.ConfigError, match="train.ema_decay"):
+        tiny(f"train.ema_decay={decay}")
+
+
+def test_a_run_keeps_the_decay_that_it_began_with(tiny, trained):
+    with pytest.raises(RunError, match=r"train.ema_decay: 0.99 -> 0.5"):
+        train.train(tiny("train.ema_decay=0.5"))
+
+
+def test_memory_plan_counts_the_mean(tiny, call):
+    """A copy of the weights in fp32, on each rank its part; and a checkpoint grows by it."""
+    shapes = parameter_shapes(tiny().model)
+    for parallel, shards in (("ddp", 1), ("fsdp", 4)):
+        without, with_mean = (
+            memory.estimate_memory(shapes, tiny().model, 8, "float32", parallel, shards, False, ema=ema)
+            for ema in (False, True)
+        )
+        assert with_mean == without._replace(ema=without.weights) and with_mean.state == without.state + without.weights
+    sizes = []
+    for decay in (0, 0.999):
+        text = call(plan.main, "config/125m.toml", "--data.name=any", f"--train.ema_decay={decay}")
+        assert ("\nema " in text) == bool(decay)
+        sizes.append(float(re.search(r"checkpoint +([\d.]+) GiB", text)[1]))
+    assert sizes[1] == pytest.approx(sizes[0] * 4 / 3, abs=0.1)
+    small = memory.Memory(2**30, 2**30, 2**31, 0, 0, 0, ema=2**30)
+    with pytest.raises(RunError, match=r"running mean of weights \(train.ema_decay\) need 5.0 GiB a GPU"):
+        memory.check_state_fits(small, 4 * 2**30, {"wte.weight": (2**14, 2**14)})
