@@ -14,17 +14,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton_expert_kernels import (
-    INTERPRETED,  # noqa: F401  # kernels.find_triton_problem reads it here
     combine_kernel,
-    count_kernel,
     down_grad_kernel,
-    place_kernel,
     rows_ahead_kernel,
     rows_kernel,
-    table_kernel,
     up_kernel,
     weight_grad_kernel,
 )
+from kernels.triton_schedule import Schedule, sort_rows
+from kernels.triton_tiles import INTERPRETED  # noqa: F401  # kernels.find_triton_problem reads it here
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -120,39 +118,6 @@ def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
     while n_row is not None and rows > 64 and n_row < 4 * rows * n_expert:  # a last tile is half empty: 1/8 of the work
         rows //= 2
     return rows
-
-
-class Schedule(NamedTuple):
-    """Which rows are whose, all int32; see kernels/triton_expert_kernels.py."""
-
-    order: Tensor  # (R,)
-    inverse: Tensor  # (R,)
-    offsets: Tensor  # (E + 1,)
-    largest: Tensor  # (E,) experts by descending number of rows, then by index
-    table: Tensor  # (3T + 1,) expert, first row and end of each of T tiles at most, then the number of tiles
-
-    @classmethod
-    def empty(cls, experts: Tensor, n_expert: int, rows: int) -> "Schedule":
-        """Allocate the schedule of experts (N, K) in tiles of `rows` rows."""
-        R = experts.numel()
-        sizes = R, R, n_expert + 1, n_expert, 3 * (R // rows + n_expert) + 1
-        return cls(*(torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes))
-
-
-def sort_rows(experts: Tensor, n_expert: int, rows: int) -> Schedule:
-    """Sort the rows of experts (N, K) by expert, then by token, by counting; and cut them into tiles of `rows` rows."""
-    N, top_k = experts.shape
-    schedule = order, inverse, offsets, largest, table = Schedule.empty(experts, n_expert, rows)
-    step = max(1, min(64, 4096 // triton.next_power_of_2(n_expert)))  # tokens that a program looks at at once
-    steps = triton.cdiv(256, step)
-    grid = (max(1, triton.cdiv(N, step * steps)),)
-    counts = torch.empty(*grid, n_expert, dtype=torch.int32, device=experts.device)
-    count_kernel[grid](experts, counts, N, n_expert, top_k, step, steps)
-    sums = counts.cumsum(0, dtype=torch.int32)
-    place_kernel[grid](experts, counts, sums, order, inverse, offsets, N, n_expert, top_k, step, steps)
-    n_tile = len(table) // 3
-    table_kernel[(n_tile,)](offsets, table, largest, n_tile, n_expert, rows, num_warps=1)
-    return schedule
 
 
 def describe(matrix: Tensor, depth: int, widths: list[int], transposed: bool) -> list[TensorDescriptor]:
