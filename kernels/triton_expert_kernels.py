@@ -1,8 +1,8 @@
 """The Triton kernels of kernels/triton_experts.py: the experts' forward and backward pass.
 
 A row is one (token, chosen expert) pair; kernels/triton_schedule.py sorts the R = N·K rows by expert and cuts them
-into tiles, listed in `table`. The grid is as large as any routing can need, so the host does not wait for the device. Masks
-end the tiles at an expert's last row. There are no atomics and no autotuning, so runs repeat bit for bit.
+into tiles, listed in `table`. The grid is as large as any routing can need, so the host does not wait for the device.
+Masks end the tiles at an expert's last row. There are no atomics and no autotuning, so runs repeat bit for bit.
 
     forward   up           hidden = x[token] @ w_in[e],  gated = gate · act(hidden)
               rows         y = gated @ w_out[e]
