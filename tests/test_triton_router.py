@@ -250,7 +250,8 @@ def test_model_with_the_kernel_and_without(router):
         results.append([out.loss, *out.stats, *torch.autograd.grad(loss, list(model.parameters()))])
     for wanted, got, again in zip(*results, strict=True):
         assert got.dtype == wanted.dtype and got.requires_grad == wanted.requires_grad
-        assert_near(got, wanted, tolerance(torch.float32, 64, 32))
+        size = wanted.abs() + (0.1 if wanted.shape == (1,) else 0)  # γ's gradient: terms of about 0.1 that cancel
+        assert_near(got, wanted, tolerance(torch.float32, 64, 64), size=size)
         assert torch.equal(got, again)
 
 
