@@ -189,7 +189,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
                 guard.check()  # waits for the device; no checkpoint of a run that is halted
             with report.pause():
                 if due.evaluate:
-                    values = evaluate(state, plan, ranks, stop)
+                    values = evaluate(state, plan, step, ranks, stop)
                     if values is None:
                         due = cadence.interrupt(step)
                     else:

@@ -67,10 +67,11 @@ def describe_type(key: str) -> str:
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if schema["type"] == "string":
-        letters = (
-            "letters, digits, '.', '_' and '-'" if FILE_NAME in schema.get("pattern", FILE_NAME) else "numbers, ','"
-        )
-        return f"string of {letters}" if "pattern" in schema else "printable string"
+        pattern = schema.get("pattern", "")
+        if FILE_NAME in pattern:
+            return "string of letters, digits, '.', '_' and '-'"
+        words = "names" if "A-Z" in pattern else "numbers"
+        return f"{words} with ',' between" if pattern else "printable string"
     if schema["type"] == "object":
         return "table of names and numbers > 0, such as {books = 0.5, arxiv = 0.5}"
     if schema["type"] == "boolean":

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from configure.check import describe_type, find_error, find_errors, format_toml, format_value, quoted, shown
-from configure.schema import KEYS, SECTIONS, Config, Mix, Optim, find_conflicts
+from configure.conflicts import find_conflicts
+from configure.schema import KEYS, SECTIONS, Config, Mix, Optim
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"

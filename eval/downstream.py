@@ -11,18 +11,15 @@ results.json and table.md at the end.
 """
 
 import argparse
-import difflib
-import glob
 import hashlib
 import json
-import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,128 +27,26 @@ from configure import Config
 from data.bins import sha256_of
 from eval.pages import format_markdown
 from eval.paper import find_paper_table
+from eval.tasks import (
+    TASKS,
+    Metrics,
+    build_task_manager,
+    check_tasks,
+    load_tasks,
+    local_file,
+    score_task,
+    scoring_dtype,
+    write_task_spec,
+)
 from eval.trained import Trained, add_run_arguments, load_run
 from runtime import RunError, checkpoint, describe_write_errors, distributed
-from runtime.output import first_line, require_packages, write_atomic
+from runtime.output import write_atomic
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
     from eval.harness import Adapter
-
-
-class Task(NamedTuple):
-    """One of the paper's tasks."""
-
-    paper: str  # its name in the paper's table
-    chance: float  # the accuracy of guessing
-    columns: str  # of a document on the hub
-
-
-TASKS = {
-    "arc_easy": Task("ARC-E", 0.25, "question choices answerKey"),  # some questions of ARC have 3 or 5 answers
-    "arc_challenge": Task("ARC-C", 0.25, "question choices answerKey"),
-    "hellaswag": Task("HellaSwag", 0.25, "activity_label ctx_a ctx_b endings label"),
-    "piqa": Task("PIQA", 0.5, "goal sol1 sol2 label"),
-    "sciq": Task("SciQ", 0.25, "support question distractor1 distractor2 distractor3 correct_answer"),
-    "winogrande": Task("WinoGrande", 0.5, "sentence option1 option2 answer"),
-}
-FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
-
-Metrics = dict[str, Any]  # {metric: value, "documents": count} of one task
-
-
-# ---- tasks and their documents
-
-
-def build_task_manager(names: Iterable[str]) -> "TaskManager":
-    """Index the harness' tasks: the paper's alone if `names` has no other, since all take ten seconds.
-
-    Raises:
-        ValueError: lm-evaluation-harness is not installed.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("LOGLEVEL", "ERROR")
-    require_packages("lm_eval", requirements="requirements-eval.txt")
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also raises what it logs
-    if not set(names) <= set(TASKS):
-        return TaskManager()
-    tasks = Path(str(lm_eval.__file__)).parent / "tasks"
-    return TaskManager(include_defaults=False, include_path=[tasks / folder for folder in FOLDERS])
-
-
-def check_tasks(manager: "TaskManager", names: Iterable[str], folder: Path | None) -> None:
-    """Raise RunError for an unknown task, or a local file that is missing or lacks columns."""
-    for name in names:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, 5)
-            raise RunError(f"--tasks {name}: no such task; nearest: {', '.join(near) or 'none'}")
-        if not folder:
-            continue
-        if name not in manager.all_subtasks:
-            raise RunError(f"--tasks {name}: a group of tasks; with --tasks-dir name its tasks one by one")
-        if manager.task_index[name].kind.name != "TASK":
-            raise RunError(f"--tasks {name}: a task in Python cannot read local files; run it without --tasks-dir")
-        file = local_file(folder, name)
-        if not file.is_file():
-            found = sorted(path.stem for path in Path(folder).glob("*.jsonl"))
-            raise RunError(f"{file}: missing; --tasks-dir {folder} has {', '.join(found) or 'no .jsonl file'}")
-        try:
-            with file.open() as lines:
-                columns = list(json.loads(next(lines, "null")))
-        except (ValueError, TypeError, OSError) as error:
-            raise RunError(f"{file}: not JSON lines, one object per line ({error})") from error
-        wanted = TASKS[name].columns.split() if name in TASKS else []
-        if missing := set(wanted) - set(columns):
-            raise RunError(
-                f"{file}: no {', '.join(sorted(missing))} in its first line, which has {', '.join(columns)}; add what "
-                f"is missing"
-            )
-
-
-def local_file(folder: Path, name: str) -> Path:
-    """The documents of a task in --tasks-dir."""
-    return Path(folder, f"{name}.jsonl").absolute()
-
-
-def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scratch: str | Path) -> str:
-    """What the harness loads a task by: its name or, with local files, a new YAML file in `scratch`.
-
-    The cache of `datasets` is in `scratch` too, as it would take a changed file of the same time for the old one.
-    """
-    if not folder:
-        return name
-    files = {"data_files": {"test": glob.escape(str(local_file(folder, name)))}, "cache_dir": str(scratch)}
-    spec = {"include": str(manager.task_index[name].yaml_path), "task": name, "dataset_path": "json"}
-    spec |= {"dataset_name": None, "dataset_kwargs": files, "training_split": None, "validation_split": None}
-    path = Path(scratch, f"{name}.yaml")
-    path.write_text(json.dumps(spec | {"test_split": "test", "fewshot_split": "test"}, ensure_ascii=False), "utf-8")
-    return str(path)
-
-
-def load_documents(manager: "TaskManager", specs: dict[str, str], folder: Path | None) -> None:
-    """Read or download the documents of {task: spec}. Raises RunError if that fails, such as without a network."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    for name, spec in specs.items():
-        try:
-            manager.load([spec])
-        except ImportError as error:
-            raise RunError(f"{name} needs a package that is not installed: pip install {error.name}") from error
-        except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            if folder:
-                raise RunError(f"{local_file(folder, name)}: cannot be read as {name} ({reason})") from error
-            raise RunError(
-                f"{name}: its documents cannot be downloaded from the Hugging Face hub ({reason}). To use local files: "
-                f"--tasks-dir FOLDER, which holds {name}.jsonl"
-            ) from error
 
 
 # ---- evaluation
@@ -180,38 +75,6 @@ def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[st
     return found
 
 
-def evaluate_task(
-    manager: "TaskManager", adapter: "Adapter", spec: str, args: argparse.Namespace
-) -> dict[str, Metrics] | None:
-    """Evaluate a task or a group of tasks. Returns {task: Metrics}, on rank 0 only.
-
-    Raises:
-        RunError: the harness cannot evaluate it.
-    """
-    import lm_eval
-
-    try:
-        results = lm_eval.simple_evaluate(
-            adapter, tasks=[spec], num_fewshot=args.num_fewshot, limit=args.limit, task_manager=manager,
-            log_samples=False, bootstrap_iters=1000,
-        )  # fmt: skip
-    except RunError:
-        raise
-    except ValueError as error:
-        few = ", or lower --num-fewshot" if args.num_fewshot else ""
-        raise RunError(
-            f"{Path(spec).stem}: lm-evaluation-harness failed ({error}); see the task's files{few}"
-        ) from error
-    if results is None:
-        return None
-    counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
-    return {
-        task: {key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)}
-        | counts.get(task, {"documents": None})
-        for task, values in results["results"].items()
-    }
-
-
 def evaluate_tasks(
     manager: "TaskManager", adapter: "Adapter", folder: Path, shared: dict[str, Any], args: argparse.Namespace
 ) -> None:
@@ -227,11 +90,10 @@ def evaluate_tasks(
         print(f"done already: {', '.join(name for name in args.tasks if name not in todo)} ({folder}/tasks)")
     with tempfile.TemporaryDirectory() as scratch:
         specs = {name: write_task_spec(manager, name, args.tasks_dir, scratch) for name in todo}
-        load_documents(manager, specs, args.tasks_dir)
-        for name, spec in specs.items():
+        for name, loaded in load_tasks(manager, specs, args.tasks_dir).items():
             if not ranks.rank:
                 print(name, flush=True)
-            found = evaluate_task(manager, adapter, spec, args)
+            found = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
             if not ranks.rank:
                 write_result(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
 
@@ -262,19 +124,20 @@ def format_metric(values: Metrics, metric: str) -> str:
 
 
 def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: accuracies with standard errors, chance and the paper's accuracy; other metrics below."""
+    """Head and rows: scores with standard errors, chance and the paper's accuracy; other metrics below."""
     paper = {task: f"{value:.4f}" for task, value in paper_accuracies(config).items()}
     chance = {name: f"{task.chance:.4f}" for name, task in TASKS.items()}
     rows = []
     for task, values in results.items():
-        accuracies = [format_metric(values, "acc"), format_metric(values, "acc_norm")]
-        rows.append([task, str(values["documents"] or ""), *accuracies, chance.get(task, ""), paper.get(task, "")])
-        others = [key for key in values if key.split("_")[0] not in ("acc", "documents") and "stderr" not in key]
-        rows += [[f"{task}: {key}", "", format_metric(values, key), "", "", ""] for key in others]
+        scores = [format_metric(values, key) for key in ("acc", "acc_norm", "bits_per_byte")]
+        rows.append([task, str(values["documents"] or ""), *scores, chance.get(task, ""), paper.get(task, "")])
+        others = [key for key in values if not key.startswith(("acc", "documents", "bits_per_byte"))]
+        others = [key for key in others if "stderr" not in key]
+        rows += [[f"{task}: {key}", "", format_metric(values, key), "", "", "", ""] for key in others]
     if (mean := mean_accuracy(results)) is not None:
         guessing = sum(task.chance for task in TASKS.values()) / len(TASKS)
-        rows.append(["average", "", f"{mean:.4f}", "", f"{guessing:.4f}", paper.get("average", "")])
-    return ["task", "documents", "acc", "acc_norm", "chance", "paper"], rows
+        rows.append(["average", "", f"{mean:.4f}", "", "", f"{guessing:.4f}", paper.get("average", "")])
+    return ["task", "documents", "acc", "acc_norm", "bits per byte", "chance", "paper"], rows
 
 
 def write_result(path: Path, content: str | dict) -> None:
@@ -336,9 +199,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     check_tasks(manager, args.tasks, args.tasks_dir)
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     device = distributed.pick_device(args.device)
-    dtype = torch.float32
-    if device.type == "cuda":
-        dtype = distributed.pick_dtype(trained.config.train.dtype, device, trained.config.model.router)
+    dtype = scoring_dtype(trained.config, device)
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)

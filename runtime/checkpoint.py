@@ -321,11 +321,7 @@ def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim
 def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = False) -> dict[str, Any]:
     """Restore weights and buffers alone, in place, for evaluation and sampling by one process.
 
-    Args:
-        folder: the run's checkpoints.
-        step: which of them.
-        model: on the CPU.
-        ema: take the running mean of both (train.ema_decay).
+    With `ema` it is the running mean of both (train.ema_decay).
 
     Returns:
         The checkpoint's metadata.

@@ -20,7 +20,7 @@ from runtime.metrics import read_metrics
 from runtime.output import sync_folder, write_atomic
 
 # Keys that may differ from those the run started with: how long, how often and where it computes, not what.
-MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:")
+MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:", "eval.task")
 MAY_CHANGE += ("train.max_steps:", "train.micro_batch_size:", "train.activation_checkpointing:", "train.compile:")
 MAY_CHANGE += ("train.parallel:", "train.device:", "train.deterministic:", "train.timeout_minutes:")
 MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.keep_steps:", "train.on_save_error:")

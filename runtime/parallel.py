@@ -137,6 +137,17 @@ def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
         runner.set_reshard_after_backward(last)
 
 
+def gather_model(model: GPT) -> GPT:
+    """A copy of a sharded model with full weights, on its device. Every rank must call it."""
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    copy.to_empty(device=model.head.device).requires_grad_(False)
+    own = copy.state_dict()
+    for name, tensor in model.state_dict().items():
+        own[name].copy_(full_tensor(tensor))
+    return copy
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, in the same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,6 +12,7 @@ from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
 from runtime.branch import Branch, check_length, find_branch
+from runtime.task_scores import TaskScores, open_tasks
 from runtime.tensorboard import require_tensorboard
 
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     memory: memory.Memory  # estimated bytes on each rank
     initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
+    tasks: TaskScores | None  # eval.tasks
 
     @property
     def accumulation(self) -> int:
@@ -79,8 +81,8 @@ def preflight(config: Config) -> Plan:
 
     Raises:
         RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
-            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay, or a package is
-            missing.
+            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay, a task of
+            eval.tasks is unknown or has no documents, or a package is missing.
         DataError: a data set is missing, damaged, too small, has more ids than model.vocab_size, or another tokenizer
             than the others of its mixture.
     """
@@ -117,4 +119,5 @@ def preflight(config: Config) -> Plan:
         memory=needed,
         initial_weights=None if last_step or branch else initial.read_initial_weights(config),
         branch=branch,
+        tasks=open_tasks(config),
     )

@@ -116,6 +116,8 @@ class Reporter:
         words = f" ({', '.join(of_sets)})" * bool(of_sets)
         words += f", EMA {values['val_ema/loss'].item():.4f}" if "val_ema/loss" in values else ""
         self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}{words}")
+        if scores := describe_scores(values):
+            self.bar.write(f"{self.plan.config.run.name}: step {step}, {scores}")
 
     def log_steps(self, step: int, lr: float, counters: State, mean: Statistics, gammas: Tensor | None) -> None:
         """A line of training metrics; the device is idle, since `counters` were just read from it.
@@ -163,6 +165,16 @@ class Reporter:
             f"{self.plan.config.run.name}: {count}step {counters.spike_step + 1:.0f}, loss {counters.spike_loss:.4f} "
             f"is a spike over {counters.spike_mean:.4f}: {then}"
         )
+
+
+def describe_scores(values: dict[str, Any]) -> str:
+    """Accuracies and bits per byte among the values of an evaluation: `sciq acc 0.2500, 1.4142 bits/byte; …`."""
+    tasks: dict[str, list[str]] = {}
+    for name, value in values.items():
+        _, task, metric = [*name.split("/", 2), "", ""][:3]
+        if name.startswith("tasks/") and metric in ("acc", "bits_per_byte"):
+            tasks.setdefault(task, []).append(f"acc {value:.4f}" if metric == "acc" else f"{value:.4f} bits/byte")
+    return "; ".join(f"{task} {', '.join(words)}" for task, words in tasks.items())
 
 
 def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> None:

@@ -15,19 +15,23 @@ from runtime.signals import Stop
 from runtime.state import TrainState
 
 
-def evaluate(state: TrainState, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
-    """The values of a line of metrics: `measure_loss`, and `val_ema/loss` if the run keeps a mean of its weights.
+def evaluate(state: TrainState, plan: Plan, step: int, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
+    """The values of a line of metrics after `step` steps. Every rank calls it.
 
-    Of a mixture `val_ema/SET/loss`, too. Every rank calls it. None if any rank is asked to stop meanwhile.
+    They are those of `measure_loss`; `val_ema/loss`, of a mixture `val_ema/SET/loss` too, if the run keeps a mean of
+    its weights; and scores on tasks (eval.tasks) where they are due. None if any rank is asked to stop meanwhile.
     """
     values = measure_loss(state.runner, plan, ranks, stop)
-    if values is None or state.average is None:
-        return values
-    with state.average.in_model():
-        of_mean = measure_loss(state.runner, plan, ranks, stop)
-    if of_mean is None:
-        return None
-    return values | {name.replace("val/", "val_ema/"): of_mean[name] for name in of_mean if name.endswith("/loss")}
+    if values is not None and state.average:
+        with state.average.in_model():
+            of_mean = measure_loss(state.runner, plan, ranks, stop)
+        if of_mean is None:
+            return None
+        values |= {name.replace("val/", "val_ema/"): of_mean[name] for name in of_mean if name.endswith("/loss")}
+    if values is not None and plan.tasks and plan.tasks.is_due(step):
+        scores = plan.tasks.measure(state.model, ranks, stop, plan.sharded)
+        values = None if scores is None else values | scores
+    return values
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ import eval.routing.__main__ as routing
 import scripts.export.__main__ as export
 from attention import KVCache
 from configure import Config
-from configure.schema import find_conflicts
+from configure.conflicts import find_conflicts
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import ROUTERS
 from runtime import checkpoint, folder

@@ -460,6 +460,7 @@ def configs(draw):
     train["max_steps"] += values["optim"]["warmup_steps"]
     values["optim"]["schedule"] = "cosine"  # another's warm-up must end before its decay, and a branch needs another
     train["branch_from"], train["branch_step"] = "", 0
+    values["eval"]["task_interval"] *= values["eval"]["interval"]
     return Config.model_validate(values)
 
 

@@ -238,7 +238,9 @@ def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
     found, out = results(run), capsys.readouterr().out
     assert [*found["results"]] == [*downstream.TASKS] and found["step"] == 4
     assert found["average"] == pytest.approx(sum(one["acc"] for one in found["results"].values()) / 6)
-    assert f"| average |  | {found['average']:.4f} |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    assert (
+        f"| average |  | {found['average']:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    )
     assert all(one["documents"] == 4 and "acc_stderr" in one for one in found["results"].values())
 
     (requests,) = [batch for batch in asked if batch[0][0][0].startswith("Question: Q0")]
@@ -260,13 +262,15 @@ def evaluated(monkeypatch):
     """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of lines."""
     names = []
 
-    def evaluate(manager, adapter, spec, args):
-        names.append(Path(spec).stem)
-        return {names[-1]: {"acc": 0.5, "documents": len(local_file(args.tasks_dir, names[-1]).open().readlines())}}
+    def score(name, file, *given):
+        names.append(name)
+        return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}
 
-    local_file = downstream.local_file
-    monkeypatch.setattr(downstream, "evaluate_task", evaluate)
-    monkeypatch.setattr(downstream, "load_documents", lambda *given: None)
+    def files(manager, specs, folder):
+        return {name: downstream.local_file(folder, name) for name in specs}
+
+    monkeypatch.setattr(downstream, "score_task", score)
+    monkeypatch.setattr(downstream, "load_tasks", files)
     return names
 
 
@@ -327,16 +331,16 @@ def test_key_is_of_the_weights_and_the_source(run, tmp_path):
 
 def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     """Tasks done before are kept, also those of another command meanwhile."""
-    tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.evaluate_task
+    tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
 
     def interrupted(*given):
         if evaluated == ["sciq"]:
-            monkeypatch.setattr(downstream, "evaluate_task", evaluate)
+            monkeypatch.setattr(downstream, "score_task", evaluate)
             assert call(run, "--tasks-dir", tasks, "--tasks", "winogrande") == 0
             raise KeyboardInterrupt
         return evaluate(*given)
 
-    monkeypatch.setattr(downstream, "evaluate_task", interrupted)
+    monkeypatch.setattr(downstream, "score_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa")
     assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa") == 0
@@ -453,20 +457,21 @@ def test_table_of_results_with_gaps(tiny):
     tasks = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
     tasks["gsm8k"] = {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.25, "documents": 2}
     head, rows = downstream.tabulate_results(tasks, tiny())
-    assert rows[0] == ["group", "", "0.2500", "", "", ""]
-    assert rows[1:3] == [["text", "3", "", "", "", ""], ["text: nll", "", "1.0000 ± 0.1000", "", "", ""]]
-    assert rows[4] == ["gsm8k: exact_match,strict-match", "", "0.5000 ± 0.2500", "", "", ""]
+    assert rows[0] == ["group", "", "0.2500", "", "", "", ""]
+    assert rows[1:3] == [["text", "3", "", "", "", "", ""], ["text: nll", "", "1.0000 ± 0.1000", "", "", "", ""]]
+    assert rows[4] == ["gsm8k: exact_match,strict-match", "", "0.5000 ± 0.2500", "", "", "", ""]
     assert {len(row) for row in rows} == {len(head)}
 
 
 def test_table_has_each_accuracy_in_its_column_and_the_mean_of_acc():
     config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
     same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
+    same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
     results = {task: same | {"acc": 0.1 * i} for i, task in enumerate(downstream.TASKS)}
     head, rows = downstream.tabulate_results(results, config)
-    assert head[2:] == ["acc", "acc_norm", "chance", "paper"]
-    assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "0.5000", "0.7089"]
-    assert rows[6] == ["average", "", "0.2500", "", "0.3333", "0.5214"]
+    assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
+    assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500", "0.5000", "0.7089"]
+    assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     unprinted = configure.load(REPO_ROOT / "config/350m.toml", ["model.router=kern-mc"])
     assert downstream.tabulate_results(results, unprinted)[1][3][-1] == ""
     del results["sciq"]

@@ -125,7 +125,7 @@ def test_stopped_or_failed_while_the_mean_is_in_the_model_the_weights_return(tin
     looks = iter([False, True])
     stop = type("StopLater", (), {"asked": property(lambda self: next(looks))})()
     state = SimpleNamespace(runner=model, average=average)
-    assert evaluate(state, preflight(config), Ranks(0, 1, CPU), stop) is None and not [*looks]
+    assert evaluate(state, preflight(config), 4, Ranks(0, 1, CPU), stop) is None and not [*looks]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 

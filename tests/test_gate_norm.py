@@ -12,7 +12,7 @@ from runs import checkpoints, column, run
 
 import gate_norm
 from configure import Config
-from configure.schema import find_conflicts
+from configure.conflicts import find_conflicts
 from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec

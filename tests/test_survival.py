@@ -463,6 +463,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
 # ---- the config, changed
 
 MAY_CHANGE = {
+    *("eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"),
     *("run.dir", "data.dir", "eval.interval", "log.interval", "log.wandb", "log.project", "log.group"),
     *("log.tensorboard", "train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile"),
     "train.activation_checkpointing",

@@ -1,0 +1,282 @@
+"""Tasks of lm-evaluation-harness: their documents, and a model's scores; for eval.downstream and for training.
+
+Beside the harness' own metrics every task with right answers gets `bits_per_byte`: the bits that the model needs for
+a document's right answer, over the bytes of that answer as it is scored, so with the space before it; the mean over
+documents. It moves smoothly where accuracy does not.
+"""
+
+import difflib
+import glob
+import json
+import logging
+import math
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from configure import Config
+from runtime import RunError, distributed
+from runtime.output import first_line, require_packages
+
+if TYPE_CHECKING:  # an extra that other commands do not need
+    from lm_eval.tasks import TaskManager
+
+    from eval.harness import Adapter
+
+
+class Task(NamedTuple):
+    """One of the paper's tasks."""
+
+    paper: str  # its name in the paper's table
+    chance: float  # the accuracy of guessing
+    columns: str  # of a document on the hub
+
+
+TASKS = {
+    "arc_easy": Task("ARC-E", 0.25, "question choices answerKey"),  # some questions of ARC have 3 or 5 answers
+    "arc_challenge": Task("ARC-C", 0.25, "question choices answerKey"),
+    "hellaswag": Task("HellaSwag", 0.25, "activity_label ctx_a ctx_b endings label"),
+    "piqa": Task("PIQA", 0.5, "goal sol1 sol2 label"),
+    "sciq": Task("SciQ", 0.25, "support question distractor1 distractor2 distractor3 correct_answer"),
+    "winogrande": Task("WinoGrande", 0.5, "sentence option1 option2 answer"),
+}
+FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
+
+FEWSHOT_SEED = 1234  # the harness' own
+
+Metrics = dict[str, Any]  # {metric: value, "documents": count} of one task
+
+
+# ---- tasks and their documents
+
+
+def build_task_manager(names: Iterable[str]) -> "TaskManager":
+    """Index the harness' tasks: the paper's alone if `names` has no other, since all take ten seconds.
+
+    Raises:
+        ValueError: lm-evaluation-harness is not installed.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("LOGLEVEL", "ERROR")
+    require_packages("lm_eval", requirements="requirements-eval.txt")
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it also raises what it logs
+    if not set(names) <= set(TASKS):
+        return TaskManager()
+    tasks = Path(str(lm_eval.__file__)).parent / "tasks"
+    return TaskManager(include_defaults=False, include_path=[tasks / folder for folder in FOLDERS])
+
+
+class Options(NamedTuple):
+    """What errors call the two settings."""
+
+    tasks: str
+    folder: str
+
+
+COMMAND_LINE = Options("--tasks", "--tasks-dir")
+
+
+def check_tasks(
+    manager: "TaskManager", names: Iterable[str], folder: Path | None, options: Options = COMMAND_LINE
+) -> None:
+    """Raise RunError for an unknown task, or a local file that is missing or lacks columns."""
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, 5)
+            raise RunError(f"{options.tasks} {name}: no such task; nearest: {', '.join(near) or 'none'}")
+        if not folder:
+            continue
+        if name not in manager.all_subtasks:
+            raise RunError(f"{options.tasks} {name}: a group of tasks; with {options.folder} name its tasks one by one")
+        if manager.task_index[name].kind.name != "TASK":
+            raise RunError(
+                f"{options.tasks} {name}: a task in Python cannot read local files; run it without {options.folder}"
+            )
+        file = local_file(folder, name)
+        if not file.is_file():
+            found = sorted(path.stem for path in Path(folder).glob("*.jsonl"))
+            raise RunError(f"{file}: missing; {options.folder} {folder} has {', '.join(found) or 'no .jsonl file'}")
+        _check_columns(file, TASKS[name].columns.split() if name in TASKS else [])
+
+
+def _check_columns(file: Path, wanted: list[str]) -> None:
+    """Raise RunError if the first line of `file` is no JSON object, or lacks a column."""
+    try:
+        with file.open() as lines:
+            columns = list(json.loads(next(lines, "null")))
+    except (ValueError, TypeError, OSError) as error:
+        raise RunError(f"{file}: not JSON lines, one object per line ({error})") from error
+    if missing := set(wanted) - set(columns):
+        raise RunError(
+            f"{file}: no {', '.join(sorted(missing))} in its first line, which has {', '.join(columns)}; add what "
+            f"is missing"
+        )
+
+
+def local_file(folder: Path, name: str) -> Path:
+    """The documents of a task in --tasks-dir."""
+    return Path(folder, f"{name}.jsonl").absolute()
+
+
+def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scratch: str | Path) -> str:
+    """What the harness loads a task by: its name or, with local files, a new YAML file in `scratch`.
+
+    The cache of `datasets` is in `scratch` too, as it would take a changed file of the same time for the old one.
+    """
+    if not folder:
+        return name
+    files = {"data_files": {"test": glob.escape(str(local_file(folder, name)))}, "cache_dir": str(scratch)}
+    spec = {"include": str(manager.task_index[name].yaml_path), "task": name, "dataset_path": "json"}
+    spec |= {"dataset_name": None, "dataset_kwargs": files, "training_split": None, "validation_split": None}
+    path = Path(scratch, f"{name}.yaml")
+    path.write_text(json.dumps(spec | {"test_split": "test", "fewshot_split": "test"}, ensure_ascii=False), "utf-8")
+    return str(path)
+
+
+def load_tasks(
+    manager: "TaskManager", specs: dict[str, str], folder: Path | None, options: Options = COMMAND_LINE
+) -> dict[str, Any]:
+    """Load the tasks {name: spec} with their documents, which are read or downloaded: {name: what `score_task` takes}.
+
+    Raises:
+        RunError: that fails, such as without a network.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    loaded = {}
+    for name, spec in specs.items():
+        try:
+            with fixed_seeds():
+                loaded[name] = manager.load([spec])
+        except ImportError as error:
+            raise RunError(f"{name} needs a package that is not installed: pip install {error.name}") from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if folder:
+                raise RunError(f"{local_file(folder, name)}: cannot be read as {name} ({reason})") from error
+            raise RunError(
+                f"{name}: its documents cannot be downloaded from the Hugging Face hub ({reason}). To use local files: "
+                f"{options.folder} FOLDER, which holds {name}.jsonl"
+            ) from error
+        for task in loaded[name]["tasks"].values():
+            add_bits_per_byte(task)
+    return loaded
+
+
+# ---- scores
+
+
+def scoring_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What a run's model computes in when it is scored: on CUDA as in training, on a CPU float32."""
+    if device.type != "cuda":
+        return torch.float32
+    return distributed.pick_dtype(config.train.dtype, device, config.model.router)
+
+
+@contextmanager
+def fixed_seeds() -> Iterator[None]:
+    """Within it random numbers are those that the harness' own command would draw; after it those of before go on."""
+    states = random.getstate(), np.random.get_state()
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(cuda):
+        random.seed(0)
+        np.random.seed(1234)
+        torch.manual_seed(1234)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def add_bits_per_byte(task: Any) -> None:
+    """Add the metric `bits_per_byte` to a task whose answers are scored by log-likelihood; other tasks stay."""
+    from lm_eval.api.metrics import mean
+    from lm_eval.api.task import ConfigurableTask
+
+    if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
+        return
+    score = task.process_results
+
+    def process_results(doc: dict, results: Any) -> dict[str, Any]:
+        bits = answer_bits(task, doc, [loglikelihood for loglikelihood, _ in results])
+        return score(doc, results) | ({} if bits is None else {"bits_per_byte": bits})
+
+    task.process_results = process_results  # pyrefly: ignore[missing-attribute]
+    task.aggregation()["bits_per_byte"] = mean
+    task.higher_is_better()["bits_per_byte"] = False
+
+
+def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
+    """Bits per byte of the right answer to a document, of several the least; None if the document names none.
+
+    Args:
+        task: a ConfigurableTask of lm-evaluation-harness.
+        doc: the document.
+        loglikelihoods: nats, of its answers in order.
+    """
+    target = task.doc_to_target(doc)
+    if task.OUTPUT_TYPE == "loglikelihood":
+        right, answers = [0], [str(target)]
+    else:
+        choices, delimiter = task.doc_to_choice(doc), task.config.target_delimiter
+        named = task.doc_to_text(doc) if task.multiple_input else target  # choices of contexts: its text names one
+        named = [named] if isinstance(named, int | str) else [*named]
+        right = [choices.index(one) if isinstance(one, str) and one in choices else one for one in named]
+        answers = [f"{delimiter}{target if task.multiple_input else choice}" for choice in choices]
+    bits = [
+        -loglikelihoods[i] / (math.log(2) * len(answers[i].encode()))
+        for i in right
+        if isinstance(i, int) and 0 <= i < len(answers) and answers[i]
+    ]
+    return min(bits, default=None)
+
+
+def score_task(
+    name: str, loaded: Any, adapter: "Adapter", num_fewshot: int = 0, limit: int | None = None
+) -> dict[str, Metrics]:
+    """Score a model on a task or a group of tasks: {task: Metrics}, on every rank.
+
+    Args:
+        name: for errors.
+        loaded: by `load_tasks`; it may be scored again.
+        adapter: the model.
+        num_fewshot: examples in the prompts, unless the task says 0.
+        limit: documents of each task; None: all.
+
+    Raises:
+        RunError: the harness cannot evaluate it.
+    """
+    import lm_eval
+
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    try:
+        with fixed_seeds():
+            results: Any = lm_eval.evaluate(
+                adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000
+            )  # of the lower level: lm_eval.simple_evaluate would look at the machine for seconds
+    except RunError:
+        raise
+    except ValueError as error:
+        few = ", or lower --num-fewshot" if num_fewshot else ""
+        raise RunError(f"{name}: lm-evaluation-harness failed ({error}); see the task's files{few}") from error
+    counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
+    return {
+        task: {key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)}
+        | counts.get(task, {"documents": None})
+        for task, values in results["results"].items()
+    }

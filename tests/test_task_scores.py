@@ -1,0 +1,257 @@
+"""Scores on tasks while a run trains (eval.tasks): those of eval.downstream, of HFLM, and by hand; and bad input."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import lm_eval
+import numpy as np
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from numerics import assert_near, tolerance
+from runs import REPO_ROOT, column, end, meet_in, metrics, modules_in, run, start_ranks
+from test_downstream import DOCUMENTS, results, write_tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import configure
+import train
+from data.tokenizer import ByteTokenizer
+from eval import downstream, tasks
+from eval.harness import Adapter
+from eval.scoring import Scorer
+from model import GPT
+from runtime import RunError, task_scores
+from runtime.distributed import Ranks
+from runtime.folder import path_of
+from runtime.reporter import describe_scores
+from runtime.signals import Stop
+from scripts.export.__main__ import export_run
+
+LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
+# What the harness asks of document i of DOCUMENTS for its right answer, and that answer.
+RIGHT = {
+    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb"),
+    "arc_challenge": ("Question: R{i}?\nAnswer:", " z"),
+    "hellaswag": ("Hop: He{i} He", " is."),
+    "piqa": ("Question: Go {i}\nAnswer:", " walk"),
+    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i"),
+    "winogrande": ("A{i} d", " b"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tasks(tmp_path / "tasks", 5)
+
+
+def scored(folder, names=DOCUMENTS, *more):
+    return [f"eval.tasks={','.join(names)}", f"eval.tasks_dir={folder}", *more]
+
+
+# ---- bits per byte
+
+
+@pytest.mark.numerics
+def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
+    """By a model of made-up likelihoods, on all six tasks, one with an answer of more bytes than characters."""
+
+    def likelihood(context, answer):
+        return -sum(map(ord, context + answer)) % 97 / 7 - 0.125
+
+    class Client(Adapter):
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return [(likelihood(*request.args), False) for request in requests]
+
+    lines = (folder / "arc_easy.jsonl").read_text().replace("bb", "b\u00e9")
+    (folder / "arc_easy.jsonl").write_text(lines, "utf-8")
+    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9")}
+    manager = tasks.build_task_manager(DOCUMENTS)
+    specs = {name: tasks.write_task_spec(manager, name, folder, tmp_path) for name in DOCUMENTS}
+    model = SimpleNamespace(config=SimpleNamespace(block_size=64), head=torch.zeros(1))
+    client = Client(Scorer(model), ByteTokenizer())
+    for name, loaded in tasks.load_tasks(manager, specs, folder).items():
+        for limit in (None, 3):
+            found = tasks.score_task(name, loaded, client, limit=limit)[name]
+            context, answer = right[name]
+            bits = [-likelihood(context.replace("{i}", str(i)), answer) / math.log(2) for i in range(limit or 5)]
+            wanted = [one / len(answer.encode()) for one in bits]
+            mean = sum(wanted) / len(wanted)
+            assert found["bits_per_byte"] == pytest.approx(mean, rel=1e-12), name
+            error = math.sqrt(sum((one - mean) ** 2 for one in wanted) / (len(wanted) - 1) / len(wanted))
+            assert found["bits_per_byte_stderr"] == pytest.approx(error, rel=1e-9)
+            assert found["documents"] == (limit or 5)
+
+
+def test_bits_of_answers_that_are_several_or_none():
+    """The most likely of several right ones; a text to continue; an answer that is not among the choices."""
+
+    def bits(target, *likelihoods, kind="multiple_choice"):
+        task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0, config=SimpleNamespace(target_delimiter=" "))
+        task.doc_to_target, task.doc_to_choice = lambda doc: target, lambda doc: ["one", "three", "no"]
+        return tasks.answer_bits(task, {}, [-one * math.log(2) for one in likelihoods])
+
+    assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
+    assert bits("no", 8, 6, 9) == pytest.approx(3) and bits(2, 8, 6, 9) == pytest.approx(3)
+    assert bits("four", 8, 6, 9) is bits(3, 8, 6, 9) is bits(-100, 8, 6, 9) is None
+    assert bits(" caf\u00e9", 12, kind="loglikelihood") == pytest.approx(2)
+
+
+# ---- a run
+
+
+def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
+    own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
+    config = tiny(*own, *scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2"))
+    lines = run(config)
+    with_scores = [line for line in lines if "tasks/sciq/acc" in line]
+    assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too
+    for line in with_scores[1:]:
+        words = [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "winogrande", "hellaswag"]
+        assert downstream.main([*words, "--checkpoint", str(line["step"])]) == 0
+        found = results(path_of(config), f"step_{line['step']:08}")["results"]
+        values = {f"tasks/{task}/{key}": value for task in found for key, value in found[task].items()}
+        wanted = {key: value for key, value in values.items() if "stderr" not in key and "documents" not in key}
+        assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
+        assert {"tasks/sciq/bits_per_byte", "tasks/hellaswag/acc_norm"} <= wanted.keys()
+    bits = column(lines, "tasks/sciq/bits_per_byte")
+    assert len(set(bits)) == 4 and min(bits) > 0
+    alone = tiny(*own, "run.name=alone")
+    run(alone)
+    one, other = end(config), end(alone)
+    assert one.tensors == other.tensors and one.facts == other.facts
+    bare = [{key: value for key, value in line.items() if not key.startswith("tasks/")} for line in one.lines]
+    assert bare == other.lines
+
+
+@pytest.mark.numerics
+def test_scores_are_those_of_hflm(tiny, folder, tmp_path):
+    """The harness' own client, on the exported checkpoint of the last step; bits from its samples."""
+    config = tiny(*LONG, *scored(folder, ["arc_easy", "sciq"], "eval.task_limit=4"))
+    line = run(config)[-1]
+    export_run(path_of(config), tmp_path / "export")
+    manager = tasks.build_task_manager(["arc_easy"])
+    specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in ("arc_easy", "sciq")]
+    with modules_in(tmp_path / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
+    found = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, limit=4, bootstrap_iters=0)
+    for name, choice in (("arc_easy", 1), ("sciq", 3)):
+        assert line[f"tasks/{name}/acc"] == found["results"][name]["acc,none"]
+        samples, answer = found["samples"][name], RIGHT[name][1]
+        assert len(samples) == 4 and all(sample["arguments"][choice][1] == answer for sample in samples)
+        bits = [-sample["resps"][choice][0][0] / math.log(2) / len(answer) for sample in samples]
+        wanted = torch.tensor(sum(bits) / 4, dtype=torch.float64)
+        got = torch.tensor(line[f"tasks/{name}/bits_per_byte"], dtype=torch.float64)
+        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
+
+
+def test_random_numbers_go_on_after_scores_as_if_there_were_none():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def begin():
+        random.seed(7)
+        np.random.seed(7)
+        torch.manual_seed(7)
+
+    begin()
+    wanted = draw()
+    begin()
+    with tasks.fixed_seeds():
+        first = draw()
+    with tasks.fixed_seeds():
+        assert draw() == first != wanted
+    assert draw() == wanted
+
+
+def test_stopped_between_tasks_nothing_is_scored(tiny, folder):
+    config = tiny(*LONG, *scored(folder, ["sciq", "piqa"]))
+    found, model = task_scores.open_tasks(config), GPT(config.model)
+    stop = Stop()
+    assert {*found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False)} >= {"tasks/piqa/acc"}
+    stop.asked = True
+    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None and model.training
+
+
+def test_scores_in_words():
+    values = {"val/loss": 1.0, "tasks/sciq/acc": 0.25, "tasks/sciq/acc_norm": 0.5, "tasks/sciq/bits_per_byte": 1.5}
+    assert describe_scores(values | {"tasks/piqa/acc": 1.0}) == "sciq acc 0.2500, 1.5000 bits/byte; piqa acc 1.0000"
+    assert describe_scores({"val/loss": 1.0}) == ""
+
+
+def test_training_without_tasks_imports_no_harness():
+    code = "import sys, train; assert not {'lm_eval', 'transformers', 'eval'} & {*sys.modules}, sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
+
+
+def be_a_rank(file, folder):
+    for parallel in ("ddp", "zero2", "fsdp"):
+        where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
+        meet_in(file.parent / f"{parallel}.store")
+        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2))
+
+
+@pytest.mark.integration
+def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, folder):
+    """Split across ranks; under FSDP2 and ZeRO-2 of full weights that each gathers."""
+    for process in start_ranks(2, be_a_rank, tiny_file, folder):
+        code, printed = process.wait(300)
+        assert code == 0, printed
+    for parallel in ("ddp", "zero2", "fsdp"):
+        config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
+        line = metrics(config)[-1]
+        assert downstream.main([str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "piqa"]) == 0
+        found = results(path_of(config))["results"]
+        for task in ("sciq", "piqa"):
+            for key in ("acc", "bits_per_byte"):
+                assert line[f"tasks/{task}/{key}"] == found[task][key], (parallel, task, key)
+
+
+# ---- bad input
+
+
+def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch):
+    def refused(message, *overrides):
+        with pytest.raises(RunError, match=message):
+            train.train(tiny(*overrides))
+        assert not path_of(tiny()).exists()
+
+    refused("eval.tasks: eval.tasks sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
+    (folder / "sciq.jsonl").unlink()
+    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", *scored(folder, ["sciq"]))
+    (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
+    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", *scored(folder, ["piqa"]))
+    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
+    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", *scored(folder, ["piqa"]))
+
+
+def test_names_of_tasks_in_a_config(tiny, tiny_file):
+    for given in ('["sciq", "piqa"]', "sciq,piqa", "sciq, piqa,sciq,"):
+        config = tiny(f"eval.tasks={given}")
+        assert config.eval.task_names == ["sciq", "piqa"]
+        assert configure.load(tiny_file, [f"eval.tasks={config.eval.tasks}"]) == config
+    with tiny_file.open("a") as file:
+        file.write('[sweep]\n"run.seed" = [0, 1]\n')
+    text = tiny_file.read_text().replace("windows = 6", 'windows = 6\ntasks = ["sciq", "piqa"]')
+    tiny_file.write_text(text)
+    assert configure.load(tiny_file, ["run.seed=0"]).eval.task_names == ["sciq", "piqa"]
+    assert len(configure.sweep_points(tiny_file, ["run.name="])) == 2
+    for wrong in ("[1, 2]", "[sciq", "3"):
+        tiny_file.write_text(text.replace('["sciq", "piqa"]', wrong))
+        with pytest.raises(configure.ConfigError):
+            configure.load(tiny_file, ["run.seed=0"])
+    tiny_file.write_text(text)
+    message = r"eval.task_interval = 3 is not a multiple of eval.interval = 2.*--eval.task_interval=4"
+    with pytest.raises(configure.ConfigError, match=message):
+        configure.load(tiny_file, ["run.seed=0", "eval.task_interval=3"])
+
+
+def test_config_of_a_run_holds_its_tasks(tiny, tiny_file):
+    config = tiny('eval.tasks=["sciq", "piqa"]')
+    own = tiny_file.with_name("config.toml")
+    own.write_text(configure.dumps(config))
+    assert configure.load(own) == config and json.loads(json.dumps(config.model_dump())) == config.model_dump()
