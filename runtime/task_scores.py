@@ -29,7 +29,7 @@ class TaskScores:
 
         self.config, self.tokenizer, names = config, tokenizer, config.eval.task_names
         folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-        options = tasks.Options("eval.tasks", "eval.tasks_dir")
+        options = tasks.Options("task", "eval.tasks_dir")
         manager = tasks.build_task_manager(names)
         tasks.check_tasks(manager, names, folder, options)
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run

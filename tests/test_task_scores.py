@@ -220,7 +220,7 @@ def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch
             train.train(tiny(*overrides))
         assert not path_of(tiny()).exists()
 
-    refused("eval.tasks: eval.tasks sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
+    refused("eval.tasks: task sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
     (folder / "sciq.jsonl").unlink()
     refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", *scored(folder, ["sciq"]))
     (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
