@@ -20,6 +20,9 @@ def find_error(key: str, value: Any, source: str | Path) -> str | None:
     """Describe what is wrong with one setting; None if it is valid."""
     if key in SECTIONS:
         return f"{source}: {key}: found {shown(value)}, expected a section: [{key}] in a file, or --{key}.KEY=VALUE"
+    table = key.rpartition(".")[0]
+    if KEYS.get(table, {}).get("type") == "object":
+        return f"{source}: {quoted(key)}: {table} is set as a whole, as --{table}='{{books = 0.5, arxiv = 0.5}}'"
     if key not in KEYS:
         return f"{source}: {quoted(key)}: unknown key{_did_you_mean(key, [*KEYS, *SECTIONS])}"
     section, name = key.split(".")

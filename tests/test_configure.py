@@ -113,6 +113,10 @@ def test_a_wrong_line_of_a_file(write, line, says):
     ("override", "says"),
     [
         ("--train.lr=1e-3", "command line: train.lr: unknown key; did you mean 'optim.lr'?"),
+        (
+            "--data.mix.books=1",
+            "command line: data.mix.books: data.mix is set as a whole, as --data.mix='{books = 0.5,",
+        ),
         ("--train.max_steps=1e3", "command line: train.max_steps: found 1000.0 (float), expected int >= 1"),
         ("--train.max_steps=", "command line: train.max_steps: found '' (str), expected int >= 1"),
         ("--train.deterministic=maybe", "train.deterministic: found 'maybe' (str), expected bool, true or false"),

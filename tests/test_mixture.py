@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import WORDS, write_tiny
+from fake_runs import make_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs import column, content, end, metrics, run
@@ -31,7 +32,7 @@ from runtime.folder import path_of
 from scripts import sample
 from scripts.export.card import training_rows
 from scripts.report.__main__ import main as report
-from scripts.report.runs import load_run_record
+from scripts.report.runs import group_runs, load_run_record
 from scripts.watch import __main__ as watch
 
 WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}
@@ -347,6 +348,15 @@ def test_a_report_has_a_table_of_sets(trained, call, tmp_path):
     page, last = (tmp_path / "report/report.md").read_text(), metrics(trained)[-1]
     assert re.search(r"validation loss at step 4 +\| +arxiv \(30%\) +\| +books \(50%\)", page)
     assert f"{last['val/books/loss']:.4f}" in page and "arxiv 0.3 + books 0.5 + edu 0.2" in page
+
+
+def test_a_report_of_several_mixtures(tmp_path):
+    """Each is a setting, named by its mixture alone."""
+    for name, mix in {"a": "{books = 1, edu = 1}", "b": "{books = 3, edu = 1}"}.items():
+        make_run(tmp_path / name, f"data.mix={mix}")
+    records = [load_run_record(tmp_path / name) for name in "ab"]
+    settings, _ = group_runs(records)
+    assert [setting.label for setting in settings] == ["books 1 + edu 1", "books 3 + edu 1"]
 
 
 def test_a_report_weighs_windows(mixed):

@@ -57,8 +57,9 @@ class Run:
     diverged: int | None = None  # step of the first validation loss that was not finite
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key; a mixture in words."""
-        value = attrgetter(key)(self.config)
+        """The config's value of a dotted key; a mixture in words, and no data.name beside it."""
+        mix = self.config.data.mix
+        value = "" if mix and key == "data.name" else attrgetter(key)(self.config)
         return str(value) if isinstance(value, dict) else value
 
     def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
