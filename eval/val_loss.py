@@ -253,10 +253,15 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
 # ---- report it
 
 
-def read_logged(run: Path, step: int) -> dict:
-    """The line of the evaluation that metrics.jsonl has at `step`, with the windows' losses; {} without one."""
+def read_logged(run: Path, step: int, ema: bool = False) -> dict:
+    """The line of the evaluation that metrics.jsonl has at `step`, with the windows' losses; {} without one.
+
+    With `ema` its losses are those of the running mean of the weights.
+    """
     lines = read_metrics(run / "metrics.jsonl", ["val/window_losses"])
-    return next((line for line in lines if line["step"] == step and "val/loss" in line), {})
+    line = next((line for line in lines if line["step"] == step and "val/loss" in line), {})
+    prefix = "val_ema/" if ema else "val/"
+    return line | {name.replace(prefix, "val/"): line[name] for name in line if name.startswith(prefix)}
 
 
 def describe_losses(
@@ -323,7 +328,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
     logged = {}
     if any(corpus.trained_on and corpus.split == "val" for corpus in corpora):
-        logged = read_logged(args.run, trained.step)
+        logged = read_logged(args.run, trained.step, trained.ema)
     for text in describe_losses(trained, corpora, results, logged):
         print(text)
     if not args.data and not corpora[0].trained_on:

@@ -35,8 +35,9 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, taken: Tensor) -> None:
         """Move the mean towards the weights after a step, if it was `taken`, () bool on the device."""
+        part = (1 - self.decay) * taken.float()  # a tensor: the host does not wait to know whether it was taken
         for mean, weight in self._pairs():
-            mean.lerp_(weight, (1 - self.decay) * taken.to(mean.dtype))
+            mean.lerp_(weight, part)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:

@@ -183,7 +183,8 @@ def test_commands_take_the_mean(trained, tmp_path, call, capsys):
     assert "step 4, EMA of decay 0.99" in out
     (line,) = map(json.loads, (trained / "eval/step_00000004_ema/val_loss.json").open())
     logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
-    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
+    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6) and line["logged"] == logged
+    assert f"logged in training at step 4: {logged:.4f}" in out
     with modules_in(tmp_path / "modules"):
         assert export.main([str(trained), str(tmp_path / "out"), "--ema", "--check"]) == 0
         assert export.main([str(trained), str(tmp_path / "out"), "--check"]) == 0  # of the mean, too
