@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from data import prepare
 from kernels import reference
 from model import GPT
 from runtime import distributed
-from scripts.bench import harness
+from scripts.bench import expert_peers, harness
 from scripts.bench import limits as bench_limits
 from scripts.bench import moe as bench_moe
 from scripts.bench import steps as bench_steps
@@ -174,6 +175,32 @@ def test_grouped_mm_computes_the_same():
     """It has no float64, and wants rows of 16 bytes."""
     (x, w_in, w_out, weights, experts), d_out = bench_moe.make_inputs((24, 16, 8, 5, 2), torch.float32, CPU)
     assert_same(bench_moe.run_grouped_mm, [x, w_in, w_out, weights], experts, d_out)
+
+
+@pytest.mark.numerics
+def test_quack_would_compute_the_same(monkeypatch):
+    """With a stand-in for its product, as its docstring has the shapes: rows in parts, or a sum over rows in parts."""
+
+    def gemm(a, b, cu_seqlens_m=None, cu_seqlens_k=None):
+        if cu_seqlens_m is not None:
+            return torch.cat([a[i:j] @ w for w, i, j in zip(b, cu_seqlens_m[:-1], cu_seqlens_m[1:], strict=True)])
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in zip(cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)])
+
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", SimpleNamespace(gemm=gemm))
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", torch.float64)
+    assert_same(expert_peers.run_quack, leaves, experts, d_out)
+
+
+def test_libraries_get_the_same_numbers_in_their_layout():
+    """And one that is missing says so in its first call."""
+    inputs, _ = bench_moe.make_inputs((6, 4, 9, 3, 2), torch.float32, CPU, gated=True)
+    assert [tuple(t.shape) for t in inputs[1:3]] == [(3, 4, 12), (3, 6, 4)]  # as many weights as without a gate
+    for name, call in expert_peers.make_calls({"missing": expert_peers.run_liger}, inputs).items():
+        assert name == "missing" and all(torch.equal(a, b) for a, b in zip(call.args, inputs, strict=True))
+        assert call.args[1].mT.is_contiguous() and call.args[2].mT.is_contiguous() and call.args[1].requires_grad
+        with pytest.raises(ModuleNotFoundError, match="liger_kernel"):
+            call()
 
 
 def assert_same(function, leaves, experts, d_out):

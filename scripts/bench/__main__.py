@@ -11,8 +11,9 @@
     python -m scripts.bench budget config/125m.toml [--routers dense kern] [--section.key=value ...]
     python -m scripts.bench ranks config/125m.toml [--section.key=value ...]
 
-moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs:
-         TFLOP/s, the share of a matmul's rate measured beside it, and the bytes kept for the backward pass
+moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, a padded bmm, and one dense MLP of as many FLOPs;
+         on a GPU also ScatterMoE, SonicMoE, QuACK and Liger where installed. TFLOP/s, the share of a matmul's rate
+         measured beside it, and the bytes kept for the backward pass
 router   every router alone, forward and backward, and its share of a training step
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch of random tokens, of
          dense, each router, and what one would pick instead: a plain dense GPT as nanoGPT has it, and transformers'

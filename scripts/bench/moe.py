@@ -11,6 +11,8 @@ from torch import Tensor
 
 import kernels
 from runtime import RunError, distributed
+from scripts.bench import expert_peers
+from scripts.bench.expert_peers import sort_rows, sum_rows
 from scripts.bench.harness import DTYPES, Benchmark, divide
 
 DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}  # N C H E K: 2,048 and 512 rows an expert
@@ -46,22 +48,6 @@ def run_loop(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: T
     return sum_rows(torch.cat([F.gelu(part @ w1) @ w2 for part, w1, w2 in parts]), order, weights)
 
 
-def sort_rows(x: Tensor, experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather a row per token and chosen expert, sorted by expert: rows (N·K, C), their order (N·K,), loads (E,)."""
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    loads = torch.zeros(n_expert, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return x.index_select(0, order // experts.shape[1]), order, loads
-
-
-def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Sum each token's rows (N·K, C), times their gates, to (N, C)."""
-    N, K = weights.shape
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows = rows.index_select(0, inverse).view(N, K, -1)
-    return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
-
-
 ALTERNATIVES: dict[str, Callable[..., Tensor]] = {
     "kernels": kernels.expert_mlp,
     "torch backend": partial(kernels.expert_mlp, backend="torch"),  # on a CPU that is what the kernels are
@@ -75,19 +61,23 @@ def run_dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return F.gelu(x @ w1) @ w2
 
 
-def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def make_inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, gated: bool = False
+) -> tuple[list[Tensor], Tensor]:
     """Make [x, w_in, w_out, weights, experts] for `kernels.expert_mlp` and the output's gradient (N, C).
 
-    Random, with about equal loads. `shape` is (N, C, H, E, K); weights are fp32, experts int64, all else `dtype`.
+    Random, with about equal loads. `shape` is (N, C, H, E, K); weights are fp32, experts int64, all else `dtype`. With
+    `gated`, experts have three matrices of two thirds the width.
     """
     N, C, H, E, K = shape
+    H, P = (2 * H // 3, 2 * (2 * H // 3)) if gated else (H, H)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int, std: float = 1.0) -> Tensor:
         return torch.randn(*size, generator=generator, device=device) * std
 
     weights, experts = draw(N, E).softmax(-1).topk(K)
-    leaves = [draw(N, C).to(dtype), draw(E, C, H, std=C**-0.5).to(dtype), draw(E, H, C, std=H**-0.5).to(dtype), weights]
+    leaves = [draw(N, C).to(dtype), draw(E, C, P, std=C**-0.5).to(dtype), draw(E, H, C, std=H**-0.5).to(dtype), weights]
     return [leaf.requires_grad_() for leaf in leaves] + [experts], draw(N, C).to(dtype)
 
 
@@ -116,6 +106,12 @@ def bench_moe(args: Namespace, overrides: list[str]) -> None:
         calls = {what: partial(f, *inputs) for what, f in ALTERNATIVES.items()}
         if device.type == "cpu":
             del calls["torch backend"]
+        else:  # libraries for GPUs
+            calls |= expert_peers.make_calls(expert_peers.PLAIN, inputs)
+            gated, _ = make_inputs(shape, dtype, device, gated=True)
+            calls["kernels, gated"] = partial(ALTERNATIVES["kernels"], *gated, activation="silu")
+            calls |= expert_peers.make_calls(expert_peers.GATED, gated)
+        may_fail = {*calls} - {"kernels"}
         calls["dense"] = partial(run_dense, *(leaf.requires_grad_() for leaf in dense))
         functions: dict[tuple[str, Any], Callable] = {
             (what, "forward"): torch.no_grad()(call) for what, call in calls.items()
@@ -123,7 +119,7 @@ def bench_moe(args: Namespace, overrides: list[str]) -> None:
         functions |= {(what, "both"): partial(run_both, call, d_out) for what, call in calls.items()}
         for side in sides:
             functions["ceiling", side] = partial(torch.mm, *torch.randn(2, side, side, device=device).to(dtype))
-        median = bench.time(functions, [key for key in functions if key[0] in ALTERNATIVES and key[0] != "kernels"])
+        median = bench.time(functions, [key for key in functions if key[0] in may_fail])
         ceiling = max(2 * side**3 / median["ceiling", side] for side in sides)
         rows: list[list[Any]] = []
         for what, seconds in ((what, median[what, way]) for what, way in median if way == "both"):
