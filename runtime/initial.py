@@ -259,7 +259,10 @@ def _read_tensors(place: Path) -> dict[str, Tensor]:
     """All tensors in `place`."""
     index, names = place / f"{WEIGHTS}.index.json", {WEIGHTS}
     if index.is_file() and not (place / WEIGHTS).is_file():
-        names = set(_read_json(index)["weight_map"].values())
+        files = _read_json(index).get("weight_map")
+        if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
+            raise RunError(f"{index.name}: its weight_map is not an object of file names; download it again")
+        names = set(files.values())
     tensors = {}
     for name in sorted(names):
         try:

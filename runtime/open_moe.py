@@ -56,6 +56,7 @@ ABSENT = {  # keys of config.json that name what model.py lacks: their value wit
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
     "attention_dropout": 0.0,
+    "router_jitter_noise": 0.0,
 }
 EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 
@@ -66,17 +67,21 @@ def read_open_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of [model] that a config.json of one of FAMILIES describes.
 
     Raises:
-        RunError: it names something that model.py does not compute.
+        RunError: it names something that model.py does not compute, or a value has another type.
         KeyError: a key is missing.
     """
     family = FAMILIES[settings["model_type"]]
-    rope = settings.get("rope_parameters") or {}
+    rope, C, heads = settings.get("rope_parameters") or {}, settings["hidden_size"], settings["num_attention_heads"]
+    if not (isinstance(rope, dict) and type(C) is type(heads) is int and heads > 0):
+        raise RunError(
+            f"config.json: hidden_size is {C!r}, num_attention_heads {heads!r}, rope_parameters {rope!r}, expected two "
+            f"numbers above 0 and an object; download it again"
+        )
     found = {key: settings.get(key, value) for key, value in ABSENT.items()}
     found["sliding_window"] = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    found["rope_type"] = rope.get("rope_type", "default")
+    found["rope_type"] = rope.get("rope_type", rope.get("type"))  # the older name
     found["head_dim"] = settings.get("head_dim")
-    width = settings["hidden_size"] // settings["num_attention_heads"]
-    wanted = ABSENT | {"sliding_window": None, "rope_type": "default", "head_dim": width}
+    wanted = ABSENT | {"sliding_window": None, "rope_type": "default", "head_dim": C // heads}
     for key, value in found.items():
         if value not in (wanted[key], None):
             raise RunError(
@@ -90,7 +95,7 @@ def read_open_config(settings: Mapping[str, Any]) -> dict[str, Any]:
         **SHARED,
         "n_expert": experts,
         "expert_hidden": settings[family.expert_hidden],
-        "rope_base": float(base),
+        "rope_base": base,
         "qk_norm": family.qk_norm,
         "router": chosen[0] if chosen else next(iter(family.routers)),  # norm_topk_prob is False by default
     }

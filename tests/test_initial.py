@@ -334,6 +334,14 @@ def missing_shard(place):
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def index(text):
+    def write(place):
+        (place / "model.safetensors").unlink()
+        (place / "model.safetensors.index.json").write_text(text)
+
+    return write
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
 FAULTS = {
     "neither a config.json (with model.safetensors) nor a run's": lambda p: (p / "config.json").unlink(),
@@ -349,6 +357,8 @@ FAULTS = {
     "model.safetensors cannot be read (Error": lambda p: os.truncate(p / "model.safetensors", 20_000),
     "cannot be read (Error while deserializing header": text_in("model.safetensors", LFS),
     "model-1.safetensors cannot be read (No such file": missing_shard,
+    "model.safetensors.index.json: its weight_map is not": index("{}"),
+    "its weight_map is not an object of file names": index('{"weight_map": {"wte.weight": 1}}'),
     "blocks.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
     "blocks.0.mlp.w_in.weight is (16, 32), expected (8, 32)": setting(n_inner=8),
     "blocks.1.attn.qkv.bias is (96,), expected none": setting(n_layer=1),

@@ -149,6 +149,26 @@ def test_what_we_do_not_compute_is_refused(tiny, tmp_path, kind, update, words):
     assert words in refused(tiny(f"train.init_from={tmp_path / kind}", *SHAPE, *OURS[kind]))
 
 
+DAMAGES = [
+    ({"rope_parameters": {"type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_base: Input should be a valid number"),
+    ({"rope_parameters": "default"}, "rope_parameters 'default', expected"),
+    ({"num_attention_heads": 0}, "num_attention_heads 0, rope_parameters"),
+    ({"hidden_size": None}, "hidden_size is None, num"),
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    ({"num_key_value_heads": 3}, "attn.qkv.weight is (64, 32), expected (80, 32)"),
+]
+
+
+def test_a_damaged_config_is_refused(tiny, tmp_path):
+    """Written by hand, since transformers itself does not make them."""
+    make_model("mixtral").save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for update, words in DAMAGES:
+        (tmp_path / "config.json").write_text(json.dumps(written | update))
+        assert words in refused(tiny(f"train.init_from={tmp_path}", *SHAPE, *OURS["mixtral"]))
+
+
 @KINDS
 def test_what_a_family_does_not_compute_is_named(tiny, kind):
     model = tiny(*SHAPE, *OURS[kind]).model
