@@ -1,13 +1,16 @@
-"""Causal self-attention of model.py: rotary positions and the cache of keys and values.
+"""Causal self-attention of model.py: rotary positions, documents, and the cache of keys and values.
 
 Shapes in comments: B sequences, T positions, S columns of the cache, C = n_embd, nh heads of size hs for
 queries, nkv for keys and values, L = n_layer.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from configure.schema import Model as ModelConfig
 
@@ -19,11 +22,43 @@ def make_norm(config: ModelConfig, width: int) -> nn.Module:
     return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
 
 
+class Documents(NamedTuple):
+    """What each position of a window may see (data.document_mask)."""
+
+    positions: Tensor  # (B, T) int64, from the start of each document, or of the window within its first
+    mask: Tensor | BlockMask  # (B, 1, T, T): the same document, no later position
+
+
+def find_documents(idx: Tensor, token: int, blocks: bool = False) -> Documents:
+    """Find the documents of windows: one begins at each end-of-text token, which precedes its first token.
+
+    As an input that token only predicts how the next document begins, so it sees nothing of the one before.
+
+    Args:
+        idx: (B, T) int64 token ids.
+        token: the id of end-of-text.
+        blocks: whether the mask is a BlockMask of flex_attention, which skips blocks that it hides, or a tensor.
+    """
+    B, T = idx.shape
+    at = torch.arange(T, device=idx.device)
+    begins = torch.where(idx == token, at, 0).cummax(1).values  # (B, T), of each position's document
+
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (begins[b, q] <= k) & (k <= q)
+
+    if blocks:
+        mask = create_block_mask(is_seen, B, None, T, T, device=idx.device)
+    else:
+        mask = ((begins[:, :, None] <= at) & (at <= at[:, None]))[:, None]
+    return Documents(at - begins, mask)
+
+
 class KVCache:
     """Keys and values of the tokens so far, so that each new token costs one token's work. For evaluation only.
 
     Rows of unequal length are padded on the left, so row b begins at column start[b], or on the right, where later
-    columns attend to nothing real. A forward pass of T tokens calls `prepare` once and `update` once per layer.
+    columns attend to nothing real. With document masks start[b] is where the document of its last column begins. A
+    forward pass calls `prepare` once and `update` once per layer.
     """
 
     def __init__(self, config: ModelConfig, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32) -> None:
@@ -32,13 +67,22 @@ class KVCache:
         shape = (config.n_layer, 2, len(start), kv_heads(config), capacity, config.n_embd // config.n_head)
         self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nkv, S, hs)
 
-    def prepare(self, T: int) -> None:
-        """Add T columns: set their positions (B, T) and the mask (B, 1, T, S) of columns that each may attend to."""
-        device = self.start.device
+    def prepare(self, idx: Tensor, token: int | None = None) -> None:
+        """Add T columns: set their positions (B, T) and the mask (B, 1, T, S) of columns that each may attend to.
+
+        Args:
+            idx: (B, T) int64 token ids.
+            token: the one that begins a document (see `find_documents`); None: attention crosses documents.
+        """
+        T, device = idx.shape[1], self.start.device
         new = self.length + torch.arange(T, device=device)  # (T,)
         old = torch.arange(self.length + T, device=device)  # (S,)
-        self.positions = (new - self.start[:, None]).clamp(0, self.block_size - 1)  # only padding is clamped
-        real = old >= self.start[:, None, None]  # (B, 1, S)
+        begins = self.start[:, None]  # (B, 1) or (B, T)
+        if token is not None:  # padding may hold it too, always before `start`
+            begins = torch.where(idx == token, new, 0).cummax(1).values.maximum(begins)
+            self.start = begins[:, -1]
+        self.positions = (new - begins).clamp(0, self.block_size - 1)  # only padding is clamped
+        real = old >= begins[..., None]  # (B, 1 or T, S)
         own = old == new[:, None]  # (T, S): padding attends to itself, since attention to nothing gives NaN
         self.mask = (real & (old <= new[:, None]) | own)[:, None]  # (B, 1, T, S)
         self.length, self.layer = self.length + T, 0
@@ -94,7 +138,6 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.n_kv_head = kv_heads(config)
-        self.groups = config.n_head // self.n_kv_head
         self.dropout = config.dropout
         self.rope_base = config.rope_base if config.pos == "rope" else None
         self.widths = [config.n_embd, *[self.n_kv_head * self.head_size] * 2]  # of queries, keys, values
@@ -105,25 +148,41 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (make_norm(config, self.head_size if per_head else w) for w in self.widths[:2])
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, past: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: KVCache | None = None, documents: Documents | None = None) -> Tensor:
         B, T, C = x.shape
+        given = documents if past is None else past
         q, k, v = self.qkv(x).split(self.widths, dim=-1)  # (B, T, nh·hs), twice (B, T, nkv·hs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normalize_heads(q, self.q_norm), normalize_heads(k, self.k_norm)
         q, k, v = (t.view(B, T, -1, self.head_size).transpose(1, 2) for t in (q, k, v))  # (B, nh or nkv, T, hs)
         if self.rope_base:
-            positions = None if past is None else past.positions
+            positions = None if given is None else given.positions
             q, k = rotate(q, self.rope_base, positions), rotate(k, self.rope_base, positions)
         dropout = self.dropout if past is None and self.training else 0.0
-        mask = None
         if past is not None:
-            (k, v), mask = past.update(k, v), past.mask
-        if self.groups > 1 and not reads_groups(q, mask):
-            k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)  # (B, nh, T or S, hs)
-        shared = k.shape[1] < q.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=past is None, enable_gqa=shared)
+            k, v = past.update(k, v)
+        y = attend(q, k, v, None if given is None else given.mask, dropout)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side
         return F.dropout(y, self.dropout, self.training)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0) -> Tensor:
+    """Softmax attention, (B, nh, T, hs).
+
+    Args:
+        q: (B, nh, T, hs) queries.
+        k: (B, nkv, S, hs) keys.
+        v: (B, nkv, S, hs) values.
+        mask: what each query sees, (B, 1, T, S) bool or as blocks; None: its own position and those before.
+        dropout: of probabilities; flex_attention has none.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1)
+    if groups > 1 and not reads_groups(q, mask):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, nh, T or S, hs)
+    shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=shared)
 
 
 def reads_groups(q: Tensor, mask: Tensor | None) -> bool:

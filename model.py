@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import Attention, KVCache, make_norm
+from attention import Attention, Documents, KVCache, find_documents, make_norm
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import expert_mlp, route
@@ -101,23 +101,32 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.checkpointing = False  # activation checkpointing: keep only x, recompute the block in the backward pass
 
-    def forward(self, x: Tensor, past: KVCache | None = None) -> tuple[Tensor, Stats | None]:
+    def forward(
+        self, x: Tensor, past: KVCache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Stats | None]:
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, use_reentrant=False)
-        return self._forward(x, past)
+            return checkpoint(self._forward, x, None, documents, use_reentrant=False)
+        return self._forward(x, past, documents)
 
-    def _forward(self, x: Tensor, past: KVCache | None = None) -> tuple[Tensor, Stats | None]:
-        x = x + self.attn(self.ln_1(x), past)
+    def _forward(self, x: Tensor, past: KVCache | None, documents: Documents | None) -> tuple[Tensor, Stats | None]:
+        x = x + self.attn(self.ln_1(x), past, documents)
         y, stats = self.mlp(self.ln_2(x))
         return x + F.dropout(y, self.dropout, self.training), stats
 
 
 class GPT(nn.Module):
-    """The language model. `config` may be any object with the attributes of `configure.schema.Model`."""
+    """The language model. `config` may be any object with the attributes of `configure.schema.Model`.
+
+    Attributes:
+        document_token: the id that begins a document of its own (data.document_mask); None: attention crosses them.
+        compiled: whether its blocks are (`parallel.compile_blocks`).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.document_token: int | None = None
+        self.compiled = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.blocks = nn.ModuleList(Block(config, i < dense_layers(config)) for i in range(config.n_layer))
@@ -175,16 +184,24 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens are more than the model's block_size of {self.config.block_size}")
         if past is not None:
-            past.prepare(T)
+            past.prepare(idx, self.document_token)
+        documents = self.find_documents(idx, self.compiled) if past is None else None
+        given = documents if past is None else past
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe(torch.arange(T, device=idx.device) if past is None else past.positions)
+            x = x + self.wpe(torch.arange(T, device=idx.device) if given is None else given.positions)
         x = F.dropout(x, self.config.dropout, self.training)
         layers = []
         for block in self.blocks:
-            x, stats = block(x, past)
+            x, stats = block(x, past, documents)
             layers.append(stats)
         return x, layers
+
+    def find_documents(self, idx: Tensor, compiled: bool) -> Documents | None:
+        """The documents of windows (B, T), for blocks that are compiled or not; None if attention crosses them."""
+        if self.document_token is None:
+            return None
+        return find_documents(idx, self.document_token, compiled and idx.is_cuda and not self.config.dropout)
 
     @property
     def head(self) -> Tensor:

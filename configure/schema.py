@@ -130,6 +130,12 @@ class Data(Section):
         "the weight over the sum of weights",
     )
 
+    document_mask: bool = Field(
+        False,
+        description="attention sees its own document only, and positions begin anew at each; false: windows cross "
+        "documents, as the paper's",
+    )
+
     @property
     def sets(self) -> dict[str, float]:
         """The prepared sets and their parts of the windows, which sum to 1."""

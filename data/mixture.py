@@ -74,6 +74,17 @@ def check_tokenizers(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
             )
 
 
+def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
+    """Raise DataError if a set's training split is one text without an end of a document in it."""
+    for folder, meta in zip(folders, metas, strict=True):
+        if meta.splits["train"].documents < 2:
+            raise DataError(
+                f"{folder}: data.document_mask = true, but its training split is one document, with no end inside. Set "
+                f"--data.document_mask=false, or prepare its text again as documents, one to a file or to a row of "
+                f".jsonl: python -m data.prepare text --source FOLDER --name {folder.name} --force"
+            )
+
+
 def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
     """Two sha256 as `fingerprint` has them: `data` of one set is its own, of several that of all and their weights."""
     prints = [fingerprint(meta) for meta in metas]

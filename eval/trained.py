@@ -103,6 +103,8 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
             for name, tensor in model.state_dict().items():
                 sums[name] += tensor
         model.load_state_dict({name: total / average for name, total in sums.items()})
+    if config.data.document_mask:
+        model.document_token = metadata["document_token"]
     return Trained(model, config, step, average, metadata, ema)
 
 

@@ -52,6 +52,7 @@ def compile_blocks(model: GPT) -> None:
     Blocks share one graph, so compiling takes as long for one as for all, and DDP and FSDP2 still receive gradients
     block by block.
     """
+    model.compiled = True
     for block in model.blocks:
         block.compile()
 
@@ -77,10 +78,11 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
                 trial = copy.deepcopy(block).to(ranks.device)
                 trial.compile()
                 x = torch.zeros(*shape, model.config.n_embd, device=ranks.device, requires_grad=True)
+                documents = model.find_documents(torch.zeros(shape, dtype=torch.int64, device=ranks.device), True)
                 with autocast:
-                    trial(x)[0].float().sum().backward()
+                    trial(x, None, documents)[0].float().sum().backward()
                 with torch.no_grad(), autocast:
-                    trial.eval()(x)
+                    trial.eval()(x, None, documents)
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
     problems = gather(problem, ranks.control)
@@ -142,6 +144,7 @@ def gather_model(model: GPT) -> GPT:
     with torch.device("meta"):
         copy = GPT(model.config)
     copy.to_empty(device=model.head.device).requires_grad_(False)
+    copy.document_token = model.document_token
     own = copy.state_dict()
     for name, tensor in model.state_dict().items():
         own[name].copy_(full_tensor(tensor))

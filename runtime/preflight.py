@@ -7,7 +7,7 @@ import torch
 
 from configure import Config
 from data.loader import Loader, Validation, choose_validation
-from data.mixture import check_sets, identify, open_sets
+from data.mixture import check_documents, check_sets, identify, open_sets
 from model import parameter_shapes
 from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
     tasks: TaskScores | None  # eval.tasks
+    document_token: int | None  # that begins a document, with data.document_mask
 
     @property
     def accumulation(self) -> int:
@@ -94,6 +95,8 @@ def preflight(config: Config) -> Plan:
 
     folders, weights, block_size = config.data.folders, [*config.data.sets.values()], config.model.block_size
     metas = check_sets(folders, config.model.vocab_size)
+    if config.data.document_mask:
+        check_documents(folders, metas)
     train_tokens, val_tokens = (open_sets(folders, split) for split in ("train", "val"))
     loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
     validation = choose_validation(val_tokens, block_size, config.eval.windows, config.eval.spread, weights)
@@ -120,4 +123,5 @@ def preflight(config: Config) -> Plan:
         initial_weights=None if last_step or branch else initial.read_initial_weights(config),
         branch=branch,
         tasks=open_tasks(config),
+        document_token=metas[0].tokenizer["eot"] if config.data.document_mask else None,
     )

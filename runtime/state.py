@@ -75,9 +75,12 @@ class TrainState:
         if self.step:
             plan.check_identity(self.step, recorded or {})
         self.metadata = {**(recorded or {}), **plan.identity}
+        if plan.document_token is not None:
+            self.metadata["document_token"] = plan.document_token
 
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         self.model = GPT(config.model)
+        self.model.document_token = plan.document_token
         if plan.initial_weights:
             initial.load_initial_weights(self.model, plan.initial_weights, ranks)
         for block in self.model.blocks:

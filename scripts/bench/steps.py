@@ -35,6 +35,8 @@ def build(config: Config, device: torch.device, make: Callable[[Model], nn.Modul
     torch.manual_seed(config.run.seed)
     with device:
         model = make(config.model)
+    if isinstance(model, GPT) and config.data.document_mask:
+        model.document_token = 0
     for block in getattr(model, "blocks", ()):
         block.checkpointing = config.train.activation_checkpointing
     return model, build_optimizer(model, config.optim)
@@ -65,6 +67,8 @@ class Step:
         clip, scaled = self.config.optim.grad_clip, self.dtype == torch.float16
         shape = 2, self.config.train.micro_batch_size, self.config.model.block_size
         tokens = torch.randint(self.config.model.vocab_size, shape, device=self.device)
+        if self.config.data.document_mask:
+            tokens[..., :: max(1, shape[-1] // 4)] = 0  # four documents to a window
         return model, optimizer, Updates(optimizer, self.device, scaled=scaled, grad_clip=clip), tokens
 
     def __call__(self) -> None:

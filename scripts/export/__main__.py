@@ -77,6 +77,12 @@ def export_run(
     if os.path.lexists(out):
         raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
     trained, tokenizer = load_run(run, step, average, ema)
+    if trained.config.data.document_mask:
+        raise RunError(
+            f"{run}: trained with data.document_mask = true, which no exported model computes: its attention would "
+            f"cross documents. Use the run itself (scripts.sample, eval.downstream, eval.val_loss), or train with "
+            f"--data.document_mask=false"
+        )
     biases = [buffer for name, buffer in trained.model.named_buffers() if name.endswith("selection_bias")]
     form = choose_form(form, trained.config.model, any(bias.any() for bias in biases))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,272 @@
+"""data.document_mask: every document of a window against itself alone, and runs, resume and commands with masks."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_tiny
+from corpora import write_ids
+from numerics import assert_near, seeded, tolerance
+from runs import column, end, meet_in, metrics, run, start_ranks
+from torch.nn.attention.flex_attention import BlockMask
+
+import attention
+import configure
+import scripts.export.__main__ as export
+import train
+from attention import KVCache, attend, find_documents
+from configure import Config
+from data import DataError
+from eval import generation, val_loss
+from eval.scoring import Scorer
+from eval.trained import load_model
+from model import GPT
+from runtime import RunError
+from runtime.folder import path_of
+from runtime.preflight import preflight
+from scripts import sample
+
+T, V, END = 12, 40, 39
+MASKED = "data.document_mask=true"
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
+SIZES |= {"n_expert": 4, "top_k": 4, "expert_hidden": 12, "rope_base": 300.0}  # all experts: no choice to round
+LENGTHS = [[3, 5, 4], [0, 6, 1, 5], [12]]  # of the documents in each window; the first has begun before it
+LIMIT = {"dense": tolerance(torch.float64, 64, roundings=32), "kern": tolerance(torch.float32, 32)}  # routers: fp32
+blocks = pytest.mark.parametrize("pos", ["learned", "rope"])
+routers = pytest.mark.parametrize("router, n_kv_head", [("dense", 0), ("dense", 2), ("kern", 2)])
+
+
+def build(token=END, **update):
+    """A GPT in fp64 with weights that show where each applies."""
+    torch.manual_seed(seeded().initial_seed())
+    model = GPT(Config().model.model_copy(update={**SIZES, **update})).double()
+    model.document_token = token
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3 + (p.dim() == 1))
+    return model
+
+
+def make_windows():
+    """Tokens (3, T) of windows of documents of LENGTHS, and the documents: (row, first, stop)."""
+    idx, documents = torch.randint(END, (len(LENGTHS), T), generator=seeded()), []
+    for row, lengths in enumerate(LENGTHS):
+        for i, stop in enumerate(np.cumsum(lengths).tolist()):
+            first = stop - lengths[i]
+            if i:
+                idx[row, first] = END
+            if first < stop:
+                documents.append((row, first, stop))
+    return idx, documents
+
+
+def all_logits(model, idx, past=None):
+    return model.logits(model.hidden(idx, past)[0])
+
+
+def gradients(model, logits, weights):
+    return torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True)
+
+
+def add(sums, others):
+    return [a if b is None else b if a is None else a + b for a, b in zip(sums, others, strict=True)]
+
+
+@pytest.mark.numerics
+@blocks
+@routers
+def test_documents_of_a_window_equal_each_alone(pos, router, n_kv_head):
+    """Logits, and gradients of a weighted sum of them. Alone, the model knows of no masks."""
+    masked = build(pos=pos, router=router, n_kv_head=n_kv_head)
+    plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head)
+    idx, documents = make_windows()
+    weights = torch.randn(*idx.shape, V, generator=seeded(1), dtype=torch.float64)
+    logits = all_logits(masked, idx)
+    found = gradients(masked, logits, weights)
+    wanted = [None] * len(found)
+    for row, first, stop in documents:
+        alone = all_logits(plain, idx[row : row + 1, first:stop])
+        assert_near(logits[row, first:stop], alone[0], LIMIT[router], f"row {row} from {first}")
+        wanted = add(wanted, gradients(plain, alone, weights[row : row + 1, first:stop]))
+    for (name, _), one, other in zip(masked.named_parameters(), found, wanted, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert_near(one, other, 4 * LIMIT[router], name)
+    crossing = all_logits(plain, idx)
+    assert (crossing[2] - logits[2]).abs().max() < 1e-4  # one document: the mask changes nothing
+    assert (crossing[0, 3:] - logits[0, 3:]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.numerics
+@blocks
+@routers
+def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
+    """With ends in the prompt, in later columns, and as padding; and rows selected from the cache."""
+    masked = build(pos=pos, router=router, n_kv_head=n_kv_head).eval()
+    plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head).eval()
+    idx, documents = make_windows()
+    start = torch.tensor([2, 0, 5])
+    for row, first in enumerate(start.tolist()):
+        idx[row, :first] = END
+    cut = [(row, max(first, int(start[row])), stop) for row, first, stop in documents]
+    with torch.no_grad():
+        whole = {(r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut}
+        past = KVCache(masked.config, start, 7, torch.float64)
+        steps = [all_logits(masked, part, past) for part in idx[:, :7].split([4, 1, 2], 1)]
+        chosen = torch.tensor([2, 0, 1, 0])
+        past = past.select_rows(chosen, T)
+        rest = torch.cat([all_logits(masked, part, past) for part in idx[chosen, 7:].split([1, 1, 3], 1)], 1)
+        logits = torch.cat([torch.cat(steps, 1)[chosen], rest], 1)
+    for place, row in enumerate(chosen.tolist()):
+        for r, first, stop in cut:
+            if r == row:
+                assert_near(logits[place, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}")
+
+
+@pytest.fixture
+def eager_flex(monkeypatch):
+    """On a CPU flex_attention runs eagerly, and refuses gradients, which its eager code has."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda q, k, v: None)
+
+
+@pytest.mark.numerics
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("length", [12, 300])  # of 300 some blocks are full, some empty
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flex_attention_equals_the_mask(length, heads, eager_flex):
+    """Values and gradients, with shared heads."""
+    draw = seeded(length)
+    idx = torch.randint(END, (2, length), generator=draw)
+    idx[0, [length // 3, length // 2]], idx[1, length - 2] = END, END
+    q, k, v = (torch.randn(2, n, length, 16, generator=draw, dtype=torch.float64) for n in (4, heads, heads))
+    weights = torch.randn(q.shape, generator=draw, dtype=torch.float64)
+    results = []
+    for as_blocks in (False, True):
+        documents = find_documents(idx, END, as_blocks)
+        assert isinstance(documents.mask, BlockMask) == as_blocks
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        y = attend(*leaves, documents.mask)
+        results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
+    for one, other in zip(*results, strict=True):
+        assert_near(one, other, tolerance(torch.float64, length, roundings=8))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@blocks
+def test_a_model_with_flex_attention_equals_itself_with_masks(pos, monkeypatch, eager_flex):
+    model, (idx, _) = build(pos=pos, router="dense", n_kv_head=2), make_windows()
+    wanted = all_logits(model, idx)
+    used = []
+    monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, True))
+    flex = attention.flex_attention
+    monkeypatch.setattr(attention, "flex_attention", lambda *args, **more: used.append(1) or flex(*args, **more))
+    assert_near(all_logits(model, idx), wanted, LIMIT["dense"])
+    assert len(used) == 2
+
+
+def test_generated_ends_begin_anew():
+    """Beyond an end the continuation is that of the end alone, with a cache and after the window is full."""
+    model = build(router="dense", pos="rope").eval().float()
+    prompts = [[1, 2, 3, END, 5], [END, 5], [7, 8, END, 9, END, 5]]
+    with torch.no_grad():
+        rows = list(zip(*generation.generate(model, prompts, 6, generation.SamplingParams(0)), strict=True))
+    assert rows[0] == rows[1] == rows[2]
+    with torch.no_grad():
+        full = [*range(9), END, 5]
+        two = list(zip(*generation.generate(model, [full, [END, 5]], 9, generation.SamplingParams(0)), strict=True))
+    assert two[0] == two[1]
+
+
+def test_scores_do_not_cross_documents():
+    """Alone and with a shared context, whose documents before its last change nothing."""
+    scorer = Scorer(build(router="dense").eval().float())
+    short, long = [END, 4, 5], [1, 2, END, 4, 5]
+    for more in ([(6, 7)], [(6, 7), (8, 9, 10)]):
+        a, b = (scorer.score([(context, list(rest)) for rest in more]) for context in (short, long))
+        assert [s.loglikelihood for s in a] == pytest.approx([s.loglikelihood for s in b], rel=1e-5)
+
+
+# ---- runs
+
+
+def test_a_run_resumes_bit_equal_and_knows_its_token(tiny):
+    run(tiny(MASKED, "run.name=whole"))
+    run(tiny(MASKED, "run.name=part", "train.max_steps=2"))
+    run(tiny(MASKED, "run.name=part"))
+    assert end(tiny(MASKED, "run.name=part")).tensors == end(tiny(MASKED, "run.name=whole")).tensors
+    assert load_model(path_of(tiny("run.name=whole"))).model.document_token == 256
+    run(tiny("run.name=crossing"))
+    losses = [column(metrics(tiny(f"run.name={name}")), "val/loss") for name in ("whole", "crossing")]
+    assert losses[0] != losses[1]
+    assert load_model(path_of(tiny("run.name=crossing"))).model.document_token is None
+
+
+def test_another_mask_in_a_run_is_refused(tiny):
+    run(tiny("run.name=a"))
+    with pytest.raises(RunError, match="data.document_mask: False -> True"):
+        train.train(tiny("run.name=a", MASKED))
+
+
+def test_activation_checkpointing_changes_nothing(tiny):
+    ends = []
+    for name, word in {"kept": "false", "recomputed": "true"}.items():
+        config = tiny(MASKED, f"run.name={name}", f"train.activation_checkpointing={word}")
+        run(config)
+        ends.append(end(config).tensors)
+    assert ends[0] == ends[1]
+
+
+def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
+    config = tiny(MASKED)
+    logged = column(run(config), "val/loss")[-1]
+    call(val_loss.main, path_of(config))
+    (line,) = map(json.loads, (path_of(config) / "eval/step_00000004/val_loss.json").open())
+    assert line["loss"] == pytest.approx(logged, rel=1e-6)
+    call(sample.main, path_of(config), "--prompt", "a", "--tokens", 40, "--ignore-end")
+    assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 2
+    assert "trained with data.document_mask = true" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_set_of_one_document_is_refused(tmp_path):
+    ids = np.arange(2000) % 200
+    ids[-1] = 256  # the only end
+    write_ids(tmp_path / "tiny", ids, ids)
+    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED])
+    with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
+        preflight(config)
+    preflight(configure.load(write_tiny(tmp_path, tmp_path)))
+
+
+def be_a_rank(file):
+    """A run under each parallelism."""
+    for parallel in ("ddp", "zero2", "fsdp"):
+        meet_in(file.parent / f"{parallel}.store")
+        more = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.name={parallel}"]
+        train.train(configure.load(file, [MASKED, *more], 2))
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+@pytest.mark.integration
+@pytest.mark.numerics
+def test_two_ranks_have_the_losses_of_one(tiny, tiny_file):
+    for process in start_ranks(2, be_a_rank, tiny_file):
+        code, printed = process.wait(300)
+        assert code == 0, printed
+    wanted = torch.tensor(column(run(tiny(MASKED, "run.name=one")), "val/loss"))
+    for parallel in ("ddp", "zero2", "fsdp"):
+        found = torch.tensor(column(metrics(tiny(f"run.name={parallel}")), "val/loss"))
+        assert_near(found, wanted, tolerance(torch.float32, 257, roundings=8), parallel)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
+def test_compiled_blocks_take_the_mask(tiny):
+    losses = [
+        torch.tensor(column(run(tiny(MASKED, f"run.name={word}", f"train.compile={word}")), "val/loss"))
+        for word in ("off", "on")
+    ]
+    assert_near(losses[1], losses[0], 1e-4)
