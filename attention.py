@@ -178,6 +178,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
     """
     groups = q.shape[1] // k.shape[1]
     if isinstance(mask, BlockMask):
+        q, k, v = (t.contiguous() for t in (q, k, v))  # inductor's kernel for CPUs reads values with the keys' strides
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     if groups > 1 and not reads_groups(q, mask):
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, nh, T or S, hs)

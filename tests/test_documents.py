@@ -26,6 +26,7 @@ from eval.trained import load_model
 from model import GPT
 from runtime import RunError
 from runtime.folder import path_of
+from runtime.parallel import compile_blocks, gather_model
 from runtime.preflight import preflight
 from scripts import sample
 
@@ -270,3 +271,34 @@ def test_compiled_blocks_take_the_mask(tiny):
         for word in ("off", "on")
     ]
     assert_near(losses[1], losses[0], 1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_compiled_blocks_take_flex_attention(pos, monkeypatch):
+    """Without gradients inductor compiles it on a CPU. Other documents in the same shape do not compile again."""
+    model, length = build(pos=pos, router="dense", n_kv_head=2, block_size=150).float().eval(), 150
+    idx = torch.randint(END, (2, 2, length), generator=seeded())
+    idx[0, 0, [20, 140]], idx[1, :, 77] = END, END
+    with torch.no_grad():
+        wanted = [all_logits(model, x) for x in idx]
+        compile_blocks(model)
+        monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, compiled))
+        for turn, (x, logits) in enumerate(zip(idx, wanted, strict=True)):
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                assert_near(all_logits(model, x), logits, tolerance(torch.float32, 64, roundings=32))
+
+
+def test_a_gathered_model_keeps_its_token():
+    assert gather_model(build()).document_token == END
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu_flex_attention_trains_as_the_mask(tiny):
+    settings = [MASKED, "train.device=cuda", "train.dtype=float32"]
+    losses = [
+        torch.tensor(column(run(tiny(*settings, f"run.name={word}", f"train.compile={word}")), "val/loss"))
+        for word in ("off", "on")
+    ]
+    assert_near(losses[1], losses[0], 1e-3)
