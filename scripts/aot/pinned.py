@@ -4,7 +4,7 @@ A row holds the worse of float16 and bfloat16; a kernel in float32 has a row onl
 """
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.aot.launches import Kernel
@@ -33,12 +33,13 @@ def write_pins(pins: dict[Key, Row]) -> None:
         writer.writerows(pins[key] for key in sorted(pins))
 
 
-def make_row(key: Key, kernels: Iterable[Kernel]) -> Row:
-    """Make a row of the worst of a kernel's figures, one each for the types that share the row."""
+def make_row(key: Key, kernels: Sequence[Kernel]) -> Row:
+    """Make a row of the worse of the kernels of the types that share it, with the larger spill of all."""
+    spilled = max(kernel.spilled for kernel in kernels)
     worst = max(kernels, key=lambda kernel: (-kernel.blocks, -kernel.buffers, -find_wait(kernel), kernel.other or 0))
     mma = worst.loop.mma.partition(".")[0] if worst.loop else ""
     wait = worst.loop.wait if worst.loop else None
-    values = (worst.tile, mma, worst.blocks, worst.buffers, wait, worst.other, worst.spilled)
+    values = (worst.tile, mma, worst.blocks, worst.buffers, wait, worst.other, spilled)
     return dict(zip(KEY + FIGURES, [*key, *("" if value is None else str(value) for value in values)], strict=True))
 
 
