@@ -221,7 +221,7 @@ def test_activation_checkpointing_changes_nothing(tiny):
 
 
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
-    config = tiny(MASKED)
+    config = tiny(MASKED, "eval.windows=60")  # some of them with ends
     logged = column(run(config), "val/loss")[-1]
     call(val_loss.main, path_of(config))
     (line,) = map(json.loads, (path_of(config) / "eval/step_00000004/val_loss.json").open())
