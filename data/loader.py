@@ -14,7 +14,7 @@ import numpy as np
 
 from data import DataError
 from data.bins import Tokens
-from data.mixture import JoinedTokens, assign_rows, share_out, to_shares
+from data.mixture import JoinedTokens, assign_rows, split_windows, to_shares
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -175,7 +175,7 @@ def choose_validation(
     """
     counts = [count_windows(part, block_size) for part in parts]
     joined = JoinedTokens(parts, counts, block_size)
-    numbers = share_out(count, weights, counts)
+    numbers = split_windows(count, weights, counts)
     chosen = [fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)]
     windows, documents = [], []
     for part, first, indices in zip(parts, joined.starts, chosen, strict=False):

@@ -145,7 +145,7 @@ def _round_part(n: np.ndarray, part: int, whole: int) -> np.ndarray:
     return times * part + (rest * part + whole // 2) // whole
 
 
-def share_out(count: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
+def split_windows(count: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
     """`count` windows in proportion to weights: one at least of each set, and no more than it has."""
     shares = np.array(weights) / np.sum(weights) * count
     found = np.floor(shares).astype(np.int64)

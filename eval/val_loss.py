@@ -35,7 +35,7 @@ from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
 from data.loader import fixed_windows, number_documents, prefetch, spread_evenly
-from data.mixture import identify, list_sets, share_out
+from data.mixture import identify, list_sets, split_windows
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
@@ -91,7 +91,7 @@ def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
     if len(folders) == 1:
         return [open_prepared(folders[0], trained, args)]
     count = trained.config.eval.windows
-    shares = share_out(count, weights, [count] * len(folders))
+    shares = split_windows(count, weights, [count] * len(folders))
     found = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
     identity = identify([read_meta(folder) for folder in folders], weights)
     same = all(trained.metadata.get(key) == sha256 for key, sha256 in identity.items())

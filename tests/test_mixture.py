@@ -19,7 +19,7 @@ import train
 from data import DataError, prepare, verify
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import UNIT, assign_rows, check_sets, identify, share_out, to_shares
+from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval import val_loss
@@ -146,9 +146,9 @@ def test_the_batch_does_not_depend_on_ranks(mixed, sets, ranks, micro_batch):
 
 
 def test_windows_are_shared_out():
-    assert share_out(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
-    assert share_out(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
-    assert share_out(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
+    assert split_windows(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
+    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
+    assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
 
 
 def test_validation_windows_are_those_of_each_set(sets):
