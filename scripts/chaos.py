@@ -4,8 +4,9 @@
     python -m scripts.chaos config/quickstart.toml --faults 20 --ranks 2 --train.micro_batch_size=4
 
 A fault comes at a random moment: while the job starts, in a step, in a save. The job is then restarted until the next
-one. With more than one rank it runs under torchrun. Prints the faults survived, the steps lost and whether weights,
-AdamW's state and losses equal the undisturbed run's; the exit code is 0 only if they do.
+one; if it ends before, it loses its latest checkpoints and trains on from there. With more than one rank it runs under
+torchrun. Prints the faults survived, the steps lost and whether weights, AdamW's state and losses equal the undisturbed
+run's; the exit code is 0 only if they do.
 """
 
 import argparse
@@ -42,6 +43,7 @@ FAULTS = {  # relative frequency of each kind
     "half a line in metrics.jsonl": 1,
 }
 START_SECONDS = 4  # a fault during the start comes within this time
+TRIES = 20  # a job may reach its end before a fault so often
 
 
 class Fault(NamedTuple):
@@ -156,22 +158,36 @@ def train_under_faults(run: Run, faults: int, rng: random.Random) -> list[Fault]
     moments = sorted(rng.uniform(0, 0.9 * run.max_steps) for _ in range(faults))  # before its end
     survived, bar = [], progress_bar(every=60, desc="faults", total=faults)
     for moment in moments:
-        before = run.find_intact_step()
-        with run.start() as job:
-            code = wait_for_moment(run, job, moment, before, rng)
-            if code is not None:
-                remedy = "; set a larger --train.max_steps" if code == 0 else ""
-                raise RunError(f"{run.folder}: ended by itself with exit code {code}, see {run.folder}.log{remedy}")
-            reached = max(run.read_last_step(), before)
-            kind = rng.choices([*FAULTS], [*FAULTS.values()])[0]
-            saving = any(run.checkpoints.glob("step_*.tmp"))
-            inject_fault(kind, run, job, rng)
-        place = "in a save" if saving else "in a step" if reached > before else "at the start"
-        survived.append(Fault(kind, place, max(0, reached - run.find_intact_step())))
+        for _ in range(TRIES):
+            if fault := train_until_fault(run, moment, rng):
+                break
+            for step in checkpoint.steps(run.checkpoints):
+                if step >= moment:
+                    shutil.rmtree(checkpoint.folder_of(run.checkpoints, step))
+        else:
+            remedy = "set a larger --train.max_steps"
+            raise RunError(f"{run.folder}: ended before a fault {TRIES} times, see {run.folder}.log; {remedy}")
+        survived.append(fault)
         bar.update()
     bar.close()
     train_to_the_end(run)
     return survived
+
+
+def train_until_fault(run: Run, moment: float, rng: random.Random) -> Fault | None:
+    """Train to about step `moment` and end the job there; None if it reached its end before. Raises RunError."""
+    before = run.find_intact_step()
+    with run.start() as job:
+        code = wait_for_moment(run, job, moment, before, rng)
+        if code:
+            raise RunError(f"{run.folder}: ended by itself with exit code {code}, see {run.folder}.log")
+        reached = max(run.read_last_step(), before)
+        kind = rng.choices([*FAULTS], [*FAULTS.values()])[0]
+        saving = any(run.checkpoints.glob("step_*.tmp"))
+        if code == 0 or not inject_fault(kind, run, job, rng):
+            return None
+    place = "in a save" if saving else "in a step" if reached > before else "at the start"
+    return Fault(kind, place, max(0, reached - run.find_intact_step()))
 
 
 def wait_for_moment(run: Run, job: subprocess.Popen, moment: float, before: int, rng: random.Random) -> int | None:
@@ -190,15 +206,16 @@ def wait_for_moment(run: Run, job: subprocess.Popen, moment: float, before: int,
     return job.poll()
 
 
-def inject_fault(kind: str, run: Run, job: subprocess.Popen, rng: random.Random) -> None:
-    """End the job and damage its files as `kind` says. Raises RunError if it does not obey SIGTERM."""
+def inject_fault(kind: str, run: Run, job: subprocess.Popen, rng: random.Random) -> bool:
+    """End the job and damage its files as `kind` says; False if it had ended. Raises RunError if it ignores SIGTERM."""
     number = signal.SIGTERM if "SIGTERM" in kind else signal.SIGKILL
     pids = run.find_ranks(job) if "to a rank" in kind else []
     os.kill(rng.choice(pids or [job.pid]), number)
     code = run.wait(job)
+    if code == 0:
+        return False
     if number == signal.SIGTERM and run.ranks == 1 and code not in (EXIT_CODE, -number):
-        remedy = "; it had just finished: set a larger --train.max_steps" if code == 0 else ""
-        raise RunError(f"{run.folder}: exit code {code} after SIGTERM, expected {EXIT_CODE}{remedy}")
+        raise RunError(f"{run.folder}: exit code {code} after SIGTERM, expected {EXIT_CODE}")
     steps = checkpoint.steps(run.checkpoints)
     if "checkpoint" in kind and len(steps) > 1:  # the run has to resume from the one before it
         file = rng.choice(sorted(checkpoint.folder_of(run.checkpoints, steps[-1]).iterdir()))
@@ -211,6 +228,7 @@ def inject_fault(kind: str, run: Run, job: subprocess.Popen, rng: random.Random)
     if "half a line" in kind:
         with (run.folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1')
+    return True
 
 
 def print_report(calm: Run, torn: Run, faults: list[Fault]) -> int:

@@ -98,7 +98,7 @@ def job(request):
 @pytest.mark.parametrize("kind", chaos.FAULTS)
 def test_faults(torn, job, kind):
     before = (torn.folder / "metrics.jsonl").read_bytes()
-    chaos.inject_fault(kind, torn, job, random.Random(0))
+    assert chaos.inject_fault(kind, torn, job, random.Random(0))
     assert job.returncode == (75 if "SIGTERM" in kind else -signal.SIGKILL)
     assert torn.find_intact_step() == (2 if "checkpoint" in kind else 4)
     added = (torn.folder / "metrics.jsonl").read_bytes().removeprefix(before)
@@ -107,16 +107,22 @@ def test_faults(torn, job, kind):
 
 def test_the_only_checkpoint_is_not_damaged(torn, job):
     shutil.rmtree(torn.checkpoints / "step_00000002")
-    chaos.inject_fault("latest checkpoint cut short", torn, job, random.Random(0))
+    assert chaos.inject_fault("latest checkpoint cut short", torn, job, random.Random(0))
     assert torn.find_intact_step() == 4
     shutil.rmtree(torn.checkpoints)
     assert torn.find_intact_step() == 0
 
 
-@pytest.mark.parametrize("job", [0], indirect=True)
+@pytest.mark.parametrize("job", [1], indirect=True)
 def test_wrong_exit_code_after_sigterm_is_an_error(torn, job):
-    with pytest.raises(RunError, match="exit code 0 after SIGTERM, expected 75; it had just finished"):
+    with pytest.raises(RunError, match="exit code 1 after SIGTERM, expected 75"):
         chaos.inject_fault("SIGTERM to a rank", torn, job, random.Random(0))
+
+
+@pytest.mark.parametrize("job", [0], indirect=True)
+def test_a_job_that_ends_before_its_fault_suffers_none(torn, job):
+    assert not chaos.inject_fault("SIGTERM to a rank", torn, job, random.Random(0))
+    assert torn.find_intact_step() == 4
 
 
 @pytest.fixture
@@ -127,7 +133,7 @@ def fault_by_fault(monkeypatch):
         moments, faults = iter([before for before, _ in actions]), iter([after for _, after in actions])
         monkeypatch.setattr(chaos.Run, "start", lambda run: nullcontext())
         monkeypatch.setattr(chaos, "wait_for_moment", lambda *_: next(moments)())
-        monkeypatch.setattr(chaos, "inject_fault", lambda *_: next(faults)())
+        monkeypatch.setattr(chaos, "inject_fault", lambda *_: next(faults)() is None)
         monkeypatch.setattr(chaos, "train_to_the_end", lambda run: None)
 
     return fault_by_fault
@@ -145,9 +151,26 @@ def test_place_and_steps_lost_of_a_fault(torn, fault_by_fault):
     assert {fault.kind for fault in survived} <= chaos.FAULTS.keys()
 
 
-def test_a_job_that_ends_before_its_fault_is_an_error(torn, fault_by_fault):
-    fault_by_fault((lambda: 0, None))
-    with pytest.raises(RunError, match="ended by itself with exit code 0, .*set a larger --train.max_steps"):
+def test_a_job_that_ends_before_its_fault_is_set_back(torn, fault_by_fault):
+    survived_at = []
+    fault_by_fault(
+        (lambda: 0, lambda: False),  # over before the moment, so that no fault is tried; at the next, before the signal
+        (lambda: None, lambda: None),
+        (lambda: survived_at.append(torn.find_intact_step()), None),
+    )
+    assert len(chaos.train_under_faults(torn, 1, random.Random(1))) == 1  # at step 0.48
+    assert survived_at == [0]
+
+
+def test_a_job_that_always_ends_before_its_fault_is_an_error(torn, fault_by_fault):
+    fault_by_fault(*[(lambda: 0, None)] * chaos.TRIES)
+    with pytest.raises(RunError, match="ended before a fault 20 times, .*set a larger --train.max_steps"):
+        chaos.train_under_faults(torn, 1, random.Random(0))
+
+
+def test_a_job_that_fails_by_itself_is_an_error(torn, fault_by_fault):
+    fault_by_fault((lambda: 1, None))
+    with pytest.raises(RunError, match="ended by itself with exit code 1"):
         chaos.train_under_faults(torn, 1, random.Random(0))
 
 
