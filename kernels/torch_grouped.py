@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DENSE_LIMIT = 64  # times K: the E·H up to which all experts take all tokens, see docs/performance.md
-PART_BYTES = 2**23  # of gathered tokens that a CPU works on at a time
+PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
 Layout = tuple[Tensor, int, list[Any]]  # slot (N, K) of each row, the number of slots, the parts
