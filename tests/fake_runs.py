@@ -46,6 +46,7 @@ def metric_lines(
     documents: int = 0,
     until: float = 1.0,
     without: Sequence[str] = (),
+    measured: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Lines of a metrics.jsonl.
 
@@ -59,6 +60,7 @@ def metric_lines(
         documents: that the windows are of; 0: each is of its own.
         until: part of max_steps that was trained.
         without: beginnings of keys to leave out.
+        measured: further keys of every second evaluation, 1 more than the loss each.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
@@ -77,6 +79,7 @@ def metric_lines(
             line |= {"router/gamma": 1.5 - left / 2}
         found += [line] * (i > 0)
         line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
+        line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
         line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
             line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}

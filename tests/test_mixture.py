@@ -343,10 +343,10 @@ def test_other_commands_on_a_mixture(trained, call, tmp_path):
     assert rows["data set"] == "arxiv 0.3 + books 0.5 + edu 0.2" and rows["part of edu"] == "20.00%"
 
 
-def test_a_report_has_a_table_of_sets(trained, call, tmp_path):
+def test_a_report_has_the_loss_on_each_set(trained, call, tmp_path):
     call(report, path_of(trained), "--out", tmp_path / "report")
     page, last = (tmp_path / "report/report.md").read_text(), metrics(trained)[-1]
-    assert re.search(r"validation loss at step 4 +\| +arxiv \(30%\) +\| +books \(50%\)", page)
+    assert re.search(r"at the end +\| +loss on arxiv \(30%\) +\| +loss on books \(50%\)", page)
     assert f"{last['val/books/loss']:.4f}" in page and "arxiv 0.3 + books 0.5 + edu 0.2" in page
 
 

@@ -495,6 +495,23 @@ def test_differences_from_the_papers_setting_are_listed(tmp_path):
 
 
 # ---- tables and pictures
+def test_measures_besides_the_loss(tmp_path):
+    measured = ["val_ema/loss", "val_ema/books/loss", "tasks/sciq/acc_stderr", "tasks/sciq/acc", "tasks/sciq/em"]
+    kern = [make_run(tmp_path / f"kern{seed}", f"run.seed={seed}", measured=measured) for seed in (0, 1)]
+    dense = make_run(tmp_path / "dense", "model.router=dense", 'eval.tasks=["sciq"]', measured=measured[:-1], points=20)
+    (setting,) = load_settings(*kern, dense)
+    every = list(range(0, 1001, 200))  # where all runs have them
+    assert setting.measures == {
+        "val_ema/loss": ("loss of the weights' mean", every), "tasks/sciq/acc": ("sciq, accuracy", every)
+    }  # fmt: skip
+    head, rows = tables.build_measures_table(setting)
+    assert head == ["at the end", "loss of the weights' mean", "sciq, accuracy"]
+    for arm, (label, *cells) in zip(setting.arms, rows, strict=True):
+        assert label == arm.label and cells == [tables.format_mean([loss + 1 for loss in arm.losses(1000)])] * 2
+    panels = pictures.plot_measures(setting, "kern").axes
+    assert [[len(line.get_xdata()) for line in axes.lines] for axes in panels] == [[5, 5], [6, 6]]
+
+
 def test_losses_over_seeds(tmp_path):
     runs = [make_run(tmp_path / str(seed), f"run.seed={seed}") for seed in range(3)]
     (setting,) = load_settings(*runs)

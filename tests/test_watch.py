@@ -159,6 +159,15 @@ def test_refresh_reads_whole_lines_and_a_file_written_anew(make_run):
     assert run.status().step == 0
 
 
+def test_curves_of_sets_means_and_tasks(make_run):
+    values = {"val/loss": 2.0, "val_ema/loss": 1.5, "val/books/loss": 1.0, "tasks/sciq/acc": 0.5}
+    more = {"val_ema/books/loss": 1.0, "tasks/sciq/acc_stderr": 0.1}
+    run = WatchedRun(make_run("a", [(10, values | more)]))
+    run.refresh()
+    assert run.series == {name: [(10, value)] for name, value in values.items()}
+    assert run.status().by_set == "books 1.0000"
+
+
 def test_loads_are_those_of_the_newest_evaluation(make_run):
     """From the folder of arrays; older runs have them in their lines, as the runs of this file."""
     folder = make_run("a", [(10, {"val/loads": [[3, 1]]})])

@@ -24,6 +24,7 @@ NOTES, PAIRS = 6, 15  # shown; more notes, or a table of more pairs, are folded
 SHAPE = ("train.max_steps", "model.n_layer", *SWEPT, "optim.lr")
 PICTURES = {  # of each setting: caption, function of the setting and the baseline
     "loss": ("Validation and training loss, mean and range over seeds. Lower is better.", pictures.plot_loss),
+    "measures": ("Evaluations, besides the loss: mean and range over seeds.", pictures.plot_measures),
     "difference": ("Loss minus {}'s, paired, with 95% intervals.", pictures.plot_difference),
     "pairs": (
         "Loss of the row minus the column's, lowest first. Bold: decided; italic: undecided.",
@@ -81,7 +82,7 @@ def write_report(
         blocks += [("h2", setting.label or "Loss"), ("p", describe_setting(setting))]
         blocks += [("p", compare_with_paper(setting, experiment))] if experiment else []
         blocks.append(("table", *tables.build_loss_table(setting)))
-        blocks += [("table", *tables.build_sets_table(setting))] if setting.values["data.mix"] else []
+        blocks += [("table", *tables.build_measures_table(setting))] if setting.measures else []
         blocks += [("table", *tables.build_difference_table(setting, baseline))] if based else []
         for name, (caption, plot) in PICTURES.items():
             if based or name != "difference":

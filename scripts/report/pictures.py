@@ -43,6 +43,18 @@ def plot_loss(setting: Setting, baseline: str) -> Figure | None:
     return plot_lines(panels, margin=0.06)
 
 
+def plot_measures(setting: Setting, baseline: str) -> Figure | None:
+    """What evaluations measure besides the loss, by steps: mean and range over seeds."""
+
+    def collect(arm: Arm, key: str) -> Points:
+        steps = [step for step in setting.measures[key][1] if step or key.startswith("tasks/")]
+        return {step: spread([run.evaluations[step][key] for run in arm.runs.values()]) for step in steps}
+
+    steps = f"steps of {setting.tokens:,} tokens"
+    arms = {key: draw_arms(setting, partial(collect, key=key)) for key in setting.measures}
+    return plot_lines([(steps, setting.measures[key][0], lines) for key, lines in arms.items()], margin=0.06)
+
+
 def plot_difference(setting: Setting, baseline: str) -> Figure | None:
     """Loss minus the baseline's with 95% intervals, by steps."""
     steps = [step for step in setting.steps if step]

@@ -36,9 +36,11 @@ ARM_KEYS += ("train.balance_loss_coef", "train.balance_loss_scope", "train.z_los
 ARM_KEYS += ("optim.router_lr_ratio",)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
-    r"(run|log)\.|eval\.interval|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
-    r"activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|on_save_error|max_skipped_steps)"
+    r"(run|log)\.|eval\.(interval|task)|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
+    r"activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|max_skipped_steps)"
 )
+# What evaluations have besides the loss: of a mixture's sets, of the weights' running mean, of tasks.
+MEASURE = re.compile(r"val/([^/]+)/loss|(val_ema)/loss|tasks/([^/]+)/(acc|bits_per_byte)")
 LABEL = 60  # characters of a setting's label, if fewer keys distinguish settings too
 TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")  # the last to be left out of a label
 DTYPE = "train.dtype"  # separates settings only where runs differ in nothing else
@@ -187,6 +189,19 @@ class Setting:
     def end(self) -> int:
         """The last step at which every run was evaluated."""
         return self.steps[-1]
+
+    @cached_property
+    def measures(self) -> dict[str, tuple[str, list[int]]]:
+        """{key: (name, steps at which every run has it)} of what MEASURE matches, in order of the lines."""
+        found = {}
+        for key in dict.fromkeys(key for line in self.runs[0].evaluations.values() for key in line):
+            steps = [step for step in self.steps if all(key in run.evaluations[step] for run in self.runs)]
+            if steps and (parts := MEASURE.fullmatch(key)):
+                name, mean, task, metric = parts.groups()
+                share = f"loss on {name} ({self.runs[0].config.data.sets[name]:.0%})" if name else ""
+                of_task = f"{task}, {'accuracy' if metric == 'acc' else 'bits per byte'}"
+                found[key] = (share or ("loss of the weights' mean" if mean else of_task), steps)
+        return found
 
     @property
     def tenths(self) -> dict[int, int]:

@@ -51,14 +51,15 @@ def build_loss_table(setting: Setting) -> Table:
     return head, rows
 
 
-def build_sets_table(setting: Setting) -> Table:
-    """Loss of each arm on each set of the mixture, at the last common step."""
-    sets = setting.runs[0].config.data.sets
-    head = [f"validation loss at step {setting.end:,}", *(f"{name} ({part:.0%})" for name, part in sets.items())]
+def build_measures_table(setting: Setting) -> Table:
+    """What evaluations of each arm measure besides the loss, at the last step at which every run has it."""
+    head = ["at the end" if setting.end == setting.max_steps else "at the last common step"]
+    head += [name for name, _ in setting.measures.values()]
+    last = {key: steps[-1] for key, (_, steps) in setting.measures.items()}
     rows = []
     for arm in setting.arms:
-        lines = [run.evaluations[setting.end] for run in arm.runs.values()]
-        rows.append([arm.label, *(format_mean([line[f"val/{name}/loss"] for line in lines]) for name in sets)])
+        lines = [run.evaluations for run in arm.runs.values()]
+        rows.append([arm.label, *(format_mean([of[step][key] for of in lines]) for key, step in last.items())])
     return head, rows
 
 

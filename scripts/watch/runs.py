@@ -20,7 +20,8 @@ DEPTH = 3  # folders below the one named that are searched for runs
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
 SERIES = ("train/loss", "val/loss", "router/gate_norm", "router/gate_sum", "router/load_imbalance")
 SERIES += ("perf/tokens_per_sec",)
-OF_SET = re.compile(r"val/([^/]+)/loss")  # a series as well, of each set of a mixture
+OF_SET = re.compile(r"val/([^/]+)/loss")  # series as well: of each set of a mixture, of the weights' mean, of tasks
+MORE = re.compile(rf"{OF_SET.pattern}|val_ema/loss|tasks/[^/]+/(acc|bits_per_byte)")
 
 
 class Status(NamedTuple):
@@ -93,7 +94,7 @@ class WatchedRun:
     def _add(self, step: int, line: dict[str, Any]) -> None:
         self.last |= line
         self.loads = line.get("val/loads", self.loads)  # of a run from before there was a folder of arrays
-        for name in (*SERIES, *filter(OF_SET.fullmatch, line)):
+        for name in (*SERIES, *filter(MORE.fullmatch, line)):
             if isinstance(value := line.get(name), int | float):
                 self.series.setdefault(name, []).append((step, value))
 
