@@ -338,6 +338,14 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     assert rows[2]["M total"] == pytest.approx((289 * 32 + 2 * layer + 2 * 32) / 1e6) and rows[2]["M active"] is None
 
 
+def test_step_with_document_masks(tiny_file, run_bench, timed):
+    timed(lambda name: {"dense": 0.25, "dense, masks": 0.5, "kern": 1.0, "kern, masks": 2.0}[name[0]])
+    rows, _ = run_bench("step", tiny_file, "--routers", "dense", "kern", "--peers", "--data.document_mask=true")
+    assert [(row["router"], row["ratio"]) for row in rows] == [
+        ("dense", 1), ("dense, masks", 2), ("kern", 4), ("kern, masks", 8)
+    ]  # fmt: skip
+
+
 def test_step_compiled(tiny_file, run_bench, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, *more, **still: compiled.append(model) or model)

@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import write_tiny
-from corpora import write_ids
+from corpora import BYTES, write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column, end, meet_in, metrics, run, start_ranks
 from torch.nn.attention.flex_attention import BlockMask
@@ -20,7 +22,9 @@ import train
 from attention import KVCache, attend, find_documents
 from configure import Config
 from data import DataError
+from data.writer import Writer
 from eval import generation, val_loss
+from eval.routing.__main__ import main as routing
 from eval.scoring import Scorer
 from eval.trained import load_model
 from model import GPT
@@ -230,6 +234,29 @@ def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
     assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 2
     assert "trained with data.document_mask = true" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_windows_that_overlap_and_routing_know_documents(tmp_path, call):
+    """With stride 1 each token of a short document is predicted from all of its document, and no other."""
+    lengths = torch.randint(5, 21, (30,), generator=seeded()).tolist()
+    documents = [torch.randint(200, (n,), generator=seeded(n)).tolist() for n in lengths]
+    with Writer(tmp_path / "tiny", BYTES) as writer:
+        for split, document in product(("train", "val"), documents):
+            writer.write(split, np.array([*document, 256], np.uint16))
+        writer.finish("tiny", {}, "python -m data.prepare text --name tiny")
+    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED])  # block_size 32
+    run(config)
+    call(val_loss.main, path_of(config), "--stride", 1)
+    (line,) = map(json.loads, (path_of(config) / "eval/step_00000004/val_loss.json").open())
+    model, losses = load_model(path_of(config)).model, []
+    for i, document in enumerate(documents):
+        idx = torch.tensor([*[256] * (i > 0), *document, 256])[None]  # the first has no token before it
+        with torch.no_grad():
+            losses.append(F.cross_entropy(all_logits(model, idx[:, :-1])[0], idx[0, 1:], reduction="none"))
+    losses = torch.cat(losses)
+    assert line["tokens"] == len(losses)
+    assert line["loss"] == pytest.approx(losses.mean().item(), rel=tolerance(torch.float32, 257, roundings=8))
+    assert f"{12 * 32} tokens; " in call(routing, path_of(config), "--windows", 12)
 
 
 def test_a_set_of_one_document_is_refused(tmp_path):

@@ -138,13 +138,22 @@ def list_modes(args: Namespace, config: Config, device: torch.device) -> list[st
 
 
 def bench_step(args: Namespace, overrides: list[str]) -> None:
-    """Time a training step of each of --routers and --peers, in each --dtype, with and without --compile."""
-    configs = [configure.load(args.config, [*overrides, f"--model.router={router}"]) for router in args.routers]
+    """Time a training step of each of --routers and --peers, in each --dtype, with and without --compile.
+
+    With data.document_mask each router's step is timed without masks, too.
+    """
+    routers = [[*overrides, f"--model.router={router}"] for router in args.routers]
+    if configure.load(args.config, routers[0]).data.document_mask:
+        routers = [[*words, f"--data.document_mask={masks}"] for words in routers for masks in ("false", "true")]
+    configs = [configure.load(args.config, words) for words in routers]
     bench, dtypes = start(args, overrides, configs[0], *NOTES)
     for mode in list_modes(args, configs[0], bench.device):
         for name, dtype in dtypes.items():
             make = partial(Step, device=bench.device, dtype=dtype, compile=mode == "on")
-            steps = {(config.model.router, name, mode): make(config) for config in configs}
+            steps = {
+                (config.model.router + ", masks" * config.data.document_mask, name, mode): make(config)
+                for config in configs
+            }
             steps |= {(peer, name, mode): make(configs[0], make=PEERS[peer]) for peer in args.peers}
             time_steps(bench, ["router", "dtype", "compile"], steps)
 
