@@ -35,6 +35,7 @@ class Memory(NamedTuple):
     activations: int
     logits: int
     ema: int = 0  # the running mean of weights (train.ema_decay)
+    scoring: int = 0  # full weights that each rank gathers for eval.tasks, beyond what a step has freed by then
 
     @property
     def state(self) -> int:
@@ -52,6 +53,7 @@ def estimate_memory(
     checkpointing: bool,
     muon: bool = False,
     ema: bool = False,
+    tasks: bool = False,
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -65,8 +67,10 @@ def estimate_memory(
         checkpointing: whether activation checkpointing is on.
         muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
         ema: whether a running mean of the weights is kept.
+        tasks: whether the model is scored on tasks while it trains.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
+    gathered = 4 * sum(sizes.values()) if tasks and parallel != "ddp" else 0
     mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(model.n_layer)]
     rests = [sum_sizes(sizes, f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]
     outside = sum(sizes.values()) - sum(mlps) - sum(rests)
@@ -89,14 +93,17 @@ def estimate_memory(
     n_dense = dense_layers(model)
     layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
     inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
+    activations = inputs + max(layers) if checkpointing else sum(layers)
+    logits = logits_bytes(model, tokens, dtype)
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
         optimizer=8 * parameters - 4 * by_muon,
         copies=copies,
-        activations=inputs + max(layers) if checkpointing else sum(layers),
-        logits=logits_bytes(model, tokens, dtype),
+        activations=activations,
+        logits=logits,
         ema=4 * parameters * ema,
+        scoring=max(0, gathered - copies - activations - logits),
     )
 
 
@@ -182,7 +189,7 @@ def choose_parallelism(
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
     name, muon, ema = str(dtype).removeprefix("torch."), config.optim.name == "muon", train.ema_decay > 0
-    options = train.activation_checkpointing, muon, ema
+    options = train.activation_checkpointing, muon, ema, bool(config.eval.task_names)
     estimates = {
         parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, *options)
         for parallel, shards in possible.items()

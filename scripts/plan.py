@@ -79,18 +79,19 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
 def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
-    size, ema = config.train.micro_batch_size, config.train.ema_decay > 0
+    size, more = config.train.micro_batch_size, (config.train.ema_decay > 0, bool(config.eval.task_names))
     several = config.train.batch_size > size * args.gpus  # micro-batches a step
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=several)
     plans = {
         parallel + ", checkpointing" * checkpointing: estimate_memory(
-            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon", ema
+            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon", *more
         )
         for checkpointing in (False, True)
         for parallel, shards in possible.items()
     }
     fits = {name: sum(plan) <= USABLE * args.memory * 2**30 for name, plan in plans.items()}
-    parts = [part for part in Memory._fields if part != "ema" or ema]
+    used = {part for plan in plans.values() for part, size in plan._asdict().items() if size}
+    parts = [part for part in Memory._fields if part not in ("ema", "scoring") or part in used]
     rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in parts]
     rows.append(["sum", *(format_bytes(sum(plan)) for plan in plans.values())])
     rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits.values())])

@@ -189,7 +189,7 @@ LOGITS = 2 * TOKENS * 8 + 4 * 10 * 8 + 2 * TOKENS * 10  # the head's input, its 
 )
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
     plan = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing)
-    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0)
+    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
     assert LAYER == 10240 and LOGITS == 1472
 
 

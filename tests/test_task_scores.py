@@ -23,13 +23,14 @@ from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.scoring import Scorer
-from model import GPT
-from runtime import RunError, task_scores
+from model import GPT, count_parameters, parameter_shapes
+from runtime import RunError, memory, task_scores
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
 from runtime.signals import Stop
 from scripts.export.__main__ import export_run
+from scripts.plan import main as plan_main
 
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 # What the harness asks of document i of DOCUMENTS for its right answer, and that answer.
@@ -212,6 +213,23 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 
 
 # ---- bad input
+
+
+def test_memory_plan_counts_gathered_weights(tiny, call):
+    """Each rank gathers all weights, when what a step needs besides its state is free again."""
+    model = tiny("model.n_layer=12", "model.expert_hidden=512").model
+    shapes, full = parameter_shapes(model), 4 * count_parameters(model)[0]
+    for parallel, shards, size in (("ddp", 1, 1), ("zero2", 4, 1), ("fsdp", 4, 1), ("fsdp", 4, 1000)):
+        without, plan = (
+            memory.estimate_memory(shapes, model, size, "bfloat16", parallel, shards, False, tasks=tasks)
+            for tasks in (False, True)
+        )
+        more = full - without.copies - without.activations - without.logits
+        assert plan == without._replace(scoring=0 if parallel == "ddp" or size == 1000 else more)
+        assert (more > 0) == (size == 1)
+    words = ["config/1b3.toml", "--data.name=any", "--gpus=64", "--train.micro_batch_size=1"]
+    texts = [call(plan_main, *words, f"--eval.tasks={tasks}") for tasks in ("[]", '["sciq"]')]
+    assert ["\nscoring " in text for text in texts] == [False, True]
 
 
 def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch):

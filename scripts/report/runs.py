@@ -36,8 +36,9 @@ ARM_KEYS += ("train.balance_loss_coef", "train.balance_loss_scope", "train.z_los
 ARM_KEYS += ("optim.router_lr_ratio",)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
-    r"(run|log)\.|eval\.(interval|task)|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|deterministic|"
-    r"activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|max_skipped_steps)"
+    r"(run|log)\.|eval\.(interval|task)|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|"
+    r"deterministic|activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|"
+    r"max_skipped_steps)"
 )
 # What evaluations have besides the loss: of a mixture's sets, of the weights' running mean, of tasks.
 MEASURE = re.compile(r"val/([^/]+)/loss|(val_ema)/loss|tasks/([^/]+)/(acc|bits_per_byte)")
