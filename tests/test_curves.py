@@ -5,7 +5,16 @@ import pytest
 from fake_runs import make_run
 
 from scripts.report.__main__ import main
-from scripts.report.curves import Curve, build_table, collect_curves, compare_best, explain_variance, plot_curves
+from scripts.report.curves import (
+    Curve,
+    build_table,
+    collect_curves,
+    compare_pairs,
+    explain_variance,
+    list_best,
+    list_means,
+    plot_curves,
+)
 from scripts.report.runs import load_run_records
 
 NORMS = (0.5, 2.0, 8.0)
@@ -43,7 +52,7 @@ def test_table_best_and_shares(folders):
         assert float(row[3]) == pytest.approx(abs(means[1] - means[0]), abs=2e-4)
     words = explain_variance(of)  # columns' means 2.05, 1.85, 2.25 and rows' 2, 2.1: variances 0.0267 and 0.0025
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
-    ((curve, other, verdict, _, _, holm),) = compare_best(of)[1]
+    ((curve, other, verdict, _, _, holm),) = compare_pairs(of, list_best(of))[1]
     assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
     axes = plot_curves(of).axes[0]
     assert axes.get_xscale() == "log" and [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "2", "8"]
@@ -69,7 +78,26 @@ def test_what_is_left_out_is_said(folders, tmp_path):
 
 
 def test_one_seed_decides_nothing(folders):
-    assert {row[2] for row in compare_best(collect(folders[::3]))[1]} == {"one seed"}
+    of = collect(folders[::3])
+    assert {row[2] for row in compare_pairs(of, list_best(of))[1]} == {"one seed"}
+
+
+@pytest.mark.parametrize("values", [3, 2])
+def test_curves_at_equal_values(folders, values):
+    """Over the values that both have, of which the last curve may lack one."""
+    of = collect(folders[: 9 + 3 * values])
+    means, shared = list_means(of)
+    assert shared == [*NORMS[:values]]
+    for (label, losses), curve in zip(means, of.curves, strict=True):
+        assert label == curve.label
+        assert np.allclose(losses, sum(curve.cells[x] for x in shared) / values, rtol=1e-12)
+    ((curve, other, verdict, loss, difference, _),) = compare_pairs(of, means)[1]
+    assert (curve, other, verdict) == ("kern", "softmax", "lower") and loss == f"{means[0][1].mean():.4f}"
+    assert float(difference.split()[0]) == pytest.approx((means[0][1] - means[1][1]).mean(), abs=1e-4)
+
+
+def test_curves_without_a_common_value(folders):
+    assert list_means(collect([*folders[:6], *folders[-3:]])) == ([], [])
 
 
 @pytest.mark.parametrize(

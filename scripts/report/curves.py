@@ -26,9 +26,12 @@ is) does not widen it. Spread: largest minus smallest of the row."""
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
 BEST = """\
 Each curve at its best value of the key: for each seed the one that is best by the *other* seeds, so that a lucky run
-does not choose itself. Differences: first minus second with 95% intervals, paired by seed and window; seeds and
-documents are taken as independent draws. Holm: the p-value corrected for the family of all rows; at 0.05 or more the
-row is undecided as one of its family."""
+does not choose itself."""
+EQUAL = "Each curve as the mean over the values {}, which all have: what is left where the key is equal."
+PAIRS = """\
+Differences: first minus second with 95% intervals, paired by seed and window; seeds and documents are taken as
+independent draws. Holm: the p-value corrected for the family of all rows of the table; at 0.05 or more the row is
+undecided as one of its family."""
 ONE_SEED = "Each curve at its best value of the key, chosen by the only seed: nothing is decided, all are flattered."
 Table = tuple[list[str], list[list[str]]]
 
@@ -81,7 +84,10 @@ def write_curves(found: Curves, runs: int, notes: Sequence[str], folder: Path) -
         ValueError: the folder has a report.md that is not one of runs.
         OSError: it cannot be written.
     """
-    table, best, shares = build_table(found), compare_best(found), explain_variance(found)
+    table, shares = build_table(found), explain_variance(found)
+    best = compare_pairs(found, list_best(found))
+    means, shared = list_means(found)
+    equal = compare_pairs(found, means)
     remove_pictures(folder)
     save_figure(plot_curves(found), folder / "curves.png")
     noted = [*notes, *found.notes]
@@ -92,8 +98,12 @@ def write_curves(found: Curves, runs: int, notes: Sequence[str], folder: Path) -
     blocks += [("table", *table), ("p", f"{TABLE} Seeds: {', '.join(map(str, found.seeds))}.")]
     blocks += [("p", shares)] if shares else []
     blocks += [("h2", "Each at its best"), ("table", *best), ("p", BEST if len(found.seeds) > 1 else ONE_SEED)]
-    write_page(blocks, folder)
-    lines = [text_table(*table), shares, text_table(*best, left=3), *(f"note: {line}" for line in noted)]
+    values = EQUAL.format(", ".join(f"{x:g}" for x in shared))
+    blocks += [("h2", "At equal values"), ("table", *equal), ("p", values)] if shared else []
+    write_page([*blocks, ("p", PAIRS)], folder)
+    lines = [text_table(*table), shares, "each at its best:", text_table(*best, left=3)]
+    lines += ["at equal values, mean over them:", text_table(*equal, left=3)] if shared else []
+    lines += [f"note: {line}" for line in noted]
     return "\n".join(filter(None, lines))
 
 
@@ -161,17 +171,31 @@ def explain_variance(of: Curves) -> str:
     return SHARES.format(over_key, of.key, over_curves, 1 - over_key - over_curves)
 
 
-def compare_best(of: Curves) -> Table:
-    """A row for each pair of curves at their best values, the better first."""
-    best = sorted(((curve.label, *curve.at_best()) for curve in of.curves), key=lambda one: one[1].mean())
-    pairs = [(*pair, of.estimate(pair[0][1] - pair[1][1])) for pair in combinations(best, 2)]
+def list_best(of: Curves) -> list[tuple[str, np.ndarray]]:
+    """Each curve's label with its best values, and its losses (S, W) there."""
+    found = []
+    for curve in of.curves:
+        losses, best = curve.at_best()
+        found.append((f"{curve.label} at {'; '.join(f'{x:g}' for x in dict.fromkeys(best))}", losses))
+    return found
+
+
+def list_means(of: Curves) -> tuple[list[tuple[str, np.ndarray]], list[Any]]:
+    """Each curve's label and its losses (S, W), means over the values that all curves have; and those values."""
+    shared = [x for x in of.curves[0].cells if all(x in curve.cells for curve in of.curves)]
+    return [(curve.label, np.mean([curve.cells[x] for x in shared], 0)) for curve in of.curves if shared], shared
+
+
+def compare_pairs(of: Curves, named: Sequence[tuple[str, np.ndarray]]) -> Table:
+    """A row for each pair of (label, losses (S, W)), the better first."""
+    named = sorted(named, key=lambda one: one[1].mean())
+    pairs = [(*pair, of.estimate(pair[0][1] - pair[1][1])) for pair in combinations(named, 2)]
     corrected = correct_holm([found.p_value() for *_, found in pairs]) if len(of.seeds) > 1 else []
     rows = []
-    for i, ((label, losses, values), (other, _, others), found) in enumerate(pairs):
-        at, their = ("; ".join(f"{x:g}" for x in dict.fromkeys(chosen)) for chosen in (values, others))
+    for i, ((label, losses), (other, _), found) in enumerate(pairs):
         verdict = found.decide("lower", "higher") if corrected else "one seed"
         holm = f"{corrected[i]:.2g}" if corrected else ""
-        rows.append([f"{label} at {at}", f"{other} at {their}", verdict, f"{losses.mean():.4f}", str(found), holm])
+        rows.append([label, other, verdict, f"{losses.mean():.4f}", str(found), holm])
     return ["curve", "against", "is", "loss", "difference", "Holm"], rows
 
 
