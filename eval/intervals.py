@@ -98,6 +98,27 @@ def estimate_interval(
     return Interval(mean, mean - half, mean + half, seeds, tuple(parts))
 
 
+def pool_seeds(found: Sequence[Interval], independent: int) -> list[Interval]:
+    """Intervals of one family of differences with one variance of seeds for all: the mean of their own.
+
+    Two or three seeds know little of their variance; that of many differences is known well. Assumed: seeds move all
+    of them equally much. Where half move by twice as much, theirs contain the truth in 88 or 89% (scripts.coverage).
+
+    Args:
+        found: of as many seeds each, by `estimate_interval`; with one seed they are returned as they are.
+        independent: how many of the differences are, such as n - 1 of n values from their mean.
+    """
+    if not found or found[0].seeds < 2 or any(math.isnan(one.low) for one in found):
+        return list(found)
+    variance, freedom = np.mean([one.parts[-1][0] for one in found]), found[0].parts[-1][1] * max(1, independent)
+    pooled = []
+    for one in found:
+        parts = (*one.parts[:-1], (float(variance), freedom))
+        half = half_width(parts, 1 - CONFIDENCE)
+        pooled.append(one._replace(low=one.mean - half, high=one.mean + half, parts=parts))
+    return pooled
+
+
 def half_width(parts: Sequence[tuple[float, float]], error: float) -> float:
     """Half the length of an interval that misses the truth at that rate; `parts`: variances, degrees of freedom."""
     from scipy.stats import t  # only reports need scipy

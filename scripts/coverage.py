@@ -6,7 +6,8 @@
 Each draw is an array of paired differences, seeds by 128 windows, whose true mean is 0: d = seed + document + window +
 seed × document + seed × window, each normal and independent. EFFECTS are their standard deviations in that order, in
 units of the window's; "measured" is what tanh minus softmax shows on mix-bytes (docs/LOG.md). With one seed its own
-effect is left out: then the interval is about that pair of runs. Needs requirements-report.txt.
+effect is left out: then the interval is about that pair of runs. A second table is of `scripts.report --over`: curves
+whose intervals share one variance of seeds. Needs requirements-report.txt.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eval.intervals import estimate_interval, half_width
+from eval.intervals import estimate_interval, half_width, pool_seeds
 from runtime.output import require_packages, text_table
 
 EFFECTS = {
@@ -30,6 +31,7 @@ BOOKS = [35, 25, 18, 4, 4, 2, 2, 2, 2, 2, 2, *[1] * 30]  # windows by document o
 SPREAD = [2] * 53 + [1] * 22  # and spread over its documents
 SIZES = {**{f"{n} each": [n] * (WINDOWS // n) for n in (1, 4, 8, 16)}, "35, 25, 18, …": BOOKS, "at most 2": SPREAD}
 SEEDS = (1, 2, 3, 5)
+FAMILY = 24  # cells of a table of curves
 
 
 def draw_differences(rng: np.random.Generator, effects: Sequence[float], labels: np.ndarray, seeds: int) -> np.ndarray:
@@ -62,6 +64,27 @@ def simulate_coverage(effects: Sequence[float], sizes: Sequence[int], seeds: int
     return old / draws, new / draws
 
 
+def simulate_pooled(factor: float, seeds: int, draws: int) -> tuple[float, float, float, float]:
+    """Intervals of FAMILY cells minus their mean; seeds move every second cell `factor` times as much.
+
+    Returns:
+        The parts of own and of pooled intervals that contain the truth, that of pooled ones of the cells that are moved
+        more, and the width of pooled intervals over that of own ones, medians.
+    """
+    rng, labels = np.random.default_rng([seeds, int(10 * factor)]), np.repeat(np.arange(len(SPREAD)), SPREAD)
+    seed, *others = EFFECTS["measured"]
+    held, widths = [], []
+    for _ in range(draws):
+        moved = [factor if i % 2 else 1 for i in range(FAMILY)]
+        cells = np.array([draw_differences(rng, (by * seed, *others), labels, seeds) for by in moved])
+        own = [estimate_interval([cell - cells.mean(0)], documents=[labels]) for cell in cells]
+        pooled = pool_seeds(own, FAMILY - 1)
+        held.append([[one.low <= 0 <= one.high for one in of] for of in (own, pooled)])
+        widths.append([np.median([one.high - one.low for one in of]) for of in (own, pooled)])
+    (own, pooled), (wide, narrow) = np.mean(held, 0), np.median(widths, 0)
+    return own.mean(), pooled.mean(), pooled[1::2].mean(), narrow / wide
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 2 after an error that is the user's to fix."""
     parser = argparse.ArgumentParser(
@@ -83,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append([name, label, *(f"{old:.3f} {new:.3f}" for old, new in cells)])
     print(text_table(("effects", "windows of a document", *(f"{n} seeds: old, new" for n in SEEDS)), rows, left=2))
     print(f"{args.draws:,} draws of a cell, so ± {1.96 * math.sqrt(0.05 * 0.95 / args.draws):.3f}")
+    draws, rows = max(1, args.draws // FAMILY), []
+    for seeds, factor in ((2, 1), (2, 2), (3, 1), (3, 2)):
+        rows.append([str(seeds), f"{factor}", *(f"{part:.3f}" for part in simulate_pooled(factor, seeds, draws))])
+    columns = ("seeds", "half moved by", "own", "pooled", "pooled, of those", "width, pooled over own")
+    print(f"\ncurves, {FAMILY} cells, {draws:,} draws:\n{text_table(columns, rows, left=0)}")
     return 0
 
 

@@ -43,7 +43,7 @@ def collect(folders, key="model.gate_norm"):
 def test_table_best_and_shares(folders):
     of = collect(folders)
     assert [curve.label for curve in of.curves] == ["kern", "softmax"] and of.seeds == [0, 1, 2] and not of.notes
-    head, rows = build_table(of)
+    head, rows = build_table(of, of.intervals())
     assert head == ["model.gate_norm", "kern", "softmax", "spread"] and [row[0] for row in rows] == ["0.5", "2", "8"]
     for row, *losses in zip(rows, *LOSSES.values(), strict=True):
         means = [float(cell.split()[0]) for cell in row[1:3]]
@@ -54,7 +54,10 @@ def test_table_best_and_shares(folders):
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
     ((curve, other, verdict, _, _, holm),) = compare_pairs(of, list_best(of))[1]
     assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
-    axes = plot_curves(of).axes[0]
+    _, apart = build_table(of, of.deviations())
+    assert all(row[1] == row[2].replace("+", "-") and -0.1 < float(row[1].split()[0]) < 0 for row in apart)
+    axes, beside = plot_curves(of).axes
+    assert [len(one.lines) for one in (axes, beside)] == [2, 2]
     assert axes.get_xscale() == "log" and [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "2", "8"]
 
 
@@ -86,8 +89,8 @@ def test_one_seed_decides_nothing(folders):
 def test_curves_at_equal_values(folders, values):
     """Over the values that both have, of which the last curve may lack one."""
     of = collect(folders[: 9 + 3 * values])
-    means, shared = list_means(of)
-    assert shared == [*NORMS[:values]]
+    means, shared = list_means(of), of.shared
+    assert shared == [*NORMS[:values]] and {x for _, x in of.deviations()} == {*shared}
     for (label, losses), curve in zip(means, of.curves, strict=True):
         assert label == curve.label
         assert np.allclose(losses, sum(curve.cells[x] for x in shared) / values, rtol=1e-12)
@@ -97,7 +100,8 @@ def test_curves_at_equal_values(folders, values):
 
 
 def test_curves_without_a_common_value(folders):
-    assert list_means(collect([*folders[:6], *folders[-3:]])) == ([], [])
+    of = collect([*folders[:6], *folders[-3:]])
+    assert of.shared == [] == list_means(of) and len(plot_curves(of).axes) == 1
 
 
 @pytest.mark.parametrize(

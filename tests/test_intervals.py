@@ -9,7 +9,7 @@ import torch
 from numerics import assert_near, seeded
 from scipy import stats
 
-from eval.intervals import cluster_variance, correct_holm, estimate_interval
+from eval.intervals import cluster_variance, correct_holm, estimate_interval, half_width, pool_seeds
 from scripts import coverage
 from scripts.report.claims import CLAIMS
 
@@ -97,6 +97,29 @@ def test_intervals_contain_the_truth_where_windows_share_documents(effects, size
     assert new > 0.94 - 0.032 and (new < 0.976 + 0.02 or wide), (old, new)
     if sizes == "16 each" and effects == "measured" and seeds == 1:
         assert old < 0.85
+
+
+def test_pooled_seeds_share_a_variance():
+    cells = [draw(3, 9, number=seed) * scale for seed, scale in enumerate((0.5, 1.0, 2.0))]
+    own = [estimate_interval([cell]) for cell in cells]
+    pooled = pool_seeds(own, 2)
+    shared = sum(one.parts[-1][0] for one in own) / 3
+    for one, after in zip(own, pooled, strict=True):
+        assert after.mean == one.mean and after.seeds == 3
+        assert after.parts == (one.parts[0], (pytest.approx(shared), 4.0))  # 2 of 3 seeds, times 2
+        assert after.high - after.mean == pytest.approx(half_width(after.parts, 0.05))
+        assert after.mean - after.low == pytest.approx(after.high - after.mean)
+    single = [estimate_interval([cell[:1]]) for cell in cells]
+    assert pool_seeds(single, 2) == single and pool_seeds([], 2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_pooled_intervals_contain_the_truth(factor, seeds):
+    own, pooled, noisy, ratio = coverage.simulate_pooled(factor, seeds, 100)
+    assert 0.92 < own < 0.98 and 0.92 < pooled < 0.98 and ratio < (0.5 if seeds == 2 else 0.75)
+    assert 0.84 < noisy < (0.98 if factor == 1 else 0.93)
 
 
 @pytest.mark.numerics

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from configure.schema import KEYS
-from eval.intervals import Interval, correct_holm, estimate_interval
+from eval.intervals import Interval, correct_holm, estimate_interval, pool_seeds
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from eval.style import style
@@ -22,7 +22,8 @@ from scripts.report.runs import ARM_KEYS, DTYPE, SETTING_KEYS, Run, check_same_t
 TABLE = """\
 Validation loss at the end, nats per token, mean over seeds; lower is better. ±: half of the 95% interval of its
 difference from the mean of all cells, paired by seed and validation window, so that what they share (how hard the text
-is) does not widen it. Spread: largest minus smallest of the row."""
+is) does not widen it. Seeds are taken to move all cells of a table equally much, since a cell's own two or three say
+little of that. Spread: largest minus smallest of the row."""
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
 BEST = """\
 Each curve at its best value of the key: for each seed the one that is best by the *other* seeds, so that a lucky run
@@ -30,10 +31,12 @@ does not choose itself."""
 EQUAL = "Each curve as the mean over the values {}, which all have: what is left where the key is equal."
 PAIRS = """\
 Differences: first minus second with 95% intervals, paired by seed and window; seeds and documents are taken as
-independent draws. Holm: the p-value corrected for the family of all rows of the table; at 0.05 or more the row is
-undecided as one of its family."""
+independent draws, seeds of one variance in a table. Holm: the p-value corrected for the family of all rows of the
+table; at 0.05 or more the row is undecided as one of its family."""
 ONE_SEED = "Each curve at its best value of the key, chosen by the only seed: nothing is decided, all are flattered."
+APART = "Loss minus the mean of all curves at that value, with 95% intervals, paired by seed and window."
 Table = tuple[list[str], list[list[str]]]
+Intervals = dict[tuple[str, Any], Interval]  # by a curve's label and a value of the key
 
 
 class Curve(NamedTuple):
@@ -65,16 +68,28 @@ class Curves(NamedTuple):
         """The interval of differences (S, W)."""
         return estimate_interval([differences], documents=[self.documents])
 
-    def intervals(self) -> dict[tuple[str, Any], Interval]:
-        """{(label, value of the key)}: mean loss, with the interval of its difference from the mean of all cells."""
-        center = np.mean([cell for curve in self.curves for cell in curve.cells.values()], axis=0)  # (S, W)
+    @property
+    def shared(self) -> list[Any]:
+        """Values of the key that all curves have."""
+        return [x for x in self.curves[0].cells if all(x in curve.cells for curve in self.curves)]
+
+    def intervals(self) -> Intervals:
+        """Mean losses, with the intervals of their differences from the mean of all cells."""
+        cells = {(curve.label, x): cell for curve in self.curves for x, cell in curve.cells.items()}
+        center = np.mean([*cells.values()], axis=0)  # (S, W)
+        found = pool_seeds([self.estimate(cell - center) for cell in cells.values()], len(cells) - 1)
+        mean = float(center.mean())
+        moved = [at._replace(mean=at.mean + mean, low=at.low + mean, high=at.high + mean) for at in found]
+        return dict(zip(cells, moved, strict=True))
+
+    def deviations(self) -> Intervals:
+        """Differences of losses from the mean of all curves at the same value of the key."""
         found = {}
-        for curve in self.curves:
-            for x, cell in curve.cells.items():
-                at = self.estimate(cell - center)
-                shift = float(center.mean())
-                found[curve.label, x] = at._replace(mean=at.mean + shift, low=at.low + shift, high=at.high + shift)
-        return found
+        for x in self.shared:
+            center = np.mean([curve.cells[x] for curve in self.curves], axis=0)  # (S, W)
+            found |= {(curve.label, x): self.estimate(curve.cells[x] - center) for curve in self.curves}
+        pooled = pool_seeds([*found.values()], (len(self.curves) - 1) * len(self.shared))
+        return dict(zip(found, pooled, strict=True))
 
 
 def write_curves(found: Curves, runs: int, notes: Sequence[str], folder: Path) -> str:
@@ -84,25 +99,26 @@ def write_curves(found: Curves, runs: int, notes: Sequence[str], folder: Path) -
         ValueError: the folder has a report.md that is not one of runs.
         OSError: it cannot be written.
     """
-    table, shares = build_table(found), explain_variance(found)
+    table, shares = build_table(found, found.intervals()), explain_variance(found)
+    several = len(found.curves) > 1 and bool(found.shared)
     best = compare_pairs(found, list_best(found))
-    means, shared = list_means(found)
-    equal = compare_pairs(found, means)
+    equal = compare_pairs(found, list_means(found))
     remove_pictures(folder)
     save_figure(plot_curves(found), folder / "curves.png")
     noted = [*notes, *found.notes]
     blocks: list[Block] = [("h1", f"{runs} runs compared")]
     blocks += [("list", [f"**Note** {line}." for line in noted])] if noted else []
     blocks.append(("h2", f"Loss over {found.key}"))
-    blocks.append(("picture", "curves.png", "Mean over seeds, with the intervals of the table."))
+    blocks.append(("picture", "curves.png", "Means over seeds, with the intervals of the tables."))
     blocks += [("table", *table), ("p", f"{TABLE} Seeds: {', '.join(map(str, found.seeds))}.")]
     blocks += [("p", shares)] if shares else []
+    blocks += [("table", *build_table(found, found.deviations())), ("p", APART)] if several else []
     blocks += [("h2", "Each at its best"), ("table", *best), ("p", BEST if len(found.seeds) > 1 else ONE_SEED)]
-    values = EQUAL.format(", ".join(f"{x:g}" for x in shared))
-    blocks += [("h2", "At equal values"), ("table", *equal), ("p", values)] if shared else []
+    values = EQUAL.format(", ".join(f"{x:g}" for x in found.shared))
+    blocks += [("h2", "At equal values"), ("table", *equal), ("p", values)] if several else []
     write_page([*blocks, ("p", PAIRS)], folder)
     lines = [text_table(*table), shares, "each at its best:", text_table(*best, left=3)]
-    lines += ["at equal values, mean over them:", text_table(*equal, left=3)] if shared else []
+    lines += ["at equal values, mean over them:", text_table(*equal, left=3)] if several else []
     lines += [f"note: {line}" for line in noted]
     return "\n".join(filter(None, lines))
 
@@ -151,13 +167,14 @@ def read_losses(run: Run) -> np.ndarray:
     return np.asarray(line.get("val/window_losses", [line["val/loss"]]), dtype=np.float64)
 
 
-def build_table(of: Curves) -> Table:
+def build_table(of: Curves, found: Intervals) -> Table:
     """A row for each value of the key, a column for each curve."""
-    found, rows = of.intervals(), []
+    rows = []
     for x in sorted({x for _, x in found}):
         cells = [found.get((curve.label, x)) for curve in of.curves]
         means = [cell.mean for cell in cells if cell]
-        words = [f"{cell.mean:.4f} ±{(cell.high - cell.low) / 2:.4f}" if cell else "" for cell in cells]
+        sign = "+" if min(means) < 0 else ""
+        words = [f"{cell.mean:{sign}.4f} ±{(cell.high - cell.low) / 2:.4f}" if cell else "" for cell in cells]
         rows.append([f"{x:g}", *words, f"{max(means) - min(means):.4f}"])
     return [of.key, *(curve.label for curve in of.curves), "spread"], rows
 
@@ -180,19 +197,20 @@ def list_best(of: Curves) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-def list_means(of: Curves) -> tuple[list[tuple[str, np.ndarray]], list[Any]]:
-    """Each curve's label and its losses (S, W), means over the values that all curves have; and those values."""
-    shared = [x for x in of.curves[0].cells if all(x in curve.cells for curve in of.curves)]
-    return [(curve.label, np.mean([curve.cells[x] for x in shared], 0)) for curve in of.curves if shared], shared
+def list_means(of: Curves) -> list[tuple[str, np.ndarray]]:
+    """Each curve's label and its losses (S, W), means over the values that all curves have; [] if there are none."""
+    shared = of.shared
+    return [(curve.label, np.mean([curve.cells[x] for x in shared], 0)) for curve in of.curves if shared]
 
 
 def compare_pairs(of: Curves, named: Sequence[tuple[str, np.ndarray]]) -> Table:
     """A row for each pair of (label, losses (S, W)), the better first."""
     named = sorted(named, key=lambda one: one[1].mean())
-    pairs = [(*pair, of.estimate(pair[0][1] - pair[1][1])) for pair in combinations(named, 2)]
-    corrected = correct_holm([found.p_value() for *_, found in pairs]) if len(of.seeds) > 1 else []
+    pairs = [*combinations(named, 2)]
+    estimates = pool_seeds([of.estimate(one[1] - other[1]) for one, other in pairs], len(named) - 1)
+    corrected = correct_holm([found.p_value() for found in estimates]) if len(of.seeds) > 1 else []
     rows = []
-    for i, ((label, losses), (other, _), found) in enumerate(pairs):
+    for i, (((label, losses), (other, _)), found) in enumerate(zip(pairs, estimates, strict=True)):
         verdict = found.decide("lower", "higher") if corrected else "one seed"
         holm = f"{corrected[i]:.2g}" if corrected else ""
         rows.append([label, other, verdict, f"{losses.mean():.4f}", str(found), holm])
@@ -200,17 +218,26 @@ def compare_pairs(of: Curves, named: Sequence[tuple[str, np.ndarray]]) -> Table:
 
 
 def plot_curves(of: Curves) -> Figure:
-    """A curve and its band for each, over octaves of the key; a value of 0 has no place there."""
-    found, lines, seen = of.intervals(), {}, defaultdict(int)
+    """A curve and its band for each, over octaves of the key, and minus the mean of all; a value of 0 has no place."""
+    panels = [(LOSS, of.intervals())]
+    if len(of.curves) > 1 and of.shared:
+        panels.append(("loss minus the mean of all curves there", of.deviations()))
+    looks, seen = {}, defaultdict(int)
     for curve in of.curves:
-        points = {x: found[curve.label, x][:3] for x in sorted(curve.cells) if x > 0}
         face = ("full", "none", "left", "right", "top", "bottom")[seen[curve.router] % 6]
+        looks[curve.label] = style(curve.router) | {"fillstyle": face, "markersize": 5}
         seen[curve.router] += 1
-        if points:
-            lines[curve.label] = style(curve.router) | {"fillstyle": face, "markersize": 5}, points
-    figure = plot_lines([(f"{of.key}, logarithmic", LOSS, lines)])
+    drawn = []
+    for words, found in panels:
+        lines = {}
+        for label, look in looks.items():
+            points = {x: found[of_label, x][:3] for of_label, x in sorted(found) if of_label == label and x > 0}
+            lines |= {label: (look, points)} if points else {}
+        drawn.append((f"{of.key}, logarithmic", words, lines))
+    figure = plot_lines(drawn)
     assert figure
-    ticks = sorted({x for _, points in lines.values() for x in points})
-    figure.axes[0].set_xscale("log", base=2)
-    figure.axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
+        ticks = sorted({x for _, points in lines.values() for x in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     return figure
