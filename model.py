@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -63,6 +63,18 @@ class Experts(nn.Module):
         return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies)
 
 
+class Fork(torch.autograd.Function):
+    """A tensor and its cast to another dtype, whose gradients are added as they come: autograd would cast one first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor, d_cast: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return d_x + d_cast, None
+
+
 class MoE(nn.Module):
     """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose. No token is dropped.
 
@@ -80,9 +92,11 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Stats]:
         """Return the output (B, T, C) and the Stats of this layer, without their dimension L."""
-        tokens = x.reshape(-1, x.shape[-1])  # (N, C)
+        tokens = cast = x.reshape(-1, x.shape[-1])  # (N, C)
+        if torch.is_autocast_enabled(x.device.type):
+            tokens, cast = Fork.apply(tokens, torch.get_autocast_dtype(x.device.type))
         routing = self.router(tokens, n_sequence=len(x))
-        y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
+        y = self.experts(cast, routing.weights, routing.experts)  # (N, C)
         if self.shared is not None:
             y = y + self.shared(tokens)[0]
         assert routing.stats is not None, "asked for"

@@ -294,6 +294,35 @@ def test_too_many_tokens():
         build()(tokens(shape=(1, 13)))
 
 
+@pytest.mark.parametrize("n_shared_expert", [0, 1])
+def test_gradients_of_a_fork_are_those_of_a_cast(n_shared_expert, monkeypatch):
+    """Bit for bit, with fewer operators."""
+    model, idx = build(n_shared_expert=n_shared_expert), tokens()
+
+    def run():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), CountOperators() as operators:
+            loss = model(idx, idx).loss
+            loss.backward()
+        return operators.count, [loss, *(p.grad.clone() for p in model.parameters())]
+
+    count, forked = run()
+    monkeypatch.setattr("model.Fork.apply", lambda x, dtype: (x, x.to(dtype)))
+    plain, cast = run()
+    assert all(torch.equal(a, b) for a, b in zip(forked, cast, strict=True))
+    assert count == plain - SMALL["n_layer"]
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators other than views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 class CountCasts(TorchDispatchMode):
     """Counts casts of experts' weights, known by their shape and float32."""
 

@@ -133,7 +133,8 @@ class Trace(TorchDispatchMode):
             return "qkv, proj"
         if scope == "MLP":
             return "dense MLP"
-        if scope == "Router":
+        types = {t.dtype for t in given if t.is_floating_point()}  # several: model.Fork adds gradients
+        if scope == "Router" and not name.startswith("_to_copy") and len(types) < 2:
             return "routers"
         if any(t.dim() == 3 and scope == "Experts" for t in given):
             return "casts of expert weights"
