@@ -81,7 +81,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
         settings["optim.warmup_steps"] = steps // 10
         _say(f"note: train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {steps // 10}")
     config = Config.model_validate(_nest(settings))
-    _raise_if(find_conflicts(config, world_size), path, overrides)
+    errors = find_conflicts(config, world_size)
+    if "data.name" in given and config.data.mix:
+        errors.append(
+            f"{COMMAND_LINE}: data.name = {quoted(config.data.name)} would change nothing beside data.mix = "
+            f"{config.data.mix}; add --data.mix={{}} to train on that set alone, or leave data.name out"
+        )
+    _raise_if(errors, path, overrides)
     return config
 
 
@@ -162,8 +168,13 @@ def dumps(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`."""
+    """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`.
+
+    Not data.name where `old` has a mixture, which takes its place.
+    """
     before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
+    if old.data.mix:
+        after["data.name"] = before["data.name"]
     return [f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]]
 
 

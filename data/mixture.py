@@ -56,9 +56,8 @@ def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
         DataError: a set is missing or damaged, or two have different tokenizers. The message has the remedy.
         OSError: a file may not be read.
     """
-    metas = [check_dataset(folder, vocab_size) for folder in folders]
-    check_tokenizers(folders, metas)
-    return metas
+    check_tokenizers(folders, [read_meta(folder) for folder in folders])  # before shards are read, and ids compared
+    return [check_dataset(folder, vocab_size) for folder in folders]
 
 
 def check_tokenizers(folders: Sequence[Path], metas: Sequence[Meta]) -> None:

@@ -276,6 +276,36 @@ def test_a_wrong_mixture(mixed, mix, says):
         mixed(f"data.mix={mix}")
 
 
+def test_different_tokenizers_are_said_before_the_vocabulary(mixed, broken):
+    def enlarge(folder):
+        meta = folder / "edu/meta.json"
+        meta.write_text(meta.read_text().replace('"vocab_size": 257', '"vocab_size": 50257'))
+
+    with pytest.raises(DataError, match="and a mixture has one"):
+        train.train(mixed(f"data.dir={broken(enlarge)}"))
+
+
+def test_a_set_beside_a_mixture_is_refused(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("[data.mix]\nbooks = 2\narxiv = 1\n")
+    says = "command line: data.name = edu would change nothing beside data.mix = arxiv 1 + books 2; add --data.mix={}"
+    with pytest.raises(configure.ConfigError, match=re.escape(says)):
+        configure.load(file, ["--data.name=edu"])
+    assert configure.load(file, ["--data.name=edu", "--data.mix={}"]).data.sets == {"edu": 1.0}
+    with pytest.raises(configure.ConfigError, match="would change nothing"):
+        configure.sweep_points(file, ['--data.name=["edu", "pg19"]'])
+
+
+def test_a_name_that_a_mixture_replaces_is_no_difference(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[data]\nname = "books"\n[data.mix]\nbooks = 2\narxiv = 1\n')
+    old = configure.load(file)
+    file.write_text(file.read_text().replace('name = "books"', 'name = "edu"'))
+    assert configure.differences(old, configure.load(file)) == []
+    single = configure.load(file, ["--data.mix={}"])
+    assert [line.split(":")[0] for line in configure.differences(single, old)] == ["data.name", "data.mix"]
+
+
 def test_a_mixture_in_a_file(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[data]\ndir = "d"\n[data.mix]\nbooks = 2\n"fineweb-edu" = 0.5\n')
