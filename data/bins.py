@@ -33,6 +33,7 @@ SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
 SAMPLE_BYTES = 2**16  # of each shard of a larger set
 CHUNK_BYTES = 2**22
+OF_TOKENIZER = ("--tokenizer", "--bpe-ranks")  # of data.prepare
 RELEASE_BYTES = 2**28  # mapped memory a reader may hold
 FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
@@ -326,5 +327,16 @@ def _prepare_command(folder: Path) -> str:
     command = ["python", "-m", "data.prepare", corpus]
     command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]  # nothing to stream
     command += ["--name", folder.name] if corpus != folder.name else []
+    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
+    return shlex.join(command)
+
+
+def documents_command(folder: Path, meta: Meta) -> str:
+    """The command that prepares other files with the set's tokenizer, in its place unless a corpus has its name."""
+    words = shlex.split(meta.prepare.replace("--tokenizer=", "--tokenizer ").replace("--bpe-ranks=", "--bpe-ranks "))
+    options = [word for pair in zip(words, words[1:], strict=False) if pair[0] in OF_TOKENIZER for word in pair]
+    command = ["python", "-m", "data.prepare", "text", "--source", "FOLDER"]
+    command += options or ["--tokenizer", meta.tokenizer["name"]]
+    command += ["--name", f"{folder.name}-documents"] if folder.name in SOURCES else ["--name", folder.name, "--force"]
     command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
     return shlex.join(command)

@@ -18,6 +18,7 @@ from data.bins import (
     Tokens,
     check_dataset,
     describe_set,
+    documents_command,
     fingerprint,
     open_tokens,
     read_meta,
@@ -80,7 +81,7 @@ def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
             raise DataError(
                 f"{folder}: data.document_mask = true, but its training split is one document, with no end inside. Set "
                 f"--data.document_mask=false, or prepare its text again as documents, one to a file or to a row of "
-                f".jsonl: python -m data.prepare text --source FOLDER --name {folder.name} --force"
+                f".jsonl: {documents_command(folder, meta)}"
             )
 
 
