@@ -5,7 +5,7 @@ through the model once. The LM head sees only the positions that are scored.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -33,6 +33,10 @@ class Score(NamedTuple):
     greedy: bool  # whether each of its tokens was the most likely one
 
 
+class Interrupted(Exception):
+    """Scoring was asked to stop before its end."""
+
+
 class Scorer:
     """Scores continuations with a GPT. Several ranks split the work, and each gets all results."""
 
@@ -42,6 +46,7 @@ class Scorer:
         dtype: torch.dtype = torch.float32,
         ranks: distributed.Ranks | None = None,
         tokens: int = TOKENS,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare to score.
 
@@ -50,7 +55,9 @@ class Scorer:
             dtype: autocast's.
             ranks: the processes that split the work; None: this one alone.
             tokens: in a batch, at most.
+            is_stopped: whether this rank is asked to stop; looked at between batches.
         """
+        self.is_stopped = is_stopped
         self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
         self.ranks = ranks or distributed.Ranks(0, 1, self.device)
@@ -65,6 +72,9 @@ class Scorer:
         Args:
             pairs: (context, continuation), lists of token ids; neither empty.
             progress: the label of a progress bar; None: no bar.
+
+        Raises:
+            Interrupted: a rank was asked to stop; on every rank, once the others have done their part.
         """
         pieces = [split_continuation(*pair, self.config.block_size) for pair in pairs]
         scores = iter(self._score_pieces([piece for parts in pieces for piece in parts], progress))
@@ -87,11 +97,15 @@ class Scorer:
         bar = progress_bar(total=total, desc=progress, disable=not progress)
         with bar, torch.inference_mode(), self.autocast():
             for score_batch, batch in work:
+                if self.is_stopped():
+                    break
                 scores = score_batch(batch, pairs)
                 found.update(scores)
                 bar.update(len(scores))
         for part in distributed.gather(found, self.ranks.control):
             found.update(part)
+        if len(found) < len(pairs):
+            raise Interrupted
         return [found[i] for i in range(len(pairs))]
 
     def _score_alone(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:

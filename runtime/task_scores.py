@@ -47,7 +47,7 @@ class TaskScores:
         Args:
             model: on its device. It is left in training mode.
             ranks: this rank; documents are split across all.
-            stop: whether this rank is asked to stop; looked at between tasks.
+            stop: whether this rank is asked to stop; looked at between batches and tasks.
             sharded: whether ranks hold parts of its weights. Each gathers the full weights then, as generation with a
                 cache and unequal batches cannot wait for the other ranks.
 
@@ -56,16 +56,21 @@ class TaskScores:
         """
         from eval import tasks
         from eval.harness import Adapter
-        from eval.scoring import Scorer
+        from eval.scoring import Interrupted, Scorer
 
         scored = gather_model(model) if sharded else model
         dtype = tasks.scoring_dtype(self.config, ranks.device)
         scored.eval()
-        adapter, values, interrupted = Adapter(Scorer(scored, dtype, ranks), self.tokenizer), {}, False
+        scorer = Scorer(scored, dtype, ranks, is_stopped=lambda: stop.asked)
+        adapter, values, interrupted = Adapter(scorer, self.tokenizer), {}, False
         for name, loaded in self.loaded.items():
             # Blocks stay as they are compiled, for the shape of training; the harness' progress bars are hidden.
-            with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
-                found = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
+            try:
+                with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
+                    found = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
+            except Interrupted:  # on every rank alike
+                interrupted = True
+                break
             for task, metrics in found.items():
                 shown = {key: value for key, value in metrics.items() if "stderr" not in key and key != "documents"}
                 values |= {f"tasks/{task}/{key}": value for key, value in shown.items()}

@@ -24,7 +24,7 @@ from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from model import GPT, count_parameters, parameter_shapes
-from runtime import RunError, memory, task_scores
+from runtime import RunError, distributed, memory, task_scores
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
@@ -178,6 +178,23 @@ def test_stopped_between_tasks_nothing_is_scored(tiny, folder):
     assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None and model.training
 
 
+def test_stopped_within_a_task_its_other_batches_are_left_out(tiny, folder, monkeypatch):
+    config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
+    found, model, stop, rows = task_scores.open_tasks(config), GPT(config.model), Stop(), []
+    score = Scorer._score_columns
+
+    def stop_after_one(scorer, x, *rest):
+        rows.append(len(x))
+        stop.asked = True
+        return score(scorer, x, *rest)
+
+    monkeypatch.setattr("eval.scoring.make_batches", lambda groups, *_: ([group] for group in groups))
+    monkeypatch.setattr(Scorer, "_score_columns", stop_after_one)
+    state = random.getstate()
+    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None
+    assert len(rows) == 1 and model.training and random.getstate() == state
+
+
 def test_scores_in_words():
     values = {"val/loss": 1.0, "tasks/sciq/acc": 0.25, "tasks/sciq/acc_norm": 0.5, "tasks/sciq/bits_per_byte": 1.5}
     assert describe_scores(values | {"tasks/piqa/acc": 1.0}) == "sciq acc 0.2500, 1.5000 bits/byte; piqa acc 1.0000"
@@ -210,6 +227,22 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
         for task in ("sciq", "piqa"):
             for key in ("acc", "bits_per_byte"):
                 assert line[f"tasks/{task}/{key}"] == found[task][key], (parallel, task, key)
+
+
+def be_a_rank_of_two_one_of_which_stops(file, folder):
+    meet_in(file.parent / "stop.store")
+    config = configure.load(file, [*LONG, "train.micro_batch_size=4", *scored(folder, ["hellaswag", "piqa"])], 2)
+    found, model, stop = task_scores.open_tasks(config), GPT(config.model), Stop()
+    with distributed.process_group(torch.device("cpu"), 1) as ranks:
+        stop.asked = ranks.rank == 1
+        assert found.measure(model, ranks, stop, sharded=False) is None
+
+
+@pytest.mark.integration
+def test_one_rank_that_is_asked_to_stop_stops_the_scores_of_both(tiny_file, folder):
+    for process in start_ranks(2, be_a_rank_of_two_one_of_which_stops, tiny_file, folder):
+        code, printed = process.wait(120)
+        assert code == 0, printed
 
 
 # ---- bad input
