@@ -512,6 +512,16 @@ def test_measures_besides_the_loss(tmp_path):
     assert [[len(line.get_xdata()) for line in axes.lines] for axes in panels] == [[5, 5], [6, 6]]
 
 
+def test_scores_on_unequal_numbers_of_documents_say_so(tmp_path):
+    limits = {0: 500, 1: 500, 2: 0}
+    runs = [
+        make_run(tmp_path / str(seed), f"run.seed={seed}", f"eval.task_limit={limit}", measured=["tasks/sciq/acc"])
+        for seed, limit in limits.items()
+    ]
+    names = [load_settings(*some)[0].measures["tasks/sciq/acc"][0] for some in (runs[:2], runs)]
+    assert names == ["sciq, accuracy", "sciq, accuracy (unequal eval.task_limit: 0, 500)"]
+
+
 def test_losses_over_seeds(tmp_path):
     runs = [make_run(tmp_path / str(seed), f"run.seed={seed}") for seed in range(3)]
     (setting,) = load_settings(*runs)

@@ -194,13 +194,14 @@ class Setting:
     @cached_property
     def measures(self) -> dict[str, tuple[str, list[int]]]:
         """{key: (name, steps at which every run has it)} of what MEASURE matches, in order of the lines."""
-        found = {}
+        found, limits = {}, sorted({run.config.eval.task_limit for run in self.runs})
+        unequal = f" (unequal eval.task_limit: {', '.join(map(str, limits))})" * (len(limits) > 1)
         for key in dict.fromkeys(key for line in self.runs[0].evaluations.values() for key in line):
             steps = [step for step in self.steps if all(key in run.evaluations[step] for run in self.runs)]
             if steps and (parts := MEASURE.fullmatch(key)):
                 name, mean, task, metric = parts.groups()
                 share = f"loss on {name} ({self.runs[0].config.data.sets[name]:.0%})" if name else ""
-                of_task = f"{task}, {'accuracy' if metric == 'acc' else 'bits per byte'}"
+                of_task = f"{task}, {'accuracy' if metric == 'acc' else 'bits per byte'}{unequal}"
                 found[key] = (share or ("loss of the weights' mean" if mean else of_task), steps)
         return found
 
