@@ -259,6 +259,7 @@ def score_task(
         RunError: the harness cannot evaluate it.
     """
     import lm_eval
+    from jinja2 import TemplateError
 
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") != 0:
@@ -271,9 +272,12 @@ def score_task(
             )  # of the lower level: lm_eval.simple_evaluate would look at the machine for seconds
     except RunError:
         raise
-    except ValueError as error:
+    except (ValueError, LookupError, TemplateError) as error:  # of a document that lacks a column, too
         few = ", or lower --num-fewshot" if num_fewshot else ""
-        raise RunError(f"{name}: lm-evaluation-harness failed ({error}); see the task's files{few}") from error
+        raise RunError(
+            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column: see the task's "
+            f"files{few}"
+        ) from error
     counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
     return {
         task: {key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)}

@@ -280,6 +280,14 @@ def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch
     refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", *scored(folder, ["piqa"]))
 
 
+def test_a_later_document_that_lacks_a_column_is_said_before_the_first_step(tiny, folder):
+    with (folder / "sciq.jsonl").open("a") as file:
+        file.write('{"question": "x"}\n')
+    with pytest.raises(RunError, match="^sciq: lm-evaluation-harness failed .*; a document may lack a column: see"):
+        train.train(config := tiny(*scored(folder, ["sciq"])))
+    assert not metrics(config)
+
+
 def test_names_of_tasks_in_a_config(tiny, tiny_file):
     for given in ('["sciq", "piqa"]', "sciq,piqa", "sciq, piqa,sciq,"):
         config = tiny(f"eval.tasks={given}")
