@@ -327,8 +327,7 @@ def _prepare_command(folder: Path) -> str:
     command = ["python", "-m", "data.prepare", corpus]
     command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]  # nothing to stream
     command += ["--name", folder.name] if corpus != folder.name else []
-    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
-    return shlex.join(command)
+    return shlex.join(command + _out_option(folder))
 
 
 def documents_command(folder: Path, meta: Meta) -> str:
@@ -338,5 +337,9 @@ def documents_command(folder: Path, meta: Meta) -> str:
     command = ["python", "-m", "data.prepare", "text", "--source", "FOLDER"]
     command += options or ["--tokenizer", meta.tokenizer["name"]]
     command += ["--name", f"{folder.name}-documents"] if folder.name in SOURCES else ["--name", folder.name, "--force"]
-    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
-    return shlex.join(command)
+    return shlex.join(command + _out_option(folder))
+
+
+def _out_option(folder: Path) -> list[str]:
+    """The option that names where the folder is, unless that is data/."""
+    return ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []

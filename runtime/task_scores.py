@@ -72,7 +72,7 @@ class TaskScores:
                 interrupted = True
                 break
             for task, metrics in found.items():
-                shown = {key: value for key, value in metrics.items() if "stderr" not in key and key != "documents"}
+                shown = {key: value for key, value in metrics.items() if "stderr" not in key and value is not None}
                 values |= {f"tasks/{task}/{key}": value for key, value in shown.items()}
             interrupted = distributed.any_rank([stop.asked], ranks)[0]
             if interrupted:

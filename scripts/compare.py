@@ -18,7 +18,8 @@ import configure
 from runtime.output import require_packages, text_table
 from scripts import sample
 from scripts.report.claims import compare_arms
-from scripts.report.runs import Arm, Setting, check_same_text, describe_windows, load_run_record
+from scripts.report.runs import check_same_text, load_run_record
+from scripts.report.settings import Arm, Setting, describe_windows
 from scripts.report.tables import COLUMNS, summarize_run
 
 STEPS = 5  # in the table of losses, at most

@@ -9,7 +9,8 @@ import configure
 import train
 from runtime import RunError
 from runtime.folder import path_of
-from scripts.report.runs import group_runs, load_run_record
+from scripts.report.runs import load_run_record
+from scripts.report.settings import group_runs
 from scripts.report.tables import summarize_run
 
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log interval.

@@ -17,7 +17,7 @@ from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec
 from runtime import checkpoint
-from scripts.report.runs import ARM_KEYS
+from scripts.report.settings import ARM_KEYS
 
 SPARSE = [name for name in ROUTERS if name != "dense"]
 SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")

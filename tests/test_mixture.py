@@ -32,7 +32,8 @@ from runtime.folder import path_of
 from scripts import sample
 from scripts.export.card import training_rows
 from scripts.report.__main__ import main as report
-from scripts.report.runs import group_runs, load_run_record
+from scripts.report.runs import load_run_record
+from scripts.report.settings import group_runs
 from scripts.watch import __main__ as watch
 
 WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}

@@ -29,7 +29,8 @@ from runtime.output import text_table
 from scripts import compare
 from scripts.report import claims, page, pictures, tables
 from scripts.report.claims import CLAIMS, MARGIN, judge_claims, pair_differences
-from scripts.report.runs import Run, Setting, expand_folders, group_runs, load_run_record, load_run_records
+from scripts.report.runs import Run, expand_folders, load_run_record, load_run_records
+from scripts.report.settings import Setting, group_runs
 
 
 def load_settings(*folders):

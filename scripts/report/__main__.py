@@ -21,7 +21,8 @@ from pathlib import Path
 from eval.paper import read_paper_losses
 from runtime.output import require_packages, text_table
 from scripts.report.claims import Finding
-from scripts.report.runs import Setting, expand_folders, group_runs, load_run_records
+from scripts.report.runs import expand_folders, load_run_records
+from scripts.report.settings import Setting, group_runs
 from scripts.report.tables import COLUMNS, summarize_run
 from scripts.watch.runs import find_runs
 

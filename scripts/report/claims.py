@@ -10,7 +10,7 @@ import numpy as np
 
 from eval import paper
 from eval.intervals import CONFIDENCE, UNDECIDED, Interval, correct_holm, estimate_interval
-from scripts.report.runs import Arm, Setting, find_documents
+from scripts.report.settings import Arm, Setting, find_documents
 
 MARGIN = 0.005  # nats per token; the paper's own standard deviation over seeds at 50K is 0.004 to 0.005
 SUPPORTED, CONTRADICTED, MIXED = "supported", "contradicted", "mixed"

@@ -17,7 +17,8 @@ from eval.style import style
 from runtime.output import text_table
 from scripts.report.page import remove_pictures
 from scripts.report.pictures import LOSS, plot_lines
-from scripts.report.runs import ARM_KEYS, DTYPE, SETTING_KEYS, Run, check_same_text, find_varying, name_values
+from scripts.report.runs import Run, check_same_text
+from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying, name_values
 
 TABLE = """\
 Validation loss at the end, nats per token, mean over seeds; lower is better. ±: half of the 95% interval of its

@@ -13,7 +13,8 @@ from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from scripts.report import pictures, tables
 from scripts.report.claims import HOW, HOW_CLAIMS, HOW_PAIRS, Finding, judge_claims, judge_pairs
-from scripts.report.runs import ARM_KEYS, Run, Setting, describe_windows
+from scripts.report.runs import Run
+from scripts.report.settings import ARM_KEYS, Setting, describe_windows
 
 COST = """Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` and
 `python -m scripts.bench router` time routers in turns within one process."""

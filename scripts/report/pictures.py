@@ -19,7 +19,7 @@ from eval.intervals import UNDECIDED
 from eval.pictures import add_load_bar
 from eval.style import style
 from scripts.report.claims import compare_arms
-from scripts.report.runs import Arm, Setting
+from scripts.report.settings import Arm, Setting
 
 MARKS = 12  # markers per line, about
 COLUMN = 6  # panels of loads one below another; more are in two columns

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from eval import paper
 from model import count_parameters
 from scripts.report.claims import Finding, Judged, compare_arms
-from scripts.report.runs import Run, Setting
+from scripts.report.runs import Run
+from scripts.report.settings import Setting
 
 Table = tuple[list[str], list[list[str]]]
 COLUMNS = ("run", "router", "data", "total", "active", "step", "train loss", "val loss", "tokens/s", "gate norm")
