@@ -50,9 +50,11 @@ def compile_blocks(model: GPT) -> None:
     """torch.compile each block in place.
 
     Blocks share one graph, so compiling takes as long for one as for all, and DDP and FSDP2 still receive gradients
-    block by block.
+    block by block. So dynamo need not cut graphs at DDP's buckets, which versions of torch before 2.13 may refuse where
+    there is an autograd.Function or activation checkpointing in them.
     """
     model.compiled = True
+    torch._dynamo.config.optimize_ddp = False
     for block in model.blocks:
         block.compile()
 

@@ -172,6 +172,18 @@ aot.main()
     assert faults == ["weight_grad"] and not any(" < " in line for line in good), done.stdout
 
 
+@pytest.mark.integration
+def test_kernels_compile_for_a_token_alone(tmp_path):
+    """As in generation. Triton makes constants of arguments that are 1, which the interpreter does not."""
+    code = """
+import torch
+from scripts.aot import launches
+print([kernel.name for kernel in launches.compile_kernels(90, torch.float16, 1, 64, 64, 2, 1, 64)])
+"""
+    done = run_aot(code, TRITON_CACHE_DIR=str(tmp_path))
+    assert "route_sum" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_every_kernel_is_as_good_as_pinned():
     """Of every shape, type and architecture under the installed Triton."""

@@ -563,6 +563,28 @@ def compile_by(backend, fails_on=()):
     return compile
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
+    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
+
+    def refuse(self, graph, *_, **__):
+        raise NotImplementedError("DDPOptimizer backend: Found a higher order op in the graph")
+
+    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer.compile_fn", refuse)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=True), fake_ranks_of(2, 2) as ranks:
+        model = GPT(tiny("model.router=kern").model)
+        for block in model.blocks:
+            block.checkpointing = checkpointing
+        runner = parallel.distribute(model, "ddp", ranks, torch.bfloat16, compile=True)
+        x = torch.zeros(1, 8, dtype=torch.int64)
+        parallel.set_gradient_sync(runner, "ddp", last=False)  # a fake group cannot average
+        with torch.autocast("cpu", torch.bfloat16):
+            runner(x, x).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("router, more", [("kern", []), ("kern", ["model.n_dense_layer=1"]), ("dense", [])])
 def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
     """It runs both ways and without gradients, with a block of each kind."""

@@ -90,7 +90,7 @@ def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, An
     """Compile what a launch of `kernel` with these arguments and options would run on compute capability `sm`."""
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, (name, value)) in enumerate(zip(kernel.params, values.items(), strict=True)):
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or (type(value) is int and value == 1):  # Triton makes a constant of 1
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = name_type(value)
@@ -134,7 +134,7 @@ def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) ->
     )
 
 
-def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_sequence: int = 32) -> None:
+def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_sequence: int) -> None:
     """Launch the router's kernels; the backward pass with the gates' gradient alone, and with all."""
     assert spec is not None, "a dense model has no router"
     bias, c, formula = logits[0], logits[0, :1], (spec.phi, spec.pre, spec.post)
@@ -170,5 +170,5 @@ def compile_kernels(
         triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated, grad_dtype=torch.float32)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
-        compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K)
+        compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K, min(N, 32))
     return list(found)
