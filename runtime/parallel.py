@@ -55,6 +55,9 @@ def compile_blocks(model: GPT) -> None:
     """
     model.compiled = True
     torch._dynamo.config.optimize_ddp = False
+    # Past the default of 8 dynamo leaves blocks eager. Two kinds of blocks, with gradients and without, under
+    # `cast_once` or not, and the last, smaller batch of an evaluation need more.
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
         block.compile()
 
