@@ -4,9 +4,9 @@
     python -m scripts.chaos config/quickstart.toml --faults 20 --ranks 2 --train.micro_batch_size=4
 
 A fault comes at a random moment: while the job starts, in a step, in a save. The job is then restarted until the next
-one; if it ends before, it loses its latest checkpoints and trains on from there. With more than one rank it runs under
-torchrun. Prints the faults survived, the steps lost and whether weights, AdamW's state and losses equal the undisturbed
-run's; the exit code is 0 only if they do.
+one; if it ends before, its folder is put back and it starts again. With more than one rank it runs under torchrun.
+Prints the faults survived, the steps lost and whether weights, AdamW's state and losses equal the undisturbed run's;
+the exit code is 0 only if they do.
 """
 
 import argparse
@@ -157,21 +157,29 @@ def train_under_faults(run: Run, faults: int, rng: random.Random) -> list[Fault]
     """Train to the end, with `faults` faults on the way. Raises RunError if the job ends otherwise."""
     moments = sorted(rng.uniform(0, 0.9 * run.max_steps) for _ in range(faults))  # before its end
     survived, bar = [], progress_bar(every=60, desc="faults", total=faults)
+    before = Path(f"{run.folder}.before")
     for moment in moments:
+        copy_folder(run.folder, before)
         for _ in range(TRIES):
             if fault := train_until_fault(run, moment, rng):
                 break
-            for step in checkpoint.steps(run.checkpoints):
-                if step >= moment:
-                    shutil.rmtree(checkpoint.folder_of(run.checkpoints, step))
+            copy_folder(before, run.folder)
         else:
             remedy = "set a larger --train.max_steps"
             raise RunError(f"{run.folder}: ended before a fault {TRIES} times, see {run.folder}.log; {remedy}")
         survived.append(fault)
         bar.update()
     bar.close()
+    shutil.rmtree(before, ignore_errors=True)
     train_to_the_end(run)
     return survived
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Replace `target` by a copy of `source`, which may be missing."""
+    shutil.rmtree(target, ignore_errors=True)
+    if source.exists():
+        shutil.copytree(source, target)
 
 
 def train_until_fault(run: Run, moment: float, rng: random.Random) -> Fault | None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -151,15 +152,22 @@ def test_place_and_steps_lost_of_a_fault(torn, fault_by_fault):
     assert {fault.kind for fault in survived} <= chaos.FAULTS.keys()
 
 
-def test_a_job_that_ends_before_its_fault_is_set_back(torn, fault_by_fault):
-    survived_at = []
+def test_a_job_that_ends_before_its_fault_is_put_back(torn, fault_by_fault):
+    found, newest = [], torn.checkpoints / "step_00000004"
     fault_by_fault(
-        (lambda: 0, lambda: False),  # over before the moment, so that no fault is tried; at the next, before the signal
-        (lambda: None, lambda: None),
-        (lambda: survived_at.append(torn.find_intact_step()), None),
+        (lambda: shutil.rmtree(newest) or 0, lambda: False),  # over before the moment; the next, before the signal
+        (lambda: shutil.rmtree(newest), lambda: None),
+        (lambda: found.append(torn.find_intact_step()), None),
     )
-    assert len(chaos.train_under_faults(torn, 1, random.Random(1))) == 1  # at step 0.48
-    assert survived_at == [0]
+    assert len(chaos.train_under_faults(torn, 1, random.Random(0))) == 1
+    assert found == [4] and not torn.folder.with_name("disturbed.before").exists()
+
+
+def test_a_job_that_ends_before_its_first_fault_starts_anew(torn, fault_by_fault):
+    shutil.move(torn.folder, torn.folder.with_name("later"))
+    begin = partial(shutil.copytree, torn.folder.with_name("later"), torn.folder)
+    fault_by_fault((lambda: begin() and 0, lambda: None), (lambda: begin() and None, None))
+    assert len(chaos.train_under_faults(torn, 1, random.Random(0))) == 1
 
 
 def test_a_job_that_always_ends_before_its_fault_is_an_error(torn, fault_by_fault):
