@@ -26,10 +26,10 @@ class Documents(NamedTuple):
     """What each position of a window may see (data.document_mask)."""
 
     positions: Tensor  # (B, T) int64, from the start of each document, or of the window within its first
-    mask: Tensor | BlockMask  # (B, 1, T, T): the same document, no later position
+    mask: Tensor | BlockMask  # (B, 1, T, T): the same document, no later position; as a tensor 0, or -inf where hidden
 
 
-def find_documents(idx: Tensor, token: int, blocks: bool = False) -> Documents:
+def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = False) -> Documents:
     """Find the documents of windows: one begins at each end-of-text token, which precedes its first token.
 
     As an input that token only predicts how the next document begins, so it sees nothing of the one before.
@@ -37,6 +37,7 @@ def find_documents(idx: Tensor, token: int, blocks: bool = False) -> Documents:
     Args:
         idx: (B, T) int64 token ids.
         token: the id of end-of-text.
+        dtype: that of queries. Of a mask of booleans each layer would keep a copy in it for its backward pass.
         blocks: whether the mask is a BlockMask of flex_attention, which skips blocks that it hides, or a tensor.
     """
     B, T = idx.shape
@@ -49,7 +50,8 @@ def find_documents(idx: Tensor, token: int, blocks: bool = False) -> Documents:
     if blocks:
         mask = create_block_mask(is_seen, B, None, T, T, device=idx.device)
     else:
-        mask = ((begins[:, :, None] <= at) & (at <= at[:, None]))[:, None]
+        seen = (begins[:, :, None] <= at) & (at <= at[:, None])
+        mask = torch.zeros(seen.shape, dtype=dtype, device=idx.device).masked_fill_(~seen, -torch.inf)[:, None]
     return Documents(at - begins, mask)
 
 
@@ -173,7 +175,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
         q: (B, nh, T, hs) queries.
         k: (B, nkv, S, hs) keys.
         v: (B, nkv, S, hs) values.
-        mask: what each query sees, (B, 1, T, S) bool or as blocks; None: its own position and those before.
+        mask: what each query sees, (B, 1, T, S) bool or added to scores, or as blocks; None: no later position.
         dropout: of probabilities; flex_attention has none.
     """
     groups = q.shape[1] // k.shape[1]

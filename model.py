@@ -215,7 +215,9 @@ class GPT(nn.Module):
         """The documents of windows (B, T), for blocks that are compiled or not; None if attention crosses them."""
         if self.document_token is None:
             return None
-        return find_documents(idx, self.document_token, compiled and idx.is_cuda and not self.config.dropout)
+        device = idx.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.weight.dtype
+        return find_documents(idx, self.document_token, dtype, compiled and idx.is_cuda and not self.config.dropout)
 
     @property
     def head(self) -> Tensor:

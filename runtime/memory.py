@@ -54,6 +54,7 @@ def estimate_memory(
     muon: bool = False,
     ema: bool = False,
     tasks: bool = False,
+    masks: bool = False,
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -68,6 +69,7 @@ def estimate_memory(
         muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
         ema: whether a running mean of the weights is kept.
         tasks: whether the model is scored on tasks while it trains.
+        masks: whether documents are masked (data.document_mask). Compiled blocks on CUDA have no such tensor.
     """
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     gathered = 4 * sum(sizes.values()) if tasks and parallel != "ddp" else 0
@@ -94,6 +96,7 @@ def estimate_memory(
     layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
     inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
     activations = inputs + max(layers) if checkpointing else sum(layers)
+    activations += masks * (b or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
     return Memory(
         weights=4 * parameters,
@@ -189,7 +192,7 @@ def choose_parallelism(
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
     name, muon, ema = str(dtype).removeprefix("torch."), config.optim.name == "muon", train.ema_decay > 0
-    options = train.activation_checkpointing, muon, ema, bool(config.eval.task_names)
+    options = train.activation_checkpointing, muon, ema, bool(config.eval.task_names), config.data.document_mask
     estimates = {
         parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, *options)
         for parallel, shards in possible.items()

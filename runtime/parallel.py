@@ -83,8 +83,8 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
                 trial = copy.deepcopy(block).to(ranks.device)
                 trial.compile()
                 x = torch.zeros(*shape, model.config.n_embd, device=ranks.device, requires_grad=True)
-                documents = model.find_documents(torch.zeros(shape, dtype=torch.int64, device=ranks.device), True)
                 with autocast:
+                    documents = model.find_documents(torch.zeros(shape, dtype=torch.int64, device=ranks.device), True)
                     trial(x, None, documents)[0].float().sum().backward()
                 with torch.no_grad(), autocast:
                     trial.eval()(x, None, documents)

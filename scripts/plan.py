@@ -79,12 +79,13 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
 def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
-    size, more = config.train.micro_batch_size, (config.train.ema_decay > 0, bool(config.eval.task_names))
+    size, muon = config.train.micro_batch_size, config.optim.name == "muon"
+    more = muon, config.train.ema_decay > 0, bool(config.eval.task_names), config.data.document_mask
     several = config.train.batch_size > size * args.gpus  # micro-batches a step
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=several)
     plans = {
         parallel + ", checkpointing" * checkpointing: estimate_memory(
-            shapes, config.model, size, dtype, parallel, shards, checkpointing, config.optim.name == "muon", *more
+            shapes, config.model, size, dtype, parallel, shards, checkpointing, *more
         )
         for checkpointing in (False, True)
         for parallel, shards in possible.items()

@@ -29,9 +29,10 @@ from eval import generation, val_loss
 from eval.routing.__main__ import main as routing
 from eval.scoring import Scorer
 from eval.trained import load_model
-from model import GPT
+from model import GPT, parameter_shapes
 from runtime import RunError
 from runtime.folder import path_of
+from runtime.memory import estimate_memory
 from runtime.parallel import compile_blocks, gather_model
 from runtime.preflight import preflight
 from scripts import sample
@@ -139,6 +140,32 @@ def eager_flex(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda q, k, v: None)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_autograd_keeps_one_mask_for_all_layers(dtype):
+    """Which the memory plan knows of."""
+
+    def measure(token):
+        model, kept, alive = build(token, router="dense", block_size=256).float(), {}, []
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)  # so that no address comes twice
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            model(*torch.zeros(2, 3, 256, dtype=torch.int64))
+        return sum(kept.values())
+
+    config = Config().model.model_copy(update={**SIZES, "router": "dense", "block_size": 256})
+    shapes = parameter_shapes(config)
+    planned = [
+        estimate_memory(shapes, config, 3, dtype, "ddp", 1, checkpointing=False, masks=masks).activations
+        for masks in (True, False)
+    ]
+    assert measure(END) - measure(None) == pytest.approx(planned[0] - planned[1], rel=0.03)
+
+
 @pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("length", [12, 300])  # of 300 some blocks are full, some empty
@@ -152,7 +179,7 @@ def test_flex_attention_equals_the_mask(length, heads, eager_flex):
     weights = torch.randn(q.shape, generator=draw, dtype=torch.float64)
     results = []
     for as_blocks in (False, True):
-        documents = find_documents(idx, END, as_blocks)
+        documents = find_documents(idx, END, torch.float64, as_blocks)
         assert isinstance(documents.mask, BlockMask) == as_blocks
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         y = attend(*leaves, documents.mask)
@@ -167,7 +194,7 @@ def test_a_model_with_flex_attention_equals_itself_with_masks(pos, monkeypatch, 
     model, (idx, _) = build(pos=pos, router="dense", n_kv_head=2), make_windows()
     wanted = all_logits(model, idx)
     used = []
-    monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, True))
+    monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, torch.float32, True))
     flex = attention.flex_attention
     monkeypatch.setattr(attention, "flex_attention", lambda *args, **more: used.append(1) or flex(*args, **more))
     assert_near(all_logits(model, idx), wanted, LIMIT["dense"])
@@ -333,7 +360,8 @@ def test_compiled_blocks_take_flex_attention(pos, monkeypatch):
     with torch.no_grad():
         wanted = [all_logits(model, x) for x in idx]
         compile_blocks(model)
-        monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, compiled))
+        blocks = lambda idx, compiled: find_documents(idx, END, torch.float32, compiled)  # noqa: E731
+        monkeypatch.setattr(model, "find_documents", blocks)
         for turn, (x, logits) in enumerate(zip(idx, wanted, strict=True)):
             with torch._dynamo.config.patch(error_on_recompile=turn > 0):
                 assert_near(all_logits(model, x), logits, tolerance(torch.float32, 64, roundings=32))
