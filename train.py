@@ -241,7 +241,9 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         elif isinstance(error, OSError | RankError) or (isinstance(error, DataError) and first_of_node):
             print(f"error on rank {rank}: {error}", file=sys.stderr)  # other errors come to rank 0 alike
         code = 2
-    except Exception:  # most often another rank is lost
+    except Exception as error:  # most often another rank is lost
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            error.add_note("torch cannot compile the model: set --train.compile=off and start again")
         if distributed.world_size() == 1:
             raise
         traceback.print_exc()

@@ -36,6 +36,7 @@ from runs import (
     start_ranks,
     untimed,
 )
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -623,8 +624,12 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_compiling_that_fails_leaves_the_run_eager(tiny, monkeypatch, capsys):
-    """With one warning, and the losses of a run that does not try; train.compile = on fails."""
+def test_compiling_that_fails_leaves_the_run_eager(tiny, tiny_file, monkeypatch, capsys):
+    """With one warning, and the losses of a run that does not try; train.compile = on fails and names the remedy."""
+
+    def fail(graph, inputs):
+        raise RuntimeError("no C compiler")
+
     eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
     monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[0]))
@@ -633,8 +638,10 @@ def test_compiling_that_fails_leaves_the_run_eager(tiny, monkeypatch, capsys):
     printed = capsys.readouterr().out
     warning = "warning: train.compile = auto: compiling failed, so nothing is: RuntimeError: no C compiler\n"
     assert warning in printed and printed.count("warning") == 1
-    with pytest.raises(RuntimeError, match="no C compiler"):
-        run(tiny("run.name=on", "train.compile=on"))
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by(fail))
+    with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
+        train.main([str(tiny_file), "--run.name=on", "--train.compile=on"])
+    assert error.value.__notes__ == ["torch cannot compile the model: set --train.compile=off and start again"]
 
 
 def train_where_one_rank_has_no_compiler(file, folder, way):
