@@ -110,14 +110,14 @@ bench() {
 
 part_bench() {
     local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off)
-    bench limits 30 limits "${rounds[@]}"
-    bench weight_grad 60 tune --kernels weight_grad "${sizes[@]}" --dtype float16
-    bench moe 80 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
-    bench step 90 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
-    bench router 50 router "${step[@]}" --dtype $dtype
-    bench experts 60 experts "${step[@]}" --model.router=kern --dtype $dtype
-    bench length 50 length "${step[@]}" "${lengths[@]}" --dtype $dtype
-    bench peers 90 step "${config[@]}" "${few[@]}" "${rounds[@]}" --compile off --routers dense kern --dtype $dtype
+    bench limits 25 limits "${rounds[@]}"
+    bench weight_grad 50 tune --kernels weight_grad "${sizes[@]}" --dtype float16
+    bench moe 70 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
+    bench step 75 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
+    bench router 45 router "${step[@]}" --dtype $dtype
+    bench experts 50 experts "${step[@]}" --model.router=kern --dtype $dtype
+    bench length 40 length "${step[@]}" "${lengths[@]}" --dtype $dtype
+    bench peers 60 step "${config[@]}" "${few[@]}" "${rounds[@]}" --compile off --routers dense kern --dtype $dtype
 }
 
 part_trace() {

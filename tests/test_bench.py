@@ -527,7 +527,7 @@ def read_pieces(printed: str) -> dict[str, str]:
 
 def test_gpu_check_continues_after_pieces_that_fail(tmp_path):
     (tmp_path / "clock").write_text(CLOCK)
-    script = start_check(tmp_path, "bench", "trace", LIMIT="55", BASH_ENV=str(tmp_path / "clock"))
+    script = start_check(tmp_path, "bench", "trace", LIMIT="45", BASH_ENV=str(tmp_path / "clock"))
     printed, _ = script.communicate(timeout=HANG)
     words = read_pieces(printed)
     assert script.returncode == 1

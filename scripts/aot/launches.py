@@ -8,7 +8,8 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -146,10 +147,9 @@ def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_
         triton_router.backward(logits, experts, c, gamma, *formula, n_sequence, *upstream)
 
 
-def compile_kernels(
-    sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int, gated: bool = False
-) -> list[Kernel]:
-    """Compile every kernel of one shape once; gated experts have SiLU."""
+@contextmanager
+def launches_compiled(sm: int) -> Iterator[dict[Kernel, None]]:
+    """Within it launches compile for compute capability `sm` instead, each kernel once; yields those so far."""
     found: dict[Kernel, None] = {}
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -157,13 +157,22 @@ def compile_kernels(
         compiled = compile_launch(kernel, values, options, sm)
         found[read_kernel(kernel.__name__.removesuffix("_kernel"), compiled, values, sm)] = None
 
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     with (
         mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(triton_experts, "major", lambda device: sm // 10),
     ):
+        yield found
+
+
+def compile_kernels(
+    sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int, gated: bool = False
+) -> list[Kernel]:
+    """Compile every kernel of one shape once; gated experts have SiLU."""
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with launches_compiled(sm) as found:
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
         weights = meta(N, K, dtype=torch.float32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
