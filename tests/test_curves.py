@@ -11,8 +11,8 @@ from scripts.report.curves import (
     collect_curves,
     compare_pairs,
     explain_variance,
-    list_best,
     list_means,
+    list_sections,
     plot_curves,
 )
 from scripts.report.runs import load_run_records
@@ -43,28 +43,31 @@ def collect(folders, key="model.gate_norm"):
 def test_table_best_and_shares(folders):
     of = collect(folders)
     assert [curve.label for curve in of.curves] == ["kern", "softmax"] and of.seeds == [0, 1, 2] and not of.notes
-    head, rows = build_table(of, of.intervals())
-    assert head == ["model.gate_norm", "kern", "softmax", "spread"] and [row[0] for row in rows] == ["0.5", "2", "8"]
-    for row, *losses in zip(rows, *LOSSES.values(), strict=True):
-        means = [float(cell.split()[0]) for cell in row[1:3]]
+    head, rows = build_table(of.key, of.intervals())
+    assert head == ["model.gate_norm", "0.5", "2", "8"] and [row[0] for row in rows] == ["kern", "softmax"]
+    (words,) = (of.differences("kern"),)
+    assert [*words] == ["minus kern's"]
+    _, ((router, *apart),) = build_table(of.key, words["minus kern's"], "+")
+    assert router == "softmax"
+    for kern, softmax, difference, *losses in zip(*(row[1:] for row in rows), apart, *LOSSES.values(), strict=True):
+        means = [float(cell.split()[0]) for cell in (kern, softmax, difference)]
         assert means[1] - means[0] == pytest.approx(losses[1] - losses[0], abs=0.03)
-        assert 0 < float(row[1].split("±")[1]) < 0.05  # though seeds lie 0.1 apart: all cells share that
-        assert float(row[3]) == pytest.approx(abs(means[1] - means[0]), abs=2e-4)
+        assert 0 < float(kern.split("±")[1]) < 0.05  # though seeds lie 0.1 apart: all cells share that
+        assert means[2] == pytest.approx(means[1] - means[0], abs=2e-4) and difference.startswith("+")
     words = explain_variance(of)  # columns' means 2.05, 1.85, 2.25 and rows' 2, 2.1: variances 0.0267 and 0.0025
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
-    ((curve, other, verdict, _, _, holm),) = compare_pairs(of, list_best(of))[1]
-    assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
-    _, apart = build_table(of, of.deviations())
-    assert all(row[1] == row[2].replace("+", "-") and -0.1 < float(row[1].split()[0]) < 0 for row in apart)
-    axes, beside = plot_curves(of).axes
-    assert [len(one.lines) for one in (axes, beside)] == [2, 2]
+    title, (_, ((curve, other, verdict, _, _, holm),)), _ = list_sections(of, "kern")[2]
+    assert (title, curve, other, verdict) == ("Each at its best", "kern at 2", "softmax at 2", "lower")
+    assert float(holm) < 0.05
+    axes, beside = plot_curves(of, "kern").axes
+    assert [len(one.lines) for one in (axes, beside)] == [2, 2]  # the other router and zero
     assert axes.get_xscale() == "log" and [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "2", "8"]
 
 
 def test_a_seed_does_not_choose_its_own_best():
     """Seed 0 is lucky at 4: it makes the others choose 4, and is itself at 2."""
     cells = {2.0: [1.0, 1.0, 1.0], 4.0: [0.5, 1.4, 1.4], 8.0: [1.6, 0.7, 1.6]}
-    losses, best = Curve("kern", "kern", {x: np.array(of)[:, None] for x, of in cells.items()}).at_best()
+    losses, best = Curve(("kern",), "", {x: np.array(of)[:, None] for x, of in cells.items()}).at_best()
     assert best == [2.0, 4.0, 4.0] and losses[:, 0].tolist() == [1.0, 1.4, 1.4]
 
 
@@ -82,7 +85,7 @@ def test_what_is_left_out_is_said(folders, tmp_path):
 
 def test_one_seed_decides_nothing(folders):
     of = collect(folders[::3])
-    assert {row[2] for row in compare_pairs(of, list_best(of))[1]} == {"one seed"}
+    assert {row[2] for row in compare_pairs(of, list_means(of))[1]} == {"one seed"}
 
 
 @pytest.mark.parametrize("values", [3, 2])
@@ -90,18 +93,65 @@ def test_curves_at_equal_values(folders, values):
     """Over the values that both have, of which the last curve may lack one."""
     of = collect(folders[: 9 + 3 * values])
     means, shared = list_means(of), of.shared
-    assert shared == [*NORMS[:values]] and {x for _, x in of.deviations()} == {*shared}
-    for (label, losses), curve in zip(means, of.curves, strict=True):
-        assert label == curve.label
+    assert shared == [*NORMS[:values]] and {x for _, x in of.differences("kern")["minus kern's"]} == {*shared}
+    for (label, names, losses), curve in zip(means, of.curves, strict=True):
+        assert (label, names) == (curve.label, curve.names)
         assert np.allclose(losses, sum(curve.cells[x] for x in shared) / values, rtol=1e-12)
     ((curve, other, verdict, loss, difference, _),) = compare_pairs(of, means)[1]
-    assert (curve, other, verdict) == ("kern", "softmax", "lower") and loss == f"{means[0][1].mean():.4f}"
-    assert float(difference.split()[0]) == pytest.approx((means[0][1] - means[1][1]).mean(), abs=1e-4)
+    assert (curve, other, verdict) == ("kern", "softmax", "lower") and loss == f"{means[0].losses.mean():.4f}"
+    assert float(difference.split()[0]) == pytest.approx((means[0].losses - means[1].losses).mean(), abs=1e-4)
+
+
+def make_runs(tmp_path, routers=("kern", "tanh"), more=lambda norm, steps: ()):
+    """Two routers at two norms and two lengths: tanh is 0.1 above kern, norm 2 0.2 below norm 0 at 500 steps alone."""
+    return [
+        make_run(
+            tmp_path / f"{router}-{norm}-{steps}-{seed}",
+            *(f"model.router={router}", f"model.gate_norm={norm}", f"train.max_steps={steps}", f"run.seed={seed}"),
+            *more(norm, steps),
+            end=2.0 + 0.1 * (router == "tanh") - 0.2 * (norm == 2) * (steps == 500),
+            noise=0.01,
+        )
+        for router in routers
+        for norm in (0, 2)
+        for steps in (500, 1000)
+        for seed in range(2)
+    ]
+
+
+def test_what_routers_and_settings_are_worth(tmp_path):
+    """Each where the rest is equal; pairs that differ in both are not compared."""
+    of = collect(make_runs(tmp_path), "train.max_steps")
+    assert [curve.label for curve in of.curves] == [
+        f"{name}, gate_norm {x}" for name in ("kern", "tanh") for x in (0, 2)
+    ]
+    routers, norms = of.differences("kern").items()
+    assert routers[0] == "minus kern's of the same settings" and norms[0] == "minus the same router's with gate_norm 0"
+    assert {label for label, _ in routers[1]} == {"tanh, gate_norm 0", "tanh, gate_norm 2"}
+    assert all(at.mean == pytest.approx(0.1, abs=0.03) for at in routers[1].values())
+    assert {label for label, _ in norms[1]} == {"kern, gate_norm 2", "tanh, gate_norm 2"}
+    for (_, steps), at in norms[1].items():
+        assert at.mean == pytest.approx(-0.2 * (steps == 500), abs=0.03)
+    tables = {title: table[1] for title, table, _ in list_sections(of, "kern")}
+    pairs = {(row[0], row[1]) for row in tables["At equal values, mean over them"]}
+    assert len(pairs) == 4 and ("kern, gate_norm 2", "tanh, gate_norm 0") not in pairs
+    ((better, worse, verdict, loss, difference, _),) = tables["Routers, mean over settings too"]
+    assert (better, worse, verdict) == ("kern", "tanh", "lower") and loss.startswith("1.9")
+    assert float(difference.split()[0]) == pytest.approx(-0.1, abs=0.03)
+
+
+def test_keys_that_change_with_the_key_make_no_curves_of_their_own(tmp_path):
+    """As those of a larger model do."""
+    folders = make_runs(tmp_path, more=lambda norm, steps: (f"optim.lr={steps / 1e6}", f"model.n_embd={steps // 5}"))
+    of = collect(folders, "train.max_steps")
+    assert len(of.curves) == 4 and "with train.max_steps also change model.n_embd, optim.lr" in of.notes
+    with pytest.raises(ValueError, match="have 1 value"):
+        collect(folders[:2], "train.max_steps")
 
 
 def test_curves_without_a_common_value(folders):
     of = collect([*folders[:6], *folders[-3:]])
-    assert of.shared == [] == list_means(of) and len(plot_curves(of).axes) == 1
+    assert of.shared == [] == list_means(of) and len(plot_curves(of, "kern").axes) == 1
 
 
 @pytest.mark.parametrize(

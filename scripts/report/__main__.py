@@ -59,7 +59,7 @@ def report(args: argparse.Namespace) -> None:
     if args.over:
         curves = collect_curves(runs, args.over)
         out = make_folder(args.out, folders)
-        return print(f"{write_curves(curves, len(runs), notes, out)}\nreport: {out}/report.html")
+        return print(f"{write_curves(curves, args.baseline, len(runs), notes, out)}\nreport: {out}/report.html")
     settings, more = group_runs(runs)
     if args.experiment:
         for setting in settings:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,22 +21,24 @@ from scripts.report.pictures import LOSS, plot_lines
 from scripts.report.runs import Run, check_same_text
 from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying, name_values
 
-TABLE = """\
+LOSSES = """\
 Validation loss at the end, nats per token, mean over seeds; lower is better. ±: half of the 95% interval of its
 difference from the mean of all cells, paired by seed and validation window, so that what they share (how hard the text
 is) does not widen it. Seeds are taken to move all cells of a table equally much, since a cell's own two or three say
-little of that. Spread: largest minus smallest of the row."""
+little of that. Seeds: {}."""
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
+APART = "with half of its 95% interval, paired by seed and window."
 BEST = """\
 Each curve at its best value of the key: for each seed the one that is best by the *other* seeds, so that a lucky run
 does not choose itself."""
-EQUAL = "Each curve as the mean over the values {}, which all have: what is left where the key is equal."
+ONE_SEED = "Each curve at its best value of the key, chosen by the only seed: nothing is decided, all are flattered."
+EQUAL = "Each curve as the mean over the values {}: what is left where the key is equal."
+OVERALL = "Each router as the mean over those values and over all settings of the curves."
 PAIRS = """\
 Differences: first minus second with 95% intervals, paired by seed and window; seeds and documents are taken as
-independent draws, seeds of one variance in a table. Holm: the p-value corrected for the family of all rows of the
-table; at 0.05 or more the row is undecided as one of its family."""
-ONE_SEED = "Each curve at its best value of the key, chosen by the only seed: nothing is decided, all are flattered."
-APART = "Loss minus the mean of all curves at that value, with 95% intervals, paired by seed and window."
+independent draws, seeds of one variance in a table. Curves are compared that differ in one thing. Holm: the p-value
+corrected for the family of all rows of the table; at 0.05 or more the row is undecided as one of its family."""
+FACES = ("full", "none", "left", "right", "top", "bottom")
 Table = tuple[list[str], list[list[str]]]
 Intervals = dict[tuple[str, Any], Interval]  # by a curve's label and a value of the key
 
@@ -43,9 +46,14 @@ Intervals = dict[tuple[str, Any], Interval]  # by a curve's label and a value of
 class Curve(NamedTuple):
     """One router with its other settings: losses at the end, (S seeds, W windows) fp64, by values of the key."""
 
-    label: str
-    router: str
+    names: tuple[Any, ...]  # the router, then values of the other keys in which curves differ
+    settings: str  # those values as text
     cells: dict[Any, np.ndarray]
+
+    @property
+    def label(self) -> str:
+        """The router with its settings."""
+        return ", ".join(filter(None, [self.names[0], self.settings]))
 
     def at_best(self) -> tuple[np.ndarray, list[Any]]:
         """Losses (S, W) with each seed at the value that is best by the other seeds, and those values."""
@@ -56,8 +64,16 @@ class Curve(NamedTuple):
         return np.array([self.cells[x][seed] for seed, x in enumerate(best)]), best
 
 
+class Candidate(NamedTuple):
+    """What a table of pairs compares."""
+
+    label: str
+    names: tuple[Any, ...]  # as of a Curve
+    losses: np.ndarray  # (S, W)
+
+
 class Curves(NamedTuple):
-    """All curves over a key, of the same seeds and windows."""
+    """All curves over a key, of the same seeds and windows; those of a router follow each other."""
 
     key: str
     curves: list[Curve]
@@ -83,45 +99,68 @@ class Curves(NamedTuple):
         moved = [at._replace(mean=at.mean + mean, low=at.low + mean, high=at.high + mean) for at in found]
         return dict(zip(cells, moved, strict=True))
 
-    def deviations(self) -> Intervals:
-        """Differences of losses from the mean of all curves at the same value of the key."""
-        found = {}
-        for x in self.shared:
-            center = np.mean([curve.cells[x] for curve in self.curves], axis=0)  # (S, W)
-            found |= {(curve.label, x): self.estimate(curve.cells[x] - center) for curve in self.curves}
-        pooled = pool_seeds([*found.values()], (len(self.curves) - 1) * len(self.shared))
-        return dict(zip(found, pooled, strict=True))
+    def differences(self, baseline: str) -> dict[str, Intervals]:
+        """What is subtracted from each curve, and what is left: the baseline's of its settings, its router's first."""
+        curves, first = {(curve.names[0], curve.settings): curve for curve in self.curves}, self.curves[0].settings
+        same = " of the same settings" * bool(first)
+        bases = {
+            f"minus {baseline}'s{same}": [(baseline, curve.settings) for curve in self.curves],
+            f"minus the same router's with {first}": [(curve.names[0], first) for curve in self.curves],
+        }
+        found = {words: self._subtract([curves.get(name) for name in names]) for words, names in bases.items()}
+        return {words: intervals for words, intervals in found.items() if intervals}
+
+    def _subtract(self, bases: Sequence[Curve | None]) -> Intervals:
+        """Each curve minus its base at equal values of the key."""
+        apart = {
+            (curve.label, x): self.estimate(curve.cells[x] - base.cells[x])
+            for curve, base in zip(self.curves, bases, strict=True)
+            if base is not None and base is not curve
+            for x in curve.cells
+            if x in base.cells
+        }
+        return dict(zip(apart, pool_seeds([*apart.values()], len(apart)), strict=True))
 
 
-def write_curves(found: Curves, runs: int, notes: Sequence[str], folder: Path) -> str:
+def write_curves(of: Curves, baseline: str, runs: int, notes: Sequence[str], folder: Path) -> str:
     """Write report.md, report.html and curves.png of so many runs into `folder`; returns what to print.
 
     Raises:
         ValueError: the folder has a report.md that is not one of runs.
         OSError: it cannot be written.
     """
-    table, shares = build_table(found, found.intervals()), explain_variance(found)
-    several = len(found.curves) > 1 and bool(found.shared)
-    best = compare_pairs(found, list_best(found))
-    equal = compare_pairs(found, list_means(found))
+    sections = list_sections(of, baseline)
     remove_pictures(folder)
-    save_figure(plot_curves(found), folder / "curves.png")
-    noted = [*notes, *found.notes]
+    save_figure(plot_curves(of, baseline), folder / "curves.png")
+    noted, lines = [*notes, *of.notes], []
     blocks: list[Block] = [("h1", f"{runs} runs compared")]
     blocks += [("list", [f"**Note** {line}." for line in noted])] if noted else []
-    blocks.append(("h2", f"Loss over {found.key}"))
-    blocks.append(("picture", "curves.png", "Means over seeds, with the intervals of the tables."))
-    blocks += [("table", *table), ("p", f"{TABLE} Seeds: {', '.join(map(str, found.seeds))}.")]
+    blocks += [("h2", f"Loss over {of.key}"), ("picture", "curves.png", "Means over seeds, with 95% intervals.")]
+    for title, table, words in sections:
+        blocks += [("h2", title)] if title else []
+        blocks += [("table", *table), ("p", words)]
+        lines += [f"{title}:"] * bool(title) + [text_table(*table, left=3 if table[0][0] == "curve" else 1)]
+    shares = explain_variance(of)
     blocks += [("p", shares)] if shares else []
-    blocks += [("table", *build_table(found, found.deviations())), ("p", APART)] if several else []
-    blocks += [("h2", "Each at its best"), ("table", *best), ("p", BEST if len(found.seeds) > 1 else ONE_SEED)]
-    values = EQUAL.format(", ".join(f"{x:g}" for x in found.shared))
-    blocks += [("h2", "At equal values"), ("table", *equal), ("p", values)] if several else []
     write_page([*blocks, ("p", PAIRS)], folder)
-    lines = [text_table(*table), shares, "each at its best:", text_table(*best, left=3)]
-    lines += ["at equal values, mean over them:", text_table(*equal, left=3)] if several else []
-    lines += [f"note: {line}" for line in noted]
-    return "\n".join(filter(None, lines))
+    return "\n".join([*lines, *filter(None, [shares]), *(f"note: {line}" for line in noted)])
+
+
+def list_sections(of: Curves, baseline: str) -> list[tuple[str, Table, str]]:
+    """The report's tables: title, table, and what it is."""
+    values = ", ".join(f"{x:g}" for x in of.shared)
+    sections = [("", build_table(of.key, of.intervals()), LOSSES.format(", ".join(map(str, of.seeds))))]
+    for words, found in of.differences(baseline).items():
+        sections.append((f"Loss {words}", build_table(of.key, found, "+"), f"Loss {words}, {APART}"))
+    best = [Candidate(f"{curve.label} at {name_best(curve)}", curve.names, curve.at_best()[0]) for curve in of.curves]
+    sections.append(("Each at its best", compare_pairs(of, best), BEST if len(of.seeds) > 1 else ONE_SEED))
+    if len(of.curves) > 1 and of.shared:
+        equal = list_means(of)
+        sections.append(("At equal values, mean over them", compare_pairs(of, equal), EQUAL.format(values)))
+        routers = average_routers(equal)
+        if len(routers) > 1 and len(routers) < len(equal):
+            sections.append(("Routers, mean over settings too", compare_pairs(of, routers), OVERALL))
+    return sections
 
 
 def collect_curves(runs: Sequence[Run], key: str) -> Curves:
@@ -134,11 +173,13 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     if KEYS.get(key, {}).get("type") not in ("integer", "number"):
         numbers = [name for name, of in KEYS.items() if of.get("type") in ("integer", "number")]
         raise ValueError(f"--over {key}: expected a key that is a number, such as {', '.join(numbers[:3])}")
-    keys = [other for other in (*ARM_KEYS, *SETTING_KEYS, DTYPE) if other != key]
     ended, found = [run for run in runs if run.ended], defaultdict(lambda: defaultdict(dict))
     notes = [f"left out: {run.folder}: {run.progress}" for run in runs if run not in ended]
+    keys = [other for other in (*ARM_KEYS, *SETTING_KEYS, DTYPE) if other != key]
+    if tied := find_tied(ended, key):
+        notes.append(f"with {key} also change{'s' * (len(tied) == 1)} {', '.join(tied)}")
     for run in ended:
-        found[run.values(keys)][run.value(key)][run.config.run.seed] = run
+        found[run.values([other for other in keys if other not in tied])][run.value(key)][run.config.run.seed] = run
     values = sorted({x for cells in found.values() for x in cells})
     if len(values) < 2:
         raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
@@ -150,16 +191,25 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     if left := sum(counts) - len(seeds) * len(counts):
         notes.append(f"left out: {left} run(s) of seeds that other cells lack")
     varying, curves = [other for other in find_varying(found) if other != "model.router"], []
-    for settings, cells in found.items():
-        router = dict(settings)["model.router"]
-        label = ", ".join([router, *name_values(settings, varying)])
+    routers = [*dict.fromkeys(run.value("model.router") for run in ended)]
+    for pairs, cells in found.items():
+        of = dict(pairs)
         losses = {x: np.array([read_losses(cells[x][seed]) for seed in seeds]) for x in values if x in cells}
-        curves.append(Curve(label, router, losses))
+        names = (of["model.router"], *(of[other] for other in varying))
+        curve = Curve(names, ", ".join(name_values(pairs, varying)), losses)
+        curves.append(curve)
         if lacking := [f"{x:g}" for x in values if x not in cells]:
-            notes.append(f"{label} has no run with {key} = {', '.join(lacking)}")
-    order = {label: i for i, label in enumerate(dict.fromkeys(run.value("model.router") for run in ended))}
+            notes.append(f"{curve.label} has no run with {key} = {', '.join(lacking)}")
+    curves.sort(key=lambda curve: (routers.index(curve.names[0]), curve.names[1:]))
     documents = next((run.documents for run in ended if run.documents is not None), None)
-    return Curves(key, sorted(curves, key=lambda curve: (order[curve.router], curve.label)), seeds, documents, notes)
+    return Curves(key, curves, seeds, documents, notes)
+
+
+def find_tied(runs: Sequence[Run], key: str) -> list[str]:
+    """Settings with one value for each value of `key`, and several in all, such as the sizes of a larger model."""
+    pairs = {other: {(run.value(key), run.value(other)) for run in runs} for other in SETTING_KEYS if other != key}
+    count = len({run.value(key) for run in runs})
+    return [other for other, of in pairs.items() if len(of) == count and len({value for _, value in of}) > 1]
 
 
 def read_losses(run: Run) -> np.ndarray:
@@ -168,16 +218,13 @@ def read_losses(run: Run) -> np.ndarray:
     return np.asarray(line.get("val/window_losses", [line["val/loss"]]), dtype=np.float64)
 
 
-def build_table(of: Curves, found: Intervals) -> Table:
-    """A row for each value of the key, a column for each curve."""
-    rows = []
-    for x in sorted({x for _, x in found}):
-        cells = [found.get((curve.label, x)) for curve in of.curves]
-        means = [cell.mean for cell in cells if cell]
-        sign = "+" if min(means) < 0 else ""
-        words = [f"{cell.mean:{sign}.4f} ±{(cell.high - cell.low) / 2:.4f}" if cell else "" for cell in cells]
-        rows.append([f"{x:g}", *words, f"{max(means) - min(means):.4f}"])
-    return [of.key, *(curve.label for curve in of.curves), "spread"], rows
+def build_table(key: str, found: Intervals, sign: str = "") -> Table:
+    """A row for each curve, a column for each value of the key; `sign` "+" of differences."""
+    values, rows = sorted({x for _, x in found}), []
+    for label in dict.fromkeys(label for label, _ in found):
+        cells = [found.get((label, x)) for x in values]
+        rows.append([label, *(f"{at.mean:{sign}.4f} ±{(at.high - at.low) / 2:.4f}" if at else "" for at in cells)])
+    return [key, *(f"{x:g}" for x in values)], rows
 
 
 def explain_variance(of: Curves) -> str:
@@ -189,56 +236,69 @@ def explain_variance(of: Curves) -> str:
     return SHARES.format(over_key, of.key, over_curves, 1 - over_key - over_curves)
 
 
-def list_best(of: Curves) -> list[tuple[str, np.ndarray]]:
-    """Each curve's label with its best values, and its losses (S, W) there."""
-    found = []
-    for curve in of.curves:
-        losses, best = curve.at_best()
-        found.append((f"{curve.label} at {'; '.join(f'{x:g}' for x in dict.fromkeys(best))}", losses))
-    return found
+def name_best(curve: Curve) -> str:
+    """The values at which a curve's seeds are best."""
+    return "; ".join(f"{x:g}" for x in dict.fromkeys(curve.at_best()[1]))
 
 
-def list_means(of: Curves) -> list[tuple[str, np.ndarray]]:
-    """Each curve's label and its losses (S, W), means over the values that all curves have; [] if there are none."""
+def list_means(of: Curves) -> list[Candidate]:
+    """Each curve as the mean over the values that all curves have; [] if there are none."""
     shared = of.shared
-    return [(curve.label, np.mean([curve.cells[x] for x in shared], 0)) for curve in of.curves if shared]
+    return [Candidate(c.label, c.names, np.mean([c.cells[x] for x in shared], 0)) for c in of.curves if shared]
 
 
-def compare_pairs(of: Curves, named: Sequence[tuple[str, np.ndarray]]) -> Table:
-    """A row for each pair of (label, losses (S, W)), the better first."""
-    named = sorted(named, key=lambda one: one[1].mean())
-    pairs = [*combinations(named, 2)]
-    estimates = pool_seeds([of.estimate(one[1] - other[1]) for one, other in pairs], len(named) - 1)
-    corrected = correct_holm([found.p_value() for found in estimates]) if len(of.seeds) > 1 else []
+def average_routers(found: Sequence[Candidate]) -> list[Candidate]:
+    """Each router that has all settings, as the mean over them."""
+    of_routers = defaultdict(dict)
+    for one in found:
+        of_routers[one.names[0]][one.names[1:]] = one.losses
+    settings = {names for of in of_routers.values() for names in of}
+    return [
+        Candidate(router, (router,), np.mean([*of.values()], 0))
+        for router, of in of_routers.items()
+        if len(of) == len(settings)
+    ]
+
+
+def compare_pairs(of: Curves, found: Sequence[Candidate]) -> Table:
+    """A row for each pair that differs in one thing, the better first."""
+    found = sorted(found, key=lambda one: one.losses.mean())
+    pairs = [pair for pair in combinations(found, 2) if sum(map(ne, *(one.names for one in pair))) == 1]
+    estimates = pool_seeds([of.estimate(one.losses - other.losses) for one, other in pairs], len(found) - 1)
+    corrected = correct_holm([at.p_value() for at in estimates]) if len(of.seeds) > 1 else []
     rows = []
-    for i, (((label, losses), (other, _)), found) in enumerate(zip(pairs, estimates, strict=True)):
-        verdict = found.decide("lower", "higher") if corrected else "one seed"
+    for i, ((one, other), at) in enumerate(zip(pairs, estimates, strict=True)):
+        verdict = at.decide("lower", "higher") if corrected else "one seed"
         holm = f"{corrected[i]:.2g}" if corrected else ""
-        rows.append([label, other, verdict, f"{losses.mean():.4f}", str(found), holm])
+        rows.append([one.label, other.label, verdict, f"{one.losses.mean():.4f}", str(at), holm])
     return ["curve", "against", "is", "loss", "difference", "Holm"], rows
 
 
-def plot_curves(of: Curves) -> Figure:
-    """A curve and its band for each, over octaves of the key, and minus the mean of all; a value of 0 has no place."""
-    panels = [(LOSS, of.intervals())]
-    if len(of.curves) > 1 and of.shared:
-        panels.append(("loss minus the mean of all curves there", of.deviations()))
-    looks, seen = {}, defaultdict(int)
-    for curve in of.curves:
-        face = ("full", "none", "left", "right", "top", "bottom")[seen[curve.router] % 6]
-        looks[curve.label] = style(curve.router) | {"fillstyle": face, "markersize": 5}
-        seen[curve.router] += 1
-    drawn = []
-    for words, found in panels:
+def plot_curves(of: Curves, baseline: str) -> Figure:
+    """Curves with their intervals, and what is left of each without others', over octaves of the key.
+
+    A value of 0 has no place.
+    """
+    settings = [*dict.fromkeys(curve.settings for curve in of.curves)]
+    faces = {name: FACES[i % len(FACES)] for i, name in enumerate(settings)}
+    looks = {
+        curve.label: style(curve.names[0]) | {"fillstyle": faces[curve.settings], "markersize": 5}
+        for curve in of.curves
+    }
+    panels, drawn = {LOSS: of.intervals()}, []
+    panels |= {f"loss {words}": found for words, found in of.differences(baseline).items()}
+    for words, found in panels.items():
         lines = {}
-        for label, look in looks.items():
-            points = {x: found[of_label, x][:3] for of_label, x in sorted(found) if of_label == label and x > 0}
-            lines |= {label: (look, points)} if points else {}
+        for (label, x), at in found.items():  # each curve's in order of x
+            if x > 0:
+                lines.setdefault(label, (looks[label], {}))[1][x] = at[:3]
         drawn.append((f"{of.key}, logarithmic", words, lines))
     figure = plot_lines(drawn)
     assert figure
     for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
         ticks = sorted({x for _, points in lines.values() for x in points})
         axes.set_xscale("log", base=2)
+        if axes is not figure.axes[0]:
+            axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     return figure
