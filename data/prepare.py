@@ -35,7 +35,7 @@ from data.split import choose_split, explain_empty_split, validation_inputs, war
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
-from runtime.output import format_size, plural
+from runtime.output import format_size, plural, run_command
 from runtime.progress import progress_bar
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -321,4 +321,4 @@ def _check_existing(folder: Path, made_from: dict, args: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
 from data.mixture import check_tokenizers
-from runtime.output import format_size, plural, short_path
+from runtime.output import format_size, plural, run_command, short_path
 from runtime.progress import progress_bar
 
 SAMPLE_TOKENS = 60
@@ -88,4 +88,4 @@ def _describe(folder: Path, meta: Meta) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -40,7 +40,7 @@ from eval.tasks import (
 )
 from eval.trained import Trained, add_run_arguments, load_run
 from runtime import RunError, checkpoint, describe_write_errors, distributed
-from runtime.output import write_atomic
+from runtime.output import run_command, write_atomic
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need
@@ -235,4 +235,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -46,7 +46,7 @@ from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
 from runtime import RunError, distributed
 from runtime.metrics import read_metrics
-from runtime.output import text_table, write_atomic
+from runtime.output import run_command, text_table, write_atomic
 from runtime.progress import progress_bar
 
 KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json
@@ -379,4 +379,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,12 +1,28 @@
-"""What every command puts out: files that are there in full or not at all, aligned tables, one-line reasons.
+"""What every command puts out: files that are there in full or not at all, aligned tables, one-line reasons, its end.
 
 Imports nothing but the standard library, so that any package may use it.
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Exit with the code that `main` returns; 130 after Ctrl-C, 141 where nobody reads on, as in `… | head`."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        code = 141
+    sys.exit(code)
 
 
 def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:

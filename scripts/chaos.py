@@ -28,6 +28,7 @@ from data.mixture import check_sets
 from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.metrics import ARRAYS, read_metrics
+from runtime.output import run_command
 from runtime.progress import progress_bar
 from runtime.signals import EXIT_CODE
 
@@ -262,4 +263,4 @@ def read_results(run: Run) -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import configure
-from runtime.output import require_packages, text_table
+from runtime.output import require_packages, run_command, text_table
 from scripts import sample
 from scripts.report.claims import compare_arms
 from scripts.report.runs import check_same_text, load_run_record
@@ -82,4 +82,4 @@ def format_losses(setting: Setting) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eval.intervals import estimate_interval, half_width, pool_seeds
-from runtime.output import require_packages, text_table
+from runtime.output import require_packages, run_command, text_table
 
 EFFECTS = {
     "measured": (0.6, 0.9, 1.0, 0.5, 1.3),
@@ -115,4 +115,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

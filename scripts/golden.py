@@ -16,7 +16,6 @@ import io
 import json
 import math
 import platform
-import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import date
@@ -30,6 +29,7 @@ from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from router import ROUTERS
 from runtime.metrics import read_metrics
+from runtime.output import run_command
 from train import train
 
 FILE = Path(__file__).parent.parent / "tests" / "golden.json"
@@ -108,4 +108,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

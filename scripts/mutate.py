@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import pytest
 
-from runtime.output import text_table
+from runtime.output import run_command, text_table
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 ROOT = REPO_ROOT  # of this very code; a test gives REPO_ROOT another value
@@ -172,4 +172,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -18,7 +18,7 @@ from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
-from runtime.output import text_table
+from runtime.output import run_command, text_table
 
 
 def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:
@@ -130,4 +130,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -19,6 +19,7 @@ from eval.generation import SamplingParams, check_prompt_length, generate
 from eval.trained import add_run_arguments, load_run
 from model import GPT
 from runtime import distributed
+from runtime.output import run_command
 
 
 def print_continuations(
@@ -105,4 +106,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

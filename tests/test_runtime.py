@@ -2,6 +2,9 @@
 
 import errno
 import os
+import shlex
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
+from runs import REPO_ROOT
 
 from model import GPT
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
-from runtime.output import text_table, write_atomic
+from runtime.output import run_command, text_table, write_atomic
 from runtime.preflight import preflight
 from runtime.signals import Stop
 from runtime.validation import measure_loss
@@ -225,3 +229,23 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 def test_text_table_aligns_numbers_to_the_right():
     table = text_table(["run", "loss"], [["long name", "1"], ["b", "10.25"]])
     assert table.splitlines() == ["run         loss", "-" * 16, "long name      1", "b          10.25"]
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("main, code, said", [(interrupt, 130, "interrupted\n"), (lambda: 2, 2, "")])
+def test_a_command_ends_with_its_code(main, code, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == code and capsys.readouterr().err == said
+
+
+def test_a_command_whose_output_nobody_reads_ends_quietly():
+    """More than a pipe holds, and less: then it fails when it is flushed."""
+    for lines in (100_000, 1):
+        code = f"from runtime.output import run_command; run_command(lambda: print('word\\n' * {lines}))"
+        command = f"(sleep 0.3; {sys.executable} -c {shlex.quote(code)}; echo $? >&2) | true"
+        done = subprocess.run(command, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("", "141\n")

@@ -22,7 +22,7 @@ from eval.pages import format_markdown, write_page
 from eval.trained import Trained, add_run_arguments, load_run, open_validation
 from router import ROUTERS
 from runtime import distributed
-from runtime.output import require_packages, write_atomic
+from runtime.output import require_packages, run_command, write_atomic
 
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
 
@@ -124,4 +124,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

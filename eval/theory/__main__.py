@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.output import require_packages, text_table, write_atomic
+from runtime.output import require_packages, run_command, text_table, write_atomic
 
 if TYPE_CHECKING:
     from eval.theory.claims import Row
@@ -76,4 +76,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

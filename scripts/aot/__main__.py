@@ -30,6 +30,7 @@ from itertools import product
 import triton
 
 import kernels.triton_experts as triton_experts
+from runtime.output import run_command
 from scripts.aot import pinned
 from scripts.aot.launches import SHAPES, Kernel, compile_kernels, dtype_name
 
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -38,6 +38,7 @@ from typing import Any
 import configure
 from router import ROUTERS
 from runtime import RunError
+from runtime.output import run_command
 from scripts.bench.budget import bench_budget
 from scripts.bench.data import bench_data
 from scripts.bench.harness import DTYPES
@@ -120,4 +121,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -31,7 +31,7 @@ from runtime import RunError
 from runtime.initial import EXPORTED, EXPORTED_IF_SET
 from runtime.names import to_gpt2, to_hf
 from runtime.open_moe import FAMILIES, find_misfits, make_open_config, to_open
-from runtime.output import require_packages
+from runtime.output import require_packages, run_command
 from scripts.export.card import format_card
 from scripts.export.check import DTYPES, check_export, load_source
 from scripts.export.tokenizer_files import write_json, write_tokenizer
@@ -213,4 +213,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from eval.paper import read_paper_losses
-from runtime.output import require_packages, text_table
+from runtime.output import require_packages, run_command, text_table
 from scripts.report.claims import Finding
 from scripts.report.runs import expand_folders, load_run_records
 from scripts.report.settings import Setting, group_runs
@@ -132,4 +132,4 @@ def find_ambiguous(settings: Sequence[Setting], baseline: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

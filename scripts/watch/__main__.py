@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.output import text_table
+from runtime.output import run_command, text_table
 from scripts.watch.runs import Status, WatchedRun, find_runs, format_seconds
 
 HEAD = ["run", "state", "step", "loss", "val loss", "by set", "tokens/s", "MFU", "left", "trouble"]
@@ -131,4 +131,4 @@ def serve(watcher: Watcher, port: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
