@@ -56,9 +56,10 @@ def test_table_best_and_shares(folders):
         assert means[2] == pytest.approx(means[1] - means[0], abs=2e-4) and difference.startswith("+")
     words = explain_variance(of)  # columns' means 2.05, 1.85, 2.25 and rows' 2, 2.1: variances 0.0267 and 0.0025
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
-    title, (_, ((curve, other, verdict, _, _, holm),)), _ = list_sections(of, "kern")[2]
-    assert (title, curve, other, verdict) == ("Each at its best", "kern at 2", "softmax at 2", "lower")
-    assert float(holm) < 0.05
+    tables = {title: table[1] for title, table, _ in list_sections(of, "kern")}
+    assert tables["Gate norm at the end"] == [[router, *["2.000"] * 3] for router in LOSSES]
+    ((curve, other, verdict, _, _, holm),) = tables["Each at its best"]
+    assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
     axes, beside = plot_curves(of, "kern").axes
     assert [len(one.lines) for one in (axes, beside)] == [2, 2]  # the other router and zero
     assert axes.get_xscale() == "log" and [label.get_text() for label in axes.get_xticklabels()] == ["0.5", "2", "8"]

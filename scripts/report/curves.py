@@ -1,10 +1,11 @@
 """Loss at the end against one swept key, with a curve for each of the other settings: `scripts.report --over KEY`."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from operator import ne
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ is) does not widen it. Seeds are taken to move all cells of a table equally much
 little of that. Seeds: {}."""
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
 APART = "with half of its 95% interval, paired by seed and window."
+NORMS = "√(E‖g‖²) on the validation windows, mean over layers and seeds: what training made of the initial norm."
 BEST = """\
 Each curve at its best value of the key: for each seed the one that is best by the *other* seeds, so that a lucky run
 does not choose itself."""
@@ -49,6 +51,7 @@ class Curve(NamedTuple):
     names: tuple[Any, ...]  # the router, then values of the other keys in which curves differ
     settings: str  # those values as text
     cells: dict[Any, np.ndarray]
+    norms: Mapping[Any, float] = MappingProxyType({})  # gate norm at the end, by values of the key
 
     @property
     def label(self) -> str:
@@ -152,6 +155,8 @@ def list_sections(of: Curves, baseline: str) -> list[tuple[str, Table, str]]:
     sections = [("", build_table(of.key, of.intervals()), LOSSES.format(", ".join(map(str, of.seeds))))]
     for words, found in of.differences(baseline).items():
         sections.append((f"Loss {words}", build_table(of.key, found, "+"), f"Loss {words}, {APART}"))
+    if norms := {(curve.label, x): norm for curve in of.curves for x, norm in curve.norms.items()}:
+        sections.append(("Gate norm at the end", build_table(of.key, norms), NORMS))
     best = [Candidate(f"{curve.label} at {name_best(curve)}", curve.names, curve.at_best()[0]) for curve in of.curves]
     sections.append(("Each at its best", compare_pairs(of, best), BEST if len(of.seeds) > 1 else ONE_SEED))
     if len(of.curves) > 1 and of.shared:
@@ -192,14 +197,10 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
         notes.append(f"left out: {left} run(s) of seeds that other cells lack")
     varying, curves = [other for other in find_varying(found) if other != "model.router"], []
     routers = [*dict.fromkeys(run.value("model.router") for run in ended)]
-    for pairs, cells in found.items():
-        of = dict(pairs)
-        losses = {x: np.array([read_losses(cells[x][seed]) for seed in seeds]) for x in values if x in cells}
-        names = (of["model.router"], *(of[other] for other in varying))
-        curve = Curve(names, ", ".join(name_values(pairs, varying)), losses)
-        curves.append(curve)
+    for settings, cells in found.items():
+        curves.append(make_curve(settings, cells, seeds, varying))
         if lacking := [f"{x:g}" for x in values if x not in cells]:
-            notes.append(f"{curve.label} has no run with {key} = {', '.join(lacking)}")
+            notes.append(f"{curves[-1].label} has no run with {key} = {', '.join(lacking)}")
     curves.sort(key=lambda curve: (routers.index(curve.names[0]), curve.names[1:]))
     documents = next((run.documents for run in ended if run.documents is not None), None)
     return Curves(key, curves, seeds, documents, notes)
@@ -212,19 +213,32 @@ def find_tied(runs: Sequence[Run], key: str) -> list[str]:
     return [other for other, of in pairs.items() if len(of) == count and len({value for _, value in of}) > 1]
 
 
-def read_losses(run: Run) -> np.ndarray:
-    """(W,) losses of the validation windows at the run's last step."""
-    line = run.evaluations[run.config.train.max_steps]
-    return np.asarray(line.get("val/window_losses", [line["val/loss"]]), dtype=np.float64)
+def make_curve(
+    settings: Sequence[tuple[str, Any]], cells: Mapping[Any, Mapping[int, Run]], seeds: list[int], varying: list[str]
+) -> Curve:
+    """The curve of {value of the key: {seed: run}}; its `varying` settings name it."""
+    ends = {
+        x: [runs[seed].evaluations[runs[seed].config.train.max_steps] for seed in seeds] for x, runs in cells.items()
+    }
+    losses, norms = {}, {}
+    for x, lines in sorted(ends.items()):
+        losses[x] = np.array([line.get("val/window_losses", [line["val/loss"]]) for line in lines], dtype=np.float64)
+        if all("val/gate_norm" in line for line in lines):
+            norms[x] = float(np.mean([line["val/gate_norm"] for line in lines]))
+    of = dict(settings)
+    return Curve((of["model.router"], *map(of.get, varying)), ", ".join(name_values(settings, varying)), losses, norms)
 
 
-def build_table(key: str, found: Intervals, sign: str = "") -> Table:
+def build_table(key: str, found: Mapping[tuple[str, Any], Interval | float], sign: str = "") -> Table:
     """A row for each curve, a column for each value of the key; `sign` "+" of differences."""
-    values, rows = sorted({x for _, x in found}), []
-    for label in dict.fromkeys(label for label, _ in found):
-        cells = [found.get((label, x)) for x in values]
-        rows.append([label, *(f"{at.mean:{sign}.4f} ±{(at.high - at.low) / 2:.4f}" if at else "" for at in cells)])
-    return [key, *(f"{x:g}" for x in values)], rows
+    words = {
+        at: f"{of:.3f}" if isinstance(of, float) else f"{of.mean:{sign}.4f} ±{(of.high - of.low) / 2:.4f}"
+        for at, of in found.items()
+    }
+    values, labels = sorted({x for _, x in words}), dict.fromkeys(label for label, _ in words)
+    return [key, *(f"{x:g}" for x in values)], [
+        [label, *(words.get((label, x), "") for x in values)] for label in labels
+    ]
 
 
 def explain_variance(of: Curves) -> str:
