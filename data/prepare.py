@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
         else:
             prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (DataError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in FULL
         remedy = ". Finished units are kept: make room and start again to resume" if full else ""

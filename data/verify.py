@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         check_tokenizers(folders, metas)
         if len(folders) > 1:
             print(f"one tokenizer: these {len(folders)} sets may be mixed")
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,8 +14,11 @@ from typing import NoReturn
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Exit with the code that `main` returns; 130 after Ctrl-C, 141 where nobody reads on, as in `… | head`."""
     try:
-        code = main()
-        sys.stdout.flush()
+        try:
+            code = main()
+        except SystemExit as end:  # of argparse, say after --help
+            code = end.code
+        print(end="", flush=True)  # does nothing where there is no stdout
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130

@@ -121,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `with` blocks end the job
     try:
         return compare_runs(args, *configure.split_command_line(rest))
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         compare(args.runs)
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

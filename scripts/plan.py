@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         config = configure.load(args.config, overrides, world_size=args.gpus)
         for line in [*describe_run(config, args), *describe_memory(config, args)]:
             print(line)
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (configure.ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

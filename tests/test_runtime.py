@@ -242,10 +242,26 @@ def test_a_command_ends_with_its_code(main, code, said, capsys):
     assert end.value.code == code and capsys.readouterr().err == said
 
 
-def test_a_command_whose_output_nobody_reads_ends_quietly():
-    """More than a pipe holds, and less: then it fails when it is flushed."""
-    for lines in (100_000, 1):
-        code = f"from runtime.output import run_command; run_command(lambda: print('word\\n' * {lines}))"
-        command = f"(sleep 0.3; {sys.executable} -c {shlex.quote(code)}; echo $? >&2) | true"
-        done = subprocess.run(command, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
-        assert (done.stdout, done.stderr) == ("", "141\n")
+COMMAND = "import sys; from runtime.output import run_command; run_command(lambda: {})"
+
+
+@pytest.mark.parametrize(
+    "code, unbuffered",
+    [
+        (["-c", COMMAND.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
+        (["-c", COMMAND.format("print('word')")], ""),  # fails when it is flushed
+        (["-c", COMMAND.format("(print('word'), sys.exit(3))")], ""),
+        (["-m", "data.prepare", "--list"], "1"),  # catches OSError
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
+    command = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "141\n")
+
+
+def test_a_command_without_stdout_ends_with_its_code():
+    command = f"{shlex.join([sys.executable, '-c', COMMAND.format('print(1)')])} >&-"
+    done = subprocess.run(command, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

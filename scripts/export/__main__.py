@@ -207,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             trained, tokenizer = export_run(args.run, args.out, *options[:4], args.dtype or "float32")
             print(f"{args.out}: {args.run} at step {trained.step}")
         return check_export(trained, tokenizer, args.run, args.out) if args.check else 0
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
