@@ -7,8 +7,8 @@ such intervals contain the truth (docs/after.md).
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ def estimate_interval(
     return Interval(mean, mean - half, mean + half, seeds, tuple(parts))
 
 
-def pool_seeds(found: Sequence[Interval], independent: int) -> list[Interval]:
+def pool_seeds(found: Sequence[Interval], independent: float) -> list[Interval]:
     """Intervals of one family of differences with one variance of seeds for all: the mean of their own.
 
     Two or three seeds know little of their variance; that of many differences is known well. Assumed: seeds move all
@@ -106,7 +106,8 @@ def pool_seeds(found: Sequence[Interval], independent: int) -> list[Interval]:
 
     Args:
         found: of as many seeds each, by `estimate_interval`; with one seed they are returned as they are.
-        independent: how many of the differences are, such as n - 1 of n values from their mean.
+        independent: how many independent differences tell as much of the variance: n - 1 for n values minus their mean,
+            `count_independent` for pairs.
     """
     if not found or found[0].seeds < 2 or any(math.isnan(one.low) for one in found):
         return list(found)
@@ -117,6 +118,17 @@ def pool_seeds(found: Sequence[Interval], independent: int) -> list[Interval]:
         half = half_width(parts, 1 - CONFIDENCE)
         pooled.append(one._replace(low=one.mean - half, high=one.mean + half, parts=parts))
     return pooled
+
+
+def count_independent(pairs: Iterable[tuple[Hashable, Hashable]]) -> float:
+    """How many independent differences tell as much of a variance as those of these pairs of independent values.
+
+    All pairs of n values count as n - 1, and n values minus one that they share as 4n / (n + 3): it is part of each.
+
+    Source: Satterthwaite's degrees of freedom, (tr L)² / tr L², L being the Laplacian of the graph of pairs.
+    """
+    degrees = Counter(value for pair in pairs for value in pair).values()
+    return sum(degrees) ** 2 / sum(n * n + n for n in degrees) if degrees else 0.0
 
 
 def half_width(parts: Sequence[tuple[float, float]], error: float) -> float:

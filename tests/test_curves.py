@@ -155,6 +155,18 @@ def test_curves_without_a_common_value(folders):
     assert of.shared == [] == list_means(of) and len(plot_curves(of, "kern").axes) == 1
 
 
+def test_differences_from_one_curve_are_not_independent(tmp_path):
+    """Two routers minus kern at each of three lengths: 8/5 of a difference each, by 2 seeds."""
+    folders = [
+        make_run(tmp_path / f"{a}-{n}-{s}", f"model.router={a}", f"train.max_steps={n}", f"run.seed={s}", noise=0.01)
+        for a in ("kern", "tanh", "softmax")
+        for n in (500, 1000, 2000)
+        for s in range(2)
+    ]
+    found = collect(folders, "train.max_steps").differences("kern")["minus kern's"]
+    assert [at.parts[-1][1] for at in found.values()] == [pytest.approx(3 * 8 / 5)] * 6
+
+
 @pytest.mark.parametrize(
     "key, words",
     [

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -9,7 +10,14 @@ import torch
 from numerics import assert_near, seeded
 from scipy import stats
 
-from eval.intervals import cluster_variance, correct_holm, estimate_interval, half_width, pool_seeds
+from eval.intervals import (
+    cluster_variance,
+    correct_holm,
+    count_independent,
+    estimate_interval,
+    half_width,
+    pool_seeds,
+)
 from scripts import coverage
 from scripts.report.claims import CLAIMS
 
@@ -111,6 +119,19 @@ def test_pooled_seeds_share_a_variance():
         assert after.mean - after.low == pytest.approx(after.high - after.mean)
     single = [estimate_interval([cell[:1]]) for cell in cells]
     assert pool_seeds(single, 2) == single and pool_seeds([], 2) == []
+
+
+@pytest.mark.numerics
+def test_what_pairs_tell_of_a_variance():
+    """Of means of squares with (tr L)² / tr L² degrees of freedom, L from the pairs' contrasts."""
+    star, apart = [(0, i) for i in range(1, 7)], [(0, 1), (2, 3), (4, 5)]
+    for pairs in (star, apart, [(0, 1), (1, 2)], [*combinations(range(6), 2)]):
+        rows = np.zeros((len(pairs), 7))
+        for row, (one, other) in zip(rows, pairs, strict=True):
+            row[[one, other]] = 1, -1
+        L = rows.T @ rows
+        assert count_independent(pairs) == pytest.approx(np.trace(L) ** 2 / np.trace(L @ L), rel=1e-12)
+    assert [count_independent(pairs) for pairs in (star, apart, [])] == [pytest.approx(24 / 9), 3, 0]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from configure.schema import KEYS
-from eval.intervals import Interval, correct_holm, estimate_interval, pool_seeds
+from eval.intervals import Interval, correct_holm, count_independent, estimate_interval, pool_seeds
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from eval.style import style
@@ -115,14 +115,16 @@ class Curves(NamedTuple):
 
     def _subtract(self, bases: Sequence[Curve | None]) -> Intervals:
         """Each curve minus its base at equal values of the key."""
-        apart = {
-            (curve.label, x): self.estimate(curve.cells[x] - base.cells[x])
+        pairs = [
+            (curve, base, x)
             for curve, base in zip(self.curves, bases, strict=True)
             if base is not None and base is not curve
             for x in curve.cells
             if x in base.cells
-        }
-        return dict(zip(apart, pool_seeds([*apart.values()], len(apart)), strict=True))
+        ]
+        independent = count_independent(((curve.label, x), (base.label, x)) for curve, base, x in pairs)
+        found = pool_seeds([self.estimate(curve.cells[x] - base.cells[x]) for curve, base, x in pairs], independent)
+        return {(curve.label, x): at for (curve, _, x), at in zip(pairs, found, strict=True)}
 
 
 def write_curves(of: Curves, baseline: str, runs: int, notes: Sequence[str], folder: Path) -> str:
@@ -278,7 +280,8 @@ def compare_pairs(of: Curves, found: Sequence[Candidate]) -> Table:
     """A row for each pair that differs in one thing, the better first."""
     found = sorted(found, key=lambda one: one.losses.mean())
     pairs = [pair for pair in combinations(found, 2) if sum(map(ne, *(one.names for one in pair))) == 1]
-    estimates = pool_seeds([of.estimate(one.losses - other.losses) for one, other in pairs], len(found) - 1)
+    independent = count_independent((one.label, other.label) for one, other in pairs)
+    estimates = pool_seeds([of.estimate(one.losses - other.losses) for one, other in pairs], independent)
     corrected = correct_holm([at.p_value() for at in estimates]) if len(of.seeds) > 1 else []
     rows = []
     for i, ((one, other), at) in enumerate(zip(pairs, estimates, strict=True)):
