@@ -21,6 +21,9 @@ NORMS = (0.5, 2.0, 8.0)
 LOSSES = {"kern": (2.0, 1.8, 2.2), "softmax": (2.1, 1.9, 2.3)}  # at NORMS
 
 
+PAIRS = (("kern", 0), ("kern", 2), ("softmax", 0), ("softmax", 4))  # of router and norm
+
+
 @pytest.fixture
 def folders(tmp_path):
     return [
@@ -82,6 +85,13 @@ def test_what_is_left_out_is_said(folders, tmp_path):
     ]
     assert collect(folders[:-3]).notes == ["softmax has no run with model.gate_norm = 8"]
     assert explain_variance(collect(folders[:-3])) == ""
+
+
+def test_of_two_runs_of_one_seed_the_first_counts(folders, tmp_path):
+    other = make_run(tmp_path / "other", f"model.gate_norm={NORMS[0]}", "run.seed=0", end=9.0)
+    of = collect([*folders, other])
+    assert of.notes == [f"{other} is left out: {folders[0]} has the same settings and seed"]
+    assert of.curves[0].cells[NORMS[0]].mean() < 3
 
 
 def test_one_seed_decides_nothing(folders):
@@ -155,6 +165,17 @@ def test_curves_without_a_common_value(folders):
     assert of.shared == [] == list_means(of) and len(plot_curves(of, "kern").axes) == 1
 
 
+def test_curves_with_zero_alone_in_common(tmp_path):
+    """It has no place on the logarithmic axis, so no panel has the differences."""
+    of = collect([make_run(tmp_path / f"{a}-{x}", f"model.router={a}", f"model.gate_norm={x}") for a, x in PAIRS])
+    assert of.shared == [0] and len(plot_curves(of, "kern").axes) == 1
+    assert [title for title, *_ in list_sections(of, "kern")][1] == "Loss minus kern's"
+
+
+def test_one_curve_has_no_pairs(folders):
+    assert [title for title, *_ in list_sections(collect(folders[:9]), "kern")] == ["", "Gate norm at the end"]
+
+
 def test_differences_from_one_curve_are_not_independent(tmp_path):
     """Two routers minus kern at each of three lengths: 8/5 of a difference each, by 2 seeds."""
     folders = [
@@ -179,6 +200,14 @@ def test_bad_keys(folders, tmp_path, capsys, key, words):
     out = tmp_path / "out"
     assert main([*map(str, folders), "--over", key, "--out", str(out)]) == 2
     assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_an_unknown_baseline(folders, tmp_path, capsys):
+    assert (
+        main([*map(str, folders), "--over", "model.gate_norm", "--baseline", "kernel", "--out", str(tmp_path / "o")])
+        == 2
+    )
+    assert "--baseline 'kernel': the runs have kern; softmax" in capsys.readouterr().err
 
 
 def test_the_page(folders, tmp_path, capsys):

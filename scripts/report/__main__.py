@@ -60,15 +60,14 @@ def report(args: argparse.Namespace) -> None:
     runs, notes = load_run_records(folders)
     if args.over:
         curves = collect_curves(runs, args.over)
+        check_baseline(args.baseline, {curve.names[0] for curve in curves.curves})
         out = make_folder(args.out, folders)
         return print(f"{write_curves(curves, args.baseline, len(runs), notes, out)}\nreport: {out}/report.html")
     settings, more = group_runs(runs)
     if args.experiment:
         for setting in settings:
             setting.printed = read_paper_losses(args.experiment, setting.values)
-    names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
-    if args.baseline not in {*names, "kern"}:
-        raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
+    check_baseline(args.baseline, {name for of in settings for arm in of.arms for name in (arm.router, arm.label)})
     out = make_folder(args.out, folders)
     notes = find_ambiguous(settings, args.baseline) + more + notes
     findings = write_report(settings, notes, args.baseline, args.experiment, out)
@@ -78,6 +77,12 @@ def report(args: argparse.Namespace) -> None:
     lines = [line for finding in told for line in format_finding(finding)]
     lines[LINES:] = [f"… and {len(lines) - LINES} more verdicts"] * (len(lines) > LINES)
     print("\n".join([*lines, *(f"note: {line}" for line in notes), f"report: {out}/report.html"]))
+
+
+def check_baseline(baseline: str, names: set[str]) -> None:
+    """Raise ValueError if no run has the baseline's name; kern, the default, may be missing."""
+    if baseline not in {*names, "kern"}:
+        raise ValueError(f"--baseline {baseline!r}: the runs have {'; '.join(sorted(names))}")
 
 
 def format_finding(finding: Finding) -> list[str]:

@@ -167,7 +167,7 @@ def list_sections(of: Curves, baseline: str) -> list[tuple[str, Table, str]]:
         routers = average_routers(equal)
         if len(routers) > 1 and len(routers) < len(equal):
             sections.append(("Routers, mean over settings too", compare_pairs(of, routers), OVERALL))
-    return sections
+    return [section for section in sections if section[1][1]]  # with rows
 
 
 def collect_curves(runs: Sequence[Run], key: str) -> Curves:
@@ -186,7 +186,10 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     if tied := find_tied(ended, key):
         notes.append(f"with {key} also change{'s' * (len(tied) == 1)} {', '.join(tied)}")
     for run in ended:
-        found[run.values([other for other in keys if other not in tied])][run.value(key)][run.config.run.seed] = run
+        cell = found[run.values([other for other in keys if other not in tied])][run.value(key)]
+        first = cell.setdefault(run.config.run.seed, run)
+        if first is not run:
+            notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
     values = sorted({x for cells in found.values() for x in cells})
     if len(values) < 2:
         raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
@@ -309,7 +312,7 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
         for (label, x), at in found.items():  # each curve's in order of x
             if x > 0:
                 lines.setdefault(label, (looks[label], {}))[1][x] = at[:3]
-        drawn.append((f"{of.key}, logarithmic", words, lines))
+        drawn += [(f"{of.key}, logarithmic", words, lines)] if lines else []
     figure = plot_lines(drawn)
     assert figure
     for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
