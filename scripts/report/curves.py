@@ -25,8 +25,10 @@ from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying,
 LOSSES = """\
 Validation loss at the end, nats per token, mean over seeds; lower is better. ±: half of the 95% interval of its
 difference from the mean of all cells, paired by seed and validation window, so that what they share (how hard the text
-is) does not widen it. Seeds are taken to move all cells of a table equally much, since a cell's own two or three say
-little of that. Seeds: {}."""
+is) does not widen it."""
+SEEDS = """\
+Seeds {}. They are taken to move all cells of a table equally much: a cell's own two or three say little of that."""
+SEED = "Seed {} alone: intervals are over documents, and another seed may turn any difference over."
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
 APART = "with half of its 95% interval, paired by seed and window."
 NORMS = "√(E‖g‖²) on the validation windows, mean over layers and seeds: what training made of the initial norm."
@@ -154,7 +156,8 @@ def write_curves(of: Curves, baseline: str, runs: int, notes: Sequence[str], fol
 def list_sections(of: Curves, baseline: str) -> list[tuple[str, Table, str]]:
     """The report's tables: title, table, and what it is."""
     values = ", ".join(f"{x:g}" for x in of.shared)
-    sections = [("", build_table(of.key, of.intervals()), LOSSES.format(", ".join(map(str, of.seeds))))]
+    seeds = (SEEDS if len(of.seeds) > 1 else SEED).format(", ".join(map(str, of.seeds)))
+    sections = [("", build_table(of.key, of.intervals()), f"{LOSSES} {seeds}")]
     for words, found in of.differences(baseline).items():
         sections.append((f"Loss {words}", build_table(of.key, found, "+"), f"Loss {words}, {APART}"))
     if norms := {(curve.label, x): norm for curve in of.curves for x, norm in curve.norms.items()}:
