@@ -37,7 +37,7 @@ from runtime import RunError, checkpoint, folder
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
-from runtime.output import text_table
+from runtime.output import run_command, text_table
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
 
@@ -166,6 +166,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         print(format_totals(points, left, args, shares), flush=True)
         if args.slurm:
             return write_slurm_array(args.slurm, file, left, args.parallel)
+    except BrokenPipeError:  # an OSError that is for run_command
+        raise
     except (ConfigError, DataError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -362,4 +364,4 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Stop().listen()))
+    run_command(lambda: main(sys.argv[1:], Stop().listen()))
