@@ -94,6 +94,16 @@ def test_of_two_runs_of_one_seed_the_first_counts(folders, tmp_path):
     assert of.curves[0].cells[NORMS[0]].mean() < 3
 
 
+def test_without_losses_of_windows_means_stand_alone(folders):
+    runs, _ = load_run_records(folders)
+    for run in runs:
+        for line in run.evaluations.values():
+            del line["val/window_losses"]
+    of = collect_curves(runs, "model.gate_norm")
+    assert [float(cell) for cell in build_table(of.key, of.intervals())[1][0][1:]]  # no ± after the numbers
+    assert {row[2] for row in compare_pairs(of, list_means(of))[1]} == {"undecided"}
+
+
 def test_one_seed_decides_nothing(folders):
     of = collect(folders[::3])
     assert {row[2] for row in compare_pairs(of, list_means(of))[1]} == {"one seed"}
