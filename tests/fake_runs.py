@@ -82,7 +82,7 @@ def metric_lines(
         line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
         line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
-            line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left}
+            line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left, "val/dead_experts": 5}
             line |= {"val/loads": np.floor(1000 * shares).tolist()}
         found.append(line)
     return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in found]

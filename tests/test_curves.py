@@ -60,7 +60,8 @@ def test_table_best_and_shares(folders):
     words = explain_variance(of)  # columns' means 2.05, 1.85, 2.25 and rows' 2, 2.1: variances 0.0267 and 0.0025
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
     tables = {title: table[1] for title, table, _ in list_sections(of, "kern")}
-    assert tables["Gate norm at the end"] == [[router, *["2.000"] * 3] for router in LOSSES]
+    for what, end in {"Gate norm": 2, "Load imbalance": 2, "Dead experts": 5}.items():
+        assert tables[f"{what} at the end"] == [[router, *[f"{end:.3f}"] * 3] for router in LOSSES]
     ((curve, other, verdict, _, _, holm),) = tables["Each at its best"]
     assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
     axes, beside = plot_curves(of, "kern").axes
@@ -183,7 +184,8 @@ def test_curves_with_zero_alone_in_common(tmp_path):
 
 
 def test_one_curve_has_no_pairs(folders):
-    assert [title for title, *_ in list_sections(collect(folders[:9]), "kern")] == ["", "Gate norm at the end"]
+    titles = [title for title, *_ in list_sections(collect(folders[:9]), "kern")]
+    assert titles == ["", *(f"{what} at the end" for what in ("Gate norm", "Load imbalance", "Dead experts"))]
 
 
 def test_differences_from_one_curve_are_not_independent(tmp_path):

@@ -32,7 +32,21 @@ Seeds {}. They are taken to move all cells of a table equally much: a cell's own
 SEED = "Seed {} alone: intervals are over documents, and another seed may turn any difference over."
 SHARES = "Of the variance between cells {:.0%} lies between values of {}, {:.0%} between curves, {:.0%} in neither."
 APART = "with half of its 95% interval, paired by seed and window."
-NORMS = "√(E‖g‖²) on the validation windows, mean over layers and seeds: what training made of the initial norm."
+ENDS = {  # of the last evaluation, means over seeds: key, title, what it is
+    "val/gate_norm": (
+        "Gate norm at the end",
+        "√(E‖g‖²) on the validation windows, mean over layers and seeds: what training made of the initial norm.",
+    ),
+    "val/load_imbalance": (
+        "Load imbalance at the end",
+        "The busiest expert's load over the mean load on the validation windows, mean over layers and seeds; 1 is "
+        "balanced.",
+    ),
+    "val/dead_experts": (
+        "Dead experts at the end",
+        "Experts, of all layers, that no token of the validation windows chose, mean over seeds.",
+    ),
+}
 BEST = """\
 Each curve at its best value of the key: for each seed the one that is best by the *other* seeds, so that a lucky run
 does not choose itself."""
@@ -54,7 +68,7 @@ class Curve(NamedTuple):
     names: tuple[Any, ...]  # the router, then values of the other keys in which curves differ
     settings: str  # those values as text
     cells: dict[Any, np.ndarray]
-    norms: Mapping[Any, float] = MappingProxyType({})  # gate norm at the end, by values of the key
+    ends: Mapping[str, Mapping[Any, float]] = MappingProxyType({})  # each of ENDS, by values of the key
 
     @property
     def label(self) -> str:
@@ -161,8 +175,9 @@ def list_sections(of: Curves, baseline: str) -> list[tuple[str, Table, str]]:
     sections = [("", build_table(of.key, of.intervals()), f"{LOSSES} {seeds}")]
     for words, found in of.differences(baseline).items():
         sections.append((f"Loss {words}", build_table(of.key, found, "+"), f"Loss {words}, {APART}"))
-    if norms := {(curve.label, x): norm for curve in of.curves for x, norm in curve.norms.items()}:
-        sections.append(("Gate norm at the end", build_table(of.key, norms), NORMS))
+    for metric, (title, words) in ENDS.items():
+        found = {(curve.label, x): end for curve in of.curves for x, end in curve.ends.get(metric, {}).items()}
+        sections += [(title, build_table(of.key, found), words)] if found else []
     best = [Candidate(f"{curve.label} at {name_best(curve)}", curve.names, curve.at_best()[0]) for curve in of.curves]
     sections.append(("Each at its best", compare_pairs(of, best), BEST if len(of.seeds) > 1 else ONE_SEED))
     if len(of.curves) > 1 and of.shared:
@@ -226,16 +241,15 @@ def make_curve(
     settings: Sequence[tuple[str, Any]], cells: Mapping[Any, Mapping[int, Run]], seeds: list[int], varying: list[str]
 ) -> Curve:
     """The curve of {value of the key: {seed: run}}; its `varying` settings name it."""
-    ends = {
-        x: [runs[seed].evaluations[runs[seed].config.train.max_steps] for seed in seeds] for x, runs in cells.items()
-    }
-    losses, norms = {}, {}
-    for x, lines in sorted(ends.items()):
+    losses, ends = {}, defaultdict(dict)
+    for x, runs in sorted(cells.items()):
+        lines = [runs[seed].evaluations[runs[seed].config.train.max_steps] for seed in seeds]
         losses[x] = np.array([line.get("val/window_losses", [line["val/loss"]]) for line in lines], dtype=np.float64)
-        if all("val/gate_norm" in line for line in lines):
-            norms[x] = float(np.mean([line["val/gate_norm"] for line in lines]))
+        for metric in ENDS:
+            if all(metric in line for line in lines):
+                ends[metric][x] = float(np.mean([line[metric] for line in lines]))
     of = dict(settings)
-    return Curve((of["model.router"], *map(of.get, varying)), ", ".join(name_values(settings, varying)), losses, norms)
+    return Curve((of["model.router"], *map(of.get, varying)), ", ".join(name_values(settings, varying)), losses, ends)
 
 
 def build_table(key: str, found: Mapping[tuple[str, Any], Interval | float], sign: str = "") -> Table:
