@@ -60,8 +60,8 @@ def test_table_best_and_shares(folders):
     words = explain_variance(of)  # columns' means 2.05, 1.85, 2.25 and rows' 2, 2.1: variances 0.0267 and 0.0025
     assert "91% lies between values of model.gate_norm" in words.replace("92%", "91%").replace("90%", "91%")
     tables = {title: table[1] for title, table, _ in list_sections(of, "kern")}
-    for what, end in {"Gate norm": 2, "Load imbalance": 2, "Dead experts": 5}.items():
-        assert tables[f"{what} at the end"] == [[router, *[f"{end:.3f}"] * 3] for router in LOSSES]
+    for what, end in {"Gate norm": "2", "Load imbalance": "2", "Dead experts": "5"}.items():
+        assert tables[f"{what} at the end"] == [[router, *[end] * 3] for router in LOSSES]
     ((curve, other, verdict, _, _, holm),) = tables["Each at its best"]
     assert (curve, other, verdict) == ("kern at 2", "softmax at 2", "lower") and float(holm) < 0.05
     axes, beside = plot_curves(of, "kern").axes
@@ -176,10 +176,11 @@ def test_curves_without_a_common_value(folders):
     assert of.shared == [] == list_means(of) and len(plot_curves(of, "kern").axes) == 1
 
 
-def test_curves_with_zero_alone_in_common(tmp_path):
-    """It has no place on the logarithmic axis, so no panel has the differences."""
+def test_zero_is_drawn_left_of_the_smallest_value(tmp_path):
     of = collect([make_run(tmp_path / f"{a}-{x}", f"model.router={a}", f"model.gate_norm={x}") for a, x in PAIRS])
-    assert of.shared == [0] and len(plot_curves(of, "kern").axes) == 1
+    axes, beside = plot_curves(of, "kern").axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "2", "4"] and axes.get_xticks()[0] == 1
+    assert of.shared == [0] and [label.get_text() for label in beside.get_xticklabels()] == ["0"]
     assert [title for title, *_ in list_sections(of, "kern")][1] == "Loss minus kern's"
 
 

@@ -254,7 +254,7 @@ def make_curve(
 
 def build_table(key: str, found: Mapping[tuple[str, Any], Interval | float], sign: str = "") -> Table:
     """A row for each curve, a column for each value of the key; `sign` "+" of differences."""
-    words = {at: f"{of:.3f}" if isinstance(of, float) else name_mean(of, sign) for at, of in found.items()}
+    words = {at: f"{of:.4g}" if isinstance(of, float) else name_mean(of, sign) for at, of in found.items()}
     values, labels = sorted({x for _, x in words}), dict.fromkeys(label for label, _ in words)
     return [key, *(f"{x:g}" for x in values)], [
         [label, *(words.get((label, x), "") for x in values)] for label in labels
@@ -317,7 +317,7 @@ def compare_pairs(of: Curves, found: Sequence[Candidate]) -> Table:
 def plot_curves(of: Curves, baseline: str) -> Figure:
     """Curves with their intervals, and what is left of each without others', over octaves of the key.
 
-    A value of 0 has no place.
+    A value of 0 is drawn as far left of the smallest other as that is of the next, a tenth of it at least.
     """
     settings = [*dict.fromkeys(curve.settings for curve in of.curves)]
     faces = {name: FACES[i % len(FACES)] for i, name in enumerate(settings)}
@@ -325,14 +325,15 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
         curve.label: style(curve.names[0]) | {"fillstyle": faces[curve.settings], "markersize": 5}
         for curve in of.curves
     }
+    positive = [*sorted({x for curve in of.curves for x in curve.cells if x > 0}), math.inf][:2]
+    left = positive[0] / min(positive[1] / positive[0], 10)  # where 0 is drawn
     panels, drawn = {LOSS: of.intervals()}, []
     panels |= {f"loss {words}": found for words, found in of.differences(baseline).items()}
     for words, found in panels.items():
         lines = {}
         for (label, x), at in found.items():  # each curve's in order of x
-            if x > 0:
-                lines.setdefault(label, (looks[label], {}))[1][x] = at[:3]
-        drawn += [(f"{of.key}, logarithmic", words, lines)] if lines else []
+            lines.setdefault(label, (looks[label], {}))[1][x or left] = at[:3]
+        drawn.append((f"{of.key}, logarithmic", words, lines))
     figure = plot_lines(drawn)
     assert figure
     for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
@@ -340,5 +341,5 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
         axes.set_xscale("log", base=2)
         if axes is not figure.axes[0]:
             axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xticks(ticks, [f"{0 if tick == left else tick:g}" for tick in ticks])
     return figure
