@@ -189,6 +189,17 @@ def test_one_curve_has_no_pairs(folders):
     assert titles == ["", *(f"{what} at the end" for what in ("Gate norm", "Load imbalance", "Dead experts"))]
 
 
+def test_curves_of_several_settings_share_a_legend(tmp_path):
+    figure = plot_curves(collect(make_runs(tmp_path), "train.max_steps"), "kern")
+    (legend,) = figure.legends
+    assert len(figure.axes) == 3 and not any(axes.get_legend() for axes in figure.axes)
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{router}, gate_norm {norm}" for router in ("kern", "tanh") for norm in (0, 2)
+    ]
+    colors = [line.get_color() for line in legend.get_lines()]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+
+
 def test_differences_from_one_curve_are_not_independent(tmp_path):
     """Two routers minus kern at each of three lengths: 8/5 of a difference each, by 2 seeds."""
     folders = [

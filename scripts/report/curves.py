@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from operator import ne
 from pathlib import Path
+from textwrap import fill
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -333,9 +334,14 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
         lines = {}
         for (label, x), at in found.items():  # each curve's in order of x
             lines.setdefault(label, (looks[label], {}))[1][x or left] = at[:3]
-        drawn.append((f"{of.key}, logarithmic", words, lines))
-    figure = plot_lines(drawn)
+        drawn.append((f"{of.key}, logarithmic", fill(words, 48), lines))
+    figure = plot_lines(drawn, columns=3)
     assert figure
+    if len(settings) > 1:  # labels are long: one legend for all panels, with a column for each router
+        for axes in figure.axes:
+            axes.get_legend().remove()
+        lines, routers = figure.axes[0].get_lines(), {curve.names[0] for curve in of.curves}
+        figure.legend(lines, looks, loc="outside lower center", ncols=len(routers))
     for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
         ticks = sorted({x for _, points in lines.values() for x in points})
         axes.set_xscale("log", base=2)
