@@ -334,7 +334,7 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
         lines = {}
         for (label, x), at in found.items():  # each curve's in order of x
             lines.setdefault(label, (looks[label], {}))[1][x or left] = at[:3]
-        drawn.append((f"{of.key}, logarithmic", fill(words, 48), lines))
+        drawn.append((f"{of.key}, logarithmic", fill(words, 50), lines))
     figure = plot_lines(drawn, columns=3)
     assert figure
     if len(settings) > 1:  # labels are long: one legend for all panels, with a column for each router
