@@ -1,8 +1,11 @@
 """scripts/report/curves.py: loss over a swept key, on runs whose losses are made up."""
 
+import tarfile
+
 import numpy as np
 import pytest
 from fake_runs import make_run
+from runs import REPO_ROOT
 
 from scripts.report.__main__ import main
 from scripts.report.curves import (
@@ -240,3 +243,29 @@ def test_the_page(folders, tmp_path, capsys):
     printed, text = capsys.readouterr().out, (out / "report.md").read_text()
     assert "kern at 2" in printed and "kern at 2" in text and "![" in text
     assert (out / "curves.png").is_file() and (out / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "key", "row"),
+    [
+        (["rates-*"], "optim.lr", ["kern, gate_norm 2", "1.8592", "1.8267", "1.8949"]),
+        (
+            ["balance-*", "rates-*-lr0.003-*"],
+            "train.balance_loss_coef",
+            ["kern, gate_norm 2", "1.8267", "1.8414", "1.8416"],
+        ),
+        (["block-*"], "model.gate_norm", ["kern, n_shared_expert 0, muon", "1.7862", "1.7602", "1.7929"]),
+    ],
+)
+def test_published_records_give_the_published_losses(tmp_path, monkeypatch, patterns, key, row):
+    """Of docs/results.md."""
+    monkeypatch.chdir(tmp_path)
+    for pattern in patterns:
+        with tarfile.open(REPO_ROOT / "docs/records" / f"{pattern.partition('-')[0]}.tar.xz") as archive:
+            for member in archive:
+                (tmp_path / member.name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / member.name).write_bytes(archive.extractfile(member).read())
+    of = collect([folder for pattern in patterns for folder in sorted(tmp_path.glob(f"runs/{pattern}"))], key)
+    (found,) = (cells for cells in build_table(key, of.intervals())[1] if cells[0] == row[0])
+    assert [cell.split()[0] for cell in found[1:]] == row[1:]
+    assert len({*of.documents}) == 87
