@@ -339,7 +339,8 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
     assert figure
     if len(settings) > 1:  # labels are long: one legend for all panels, with a column for each router
         for axes in figure.axes:
-            axes.get_legend().remove()
+            if beside := axes.get_legend():
+                beside.remove()
         lines, routers = figure.axes[0].get_lines(), {curve.names[0] for curve in of.curves}
         figure.legend(lines, looks, loc="outside lower center", ncols=len(routers))
     for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
