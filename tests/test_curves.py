@@ -229,6 +229,12 @@ def test_bad_keys(folders, tmp_path, capsys, key, words):
     assert words in capsys.readouterr().err and not out.exists()
 
 
+def test_negative_values_are_refused(tmp_path, capsys):
+    runs = [make_run(tmp_path / str(n), f"train.checkpoint_interval={n}") for n in (-1, 0)]
+    assert main([*map(str, runs), "--over", "train.checkpoint_interval", "--out", str(tmp_path / "out")]) == 2
+    assert "--over train.checkpoint_interval: -1 has no place on a logarithmic axis" in capsys.readouterr().err
+
+
 def test_an_unknown_baseline(folders, tmp_path, capsys):
     assert (
         main([*map(str, folders), "--over", "model.gate_norm", "--baseline", "kernel", "--out", str(tmp_path / "o")])

@@ -194,8 +194,8 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     """The curves of the runs that ended, by the seeds that all their cells have.
 
     Raises:
-        ValueError: the key is unknown or no number, the runs have one value of it or are of several texts, or no seed
-            is in all cells.
+        ValueError: the key is unknown or no number, the runs have one value of it or a negative one, or are of several
+            texts, or no seed is in all cells.
     """
     if KEYS.get(key, {}).get("type") not in ("integer", "number"):
         numbers = [name for name, of in KEYS.items() if of.get("type") in ("integer", "number")]
@@ -213,6 +213,8 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     values = sorted({x for cells in found.values() for x in cells})
     if len(values) < 2:
         raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
+    if values[0] < 0:
+        raise ValueError(f"--over {key}: {values[0]:g} has no place on a logarithmic axis; leave its runs out")
     check_same_text(ended, [-1])
     counts = [len(cell) for cells in found.values() for cell in cells.values()]
     seeds = sorted(set.intersection(*(set(cell) for cells in found.values() for cell in cells.values())))
