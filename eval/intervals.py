@@ -55,6 +55,7 @@ def estimate_interval(
     differences: Sequence[np.ndarray],
     texts: Sequence[Any] | None = None,
     documents: Sequence[np.ndarray | None] | None = None,
+    corpora: Sequence[Any] | None = None,
 ) -> Interval:
     """Mean difference over settings with its interval, from crossed random effects of seeds and documents.
 
@@ -70,6 +71,8 @@ def estimate_interval(
         texts: one value per setting; settings of equal values share their windows. By default none do.
         documents: (W,) per setting, equal for windows of one document. None, or a single document: each window counts
             as one of its own.
+        corpora: one value per setting; other windows of one corpus may be of the same documents, so their errors are
+            taken as equal. By default each text is a corpus.
 
     Returns:
         With one seed the interval is over documents alone; with one window its ends are NaN.
@@ -83,14 +86,15 @@ def estimate_interval(
         sharing[text].append(setting)
     if any(differences[of[0]].shape[1] == 1 for of in sharing.values()):
         return Interval(mean, math.nan, math.nan, seeds)
-    parts, remainder = [], 0.0
-    for of in sharing.values():
+    of_corpora, remainder = defaultdict(list), 0.0
+    for text, of in sharing.items():
         d = np.sum([differences[setting] for setting in of], 0) / settings  # (S, W), a part of the mean
         labels = number_clusters(documents[of[0]] if documents else None, d.shape[1])
-        parts.append(cluster_variance(d.mean(0), labels))
+        of_corpora[corpora[of[0]] if corpora else text].append(cluster_variance(d.mean(0), labels))
         if seeds > 1:
             rest = d - d.mean(0) - d.mean(1, keepdims=True) + d.mean()
             remainder += sum(cluster_variance(row, labels)[0] for row in rest) / (seeds * (seeds - 1))
+    parts = [(sum(math.sqrt(variance) for variance, _ in of) ** 2, min(of)[1]) for of in of_corpora.values()]
     if seeds > 1:
         means, share = np.mean([d.mean(1) for d in differences], 0), remainder * (seeds - 2) / (seeds - 1)
         parts.append((float(np.maximum(0, means.var(ddof=1) / seeds - share)), seeds - 1.0))
@@ -105,19 +109,41 @@ def pool_seeds(found: Sequence[Interval], independent: float) -> list[Interval]:
     of them equally much. Where half move by twice as much, theirs contain the truth in 88 or 89% (scripts.coverage).
 
     Args:
-        found: of as many seeds each, by `estimate_interval`; with one seed they are returned as they are.
+        found: by `estimate_interval`; those of one seed are returned as they are.
         independent: how many independent differences tell as much of the variance: n - 1 for n values minus their mean,
             `count_independent` for pairs.
     """
-    if not found or found[0].seeds < 2 or any(math.isnan(one.low) for one in found):
+    known = [one for one in found if one.seeds > 1 and not math.isnan(one.low)]
+    weights = [one.seeds - 1.0 for one in known]
+    if not known:
         return list(found)
-    variance, freedom = np.mean([one.parts[-1][0] for one in found]), found[0].parts[-1][1] * max(1, independent)
-    pooled = []
+    of_one = np.average([one.parts[-1][0] * one.seeds for one in known], weights=weights)  # variance of a single seed
+    freedom, pooled = float(np.mean(weights)) * max(1, independent), []
     for one in found:
-        parts = (*one.parts[:-1], (float(variance), freedom))
-        half = half_width(parts, 1 - CONFIDENCE)
-        pooled.append(one._replace(low=one.mean - half, high=one.mean + half, parts=parts))
+        if one in known:
+            parts = (*one.parts[:-1], (float(of_one) / one.seeds, freedom))
+            half = half_width(parts, 1 - CONFIDENCE)
+            one = one._replace(low=one.mean - half, high=one.mean + half, parts=parts)
+        pooled.append(one)
     return pooled
+
+
+def correlate_seeds(losses: np.ndarray) -> float:
+    """How much a seed's effects on the cells of one curve are alike: their correlation, 0 to 1.
+
+    Args:
+        losses: (C curves, X values, S seeds). A seed's effect on all cells is no part of it.
+
+    Source: the intraclass correlation by analysis of variance, ICC(1) of Shrout and Fleiss 1979.
+    """
+    C, X, S = losses.shape
+    if C < 2 or X < 2 or S < 2:
+        return 0.0
+    effects = losses - losses.mean((0, 1)) - losses.mean(2, keepdims=True) + losses.mean()
+    of_curves = effects.mean(1, keepdims=True)
+    between = X * np.sum(of_curves**2) / ((C - 1) * (S - 1))
+    within = np.sum((effects - of_curves) ** 2) / (C * (X - 1) * (S - 1))
+    return float((between - within) / (between + (X - 1) * within)) if between > within else 0.0
 
 
 def count_independent(pairs: Iterable[tuple[Hashable, Hashable]]) -> float:
@@ -181,3 +207,21 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
         corrected[i] = largest
     return corrected
+
+
+def correct_family(
+    found: Sequence[Interval], pairs: Iterable[tuple[Hashable, Hashable]], distances: Sequence[float | None]
+) -> list[float]:
+    """Holm's p-values of a family of differences with one variance of seeds for all, and none below its own p-value.
+
+    A difference's own two or three seeds give an interval, but no small p-value: where they happen to agree it is far
+    too small (scripts.coverage simulates how often some verdict of a family is false).
+
+    Args:
+        found: by `estimate_interval`.
+        pairs: the two values of each difference.
+        distances: as of `Interval.p_value`.
+    """
+    pooled = pool_seeds(found, count_independent(set(pairs)))
+    own, shared = ([one.p_value(at) for one, at in zip(of, distances, strict=True)] for of in (found, pooled))
+    return [max(p) for p in zip(own, correct_holm(shared), strict=True)]

@@ -7,18 +7,21 @@ Each draw is an array of paired differences, seeds by 128 windows, whose true me
 seed × document + seed × window, each normal and independent. EFFECTS are their standard deviations in that order, in
 units of the window's; "measured" is what tanh minus softmax shows on mix-bytes (docs/LOG.md). With one seed its own
 effect is left out: then the interval is about that pair of runs. A second table is of `scripts.report --over`: curves
-whose intervals share one variance of seeds. Needs requirements-report.txt.
+whose intervals share one variance of seeds, a third the same where a seed moves all of a curve alike. A fourth has how
+often some of all pairs of equal routers is decided by Holm's p-value. Needs requirements-report.txt.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
-from eval.intervals import estimate_interval, half_width, pool_seeds
+from eval.intervals import correct_family, estimate_interval, half_width, pool_seeds
 from runtime.output import require_packages, run_command, text_table
+from scripts.report.curves import Curve, Curves
 
 EFFECTS = {
     "measured": (0.6, 0.9, 1.0, 0.5, 1.3),
@@ -32,6 +35,8 @@ SPREAD = [2] * 53 + [1] * 22  # and spread over its documents
 SIZES = {**{f"{n} each": [n] * (WINDOWS // n) for n in (1, 4, 8, 16)}, "35, 25, 18, …": BOOKS, "at most 2": SPREAD}
 SEEDS = (1, 2, 3, 5)
 FAMILY = 24  # cells of a table of curves
+VALUES = 4  # cells of a curve in the third table
+ALIKE = (0.0, 0.5, 1.0)  # correlations of a seed's effects along a curve
 
 
 def draw_differences(rng: np.random.Generator, effects: Sequence[float], labels: np.ndarray, seeds: int) -> np.ndarray:
@@ -85,6 +90,34 @@ def simulate_pooled(factor: float, seeds: int, draws: int) -> tuple[float, float
     return own.mean(), pooled.mean(), pooled[1::2].mean(), narrow / wide
 
 
+def simulate_curves(alike: float, curves: int, seeds: int, draws: int) -> float:
+    """The part of intervals of curves minus the first that contain the truth; `alike`: one of ALIKE."""
+    rng, labels = np.random.default_rng([curves, seeds, int(10 * alike)]), np.repeat(np.arange(len(SPREAD)), SPREAD)
+    seed, *others = EFFECTS["measured"]
+    held = []
+    for _ in range(draws):
+        made = []
+        for i in range(curves):
+            common = math.sqrt(alike) * rng.standard_normal((seeds, 1))
+            moved = common + math.sqrt(1 - alike) * rng.standard_normal((VALUES, seeds, 1))
+            cells = {x: draw_differences(rng, (0, *others), labels, seeds) + seed * moved[x] for x in range(VALUES)}
+            made.append(Curve((str(i),), "", cells))
+        found = Curves("", made, list(range(seeds)), labels, []).differences("0")
+        held += [one.low <= 0 <= one.high for of in found.values() for one in of.values()]
+    return float(np.mean(held))
+
+
+def simulate_family(effects: Sequence[float], routers: int, seeds: int, draws: int) -> float:
+    """The part of draws of equal routers in which some pair's verdict holds for the family of all pairs."""
+    rng, labels = np.random.default_rng([routers, seeds]), np.repeat(np.arange(len(SPREAD)), SPREAD)
+    pairs, false = list(combinations(range(routers), 2)), 0
+    for _ in range(draws):
+        losses = [draw_differences(rng, effects, labels, seeds) for _ in range(routers)]
+        found = [estimate_interval([losses[i] - losses[j]], documents=[labels]) for i, j in pairs]
+        false += min(correct_family(found, pairs, [None] * len(pairs))) < 0.05
+    return false / draws
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 2 after an error that is the user's to fix."""
     parser = argparse.ArgumentParser(
@@ -111,6 +144,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([str(seeds), f"{factor}", *(f"{part:.3f}" for part in simulate_pooled(factor, seeds, draws))])
     columns = ("seeds", "half moved by", "own", "pooled", "pooled, of those", "width, pooled over own")
     print(f"\ncurves, {FAMILY} cells, {draws:,} draws:\n{text_table(columns, rows, left=0)}")
+    rows = [
+        [str(curves), str(seeds), *(f"{simulate_curves(alike, curves, seeds, draws):.3f}" for alike in ALIKE)]
+        for curves in (2, 4, 6)
+        for seeds in (2, 3)
+    ]
+    columns = ("curves", "seeds", *(f"alike by {alike:g}" for alike in ALIKE))
+    print(f"\ncurves of {VALUES} values minus the first, {draws:,} draws:\n{text_table(columns, rows, left=0)}")
+    draws, rows = max(1, args.draws // 4), []
+    for name in ("measured", "seeds differ"):
+        for routers in (4, 6):
+            parts = [simulate_family(EFFECTS[name], routers, seeds, draws) for seeds in SEEDS[1:]]
+            rows.append([name, str(routers), *(f"{part:.3f}" for part in parts)])
+    columns = ("effects", "equal routers", *(f"{n} seeds" for n in SEEDS[1:]))
+    print(f"\nsome pair decided by Holm, {draws:,} draws:\n{text_table(columns, rows, left=1)}")
     return 0
 
 

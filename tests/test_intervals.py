@@ -12,7 +12,9 @@ from scipy import stats
 
 from eval.intervals import (
     cluster_variance,
+    correct_family,
     correct_holm,
+    correlate_seeds,
     count_independent,
     estimate_interval,
     half_width,
@@ -119,6 +121,39 @@ def test_pooled_seeds_share_a_variance():
         assert after.mean - after.low == pytest.approx(after.high - after.mean)
     single = [estimate_interval([cell[:1]]) for cell in cells]
     assert pool_seeds(single, 2) == single and pool_seeds([], 2) == []
+    mixed = pool_seeds([own[0], estimate_interval([cells[1][:2]]), single[2]], 2)  # of three, two and one seed
+    of_one = (2 * 3 * own[0].parts[-1][0] + 2 * estimate_interval([cells[1][:2]]).parts[-1][0]) / 3
+    assert [one.parts[-1] for one in mixed[:2]] == [(pytest.approx(of_one / n), 3.0) for n in (3, 2)]
+    assert mixed[2] == single[2]
+
+
+@pytest.mark.numerics
+def test_how_alike_a_seeds_effects_along_a_curve_are():
+    """Of many curves the estimate is near the correlation they were drawn with; what all cells share is no part."""
+    effects = draw(400, 1, 3) * math.sqrt(0.3) + draw(400, 5, 3, number=1) * math.sqrt(0.7)
+    shared = draw(1, 1, 3, number=2) * 9 + draw(400, 5, 1, number=3) * 9  # a seed's of all, and cells' means
+    assert abs(correlate_seeds(effects) - 0.3) < 0.05
+    assert correlate_seeds(effects + shared) == pytest.approx(correlate_seeds(effects), rel=1e-9)
+    assert correlate_seeds(np.repeat(draw(2, 1, 2), 4, 1)) == pytest.approx(1)
+    turned = draw(2, 1, 2) * np.array([[[1], [-1]]])  # opposite at the two values of the key
+    assert [correlate_seeds(losses) for losses in (turned, draw(1, 4, 2), draw(4, 1, 2), draw(4, 4, 1))] == [0] * 4
+
+
+@pytest.mark.numerics
+def test_a_family_shares_a_variance_of_seeds():
+    """A difference whose two seeds happen to agree is not as certain as they say, nor more certain than alone."""
+    noise = draw(2, 64) / 100
+    noise -= noise.mean(1, keepdims=True)
+    agree, apart = (noise + 0.1 + np.array([[0], [gap]]) for gap in (0, 0.01))
+    found = [estimate_interval([d - d.mean() + 0.1]) for d in (agree, apart, apart)]
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    alone, family = correct_holm([one.p_value() for one in found]), correct_family(found, pairs, [None] * 3)
+    assert alone[0] < 1e-6 and 1e-3 < family[0] < 0.05
+    assert all(p >= one.p_value() for p, one in zip(family, found, strict=True))
+    pooled = correct_holm([one.p_value() for one in pool_seeds(found, 2)])
+    assert family == [max(p, one.p_value()) for p, one in zip(pooled, found, strict=True)]
+    assert correct_family(found, pairs * 2, [None] * 3) == family  # the same pairs again tell nothing new
+    assert correct_family(found, pairs, [0.0] * 3) == [1] * 3
 
 
 @pytest.mark.numerics
@@ -141,6 +176,19 @@ def test_pooled_intervals_contain_the_truth(factor, seeds):
     own, pooled, noisy, ratio = coverage.simulate_pooled(factor, seeds, 100)
     assert 0.92 < own < 0.98 and 0.92 < pooled < 0.98 and ratio < (0.5 if seeds == 2 else 0.75)
     assert 0.84 < noisy < (0.98 if factor == 1 else 0.93)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("alike", coverage.ALIKE)
+def test_intervals_along_curves_contain_the_truth(alike, seeds):
+    assert 0.9 < coverage.simulate_curves(alike, 4, seeds, 100) < 0.995
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_no_verdict_of_a_family_is_false_in_19_of_20_draws(seeds):
+    assert coverage.simulate_family(coverage.EFFECTS["measured"], 6, seeds, 200) < 0.05
 
 
 @pytest.mark.numerics
@@ -180,6 +228,10 @@ def test_interval_over_settings():
     assert_interval(estimate_interval([d, d], ["books", "books"]), alone.mean, half, rounding)
     assert_interval(estimate_interval([d, d], ["books", "arxiv"]), alone.mean, half / math.sqrt(2), rounding)
     assert estimate_interval([d, -d], ["books", "books"])[:4] == (0, 0, 0, 1)
+    same = estimate_interval([d, d], ["books 512", "books 1024"], corpora=["books", "books"])  # other windows of it
+    assert_interval(same, alone.mean, half, rounding)
+    three = estimate_interval([d, d, d], "abc", corpora=["books", "books", "arxiv"])
+    assert_interval(three, alone.mean, half * math.sqrt(5) / 3, rounding)
     seeds = np.repeat(draw(3, 1, number=1), 8, 1)
     alone = estimate_interval([seeds])  # more settings are not more seeds
     assert_interval(estimate_interval([seeds, seeds]), alone.mean, alone.high - alone.mean, rounding)

@@ -14,6 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from fake_runs import CONFIG, add_checkpoint, make_run
+from scipy import stats
 
 import configure
 import eval.routing.__main__ as routing
@@ -325,16 +326,22 @@ def test_every_pair_of_routers_is_judged(tmp_path):
 
 def test_a_family_of_claims_is_corrected():
     """Three claims that are supported alone; two are not as a family. Another setting's column is another family."""
-    claim, found = CLAIMS[0], Interval(-1, -2, -0.5, 3, ((0.1, 9.0),))
-    cells = [{"a": claims.Judged(found, "supported", p)} for p in (0.01, 0.03, 0.04)]
-    cells[1]["b"] = claims.Judged(found, "supported", 0.03)
-    cells[2]["b"] = claims.Judged(found, "undecided (one seed)")
-    overall = [None, None, claims.Judged(found, "supported", 0.01)]
-    findings = [claims.Finding(claim, str(i), cells[i], overall[i]) for i in range(3)]
+    claim = CLAIMS[0]
+
+    def judge(p):  # seeds are alike, so this is the p-value by one variance of seeds for all, too
+        mean = -math.sqrt(0.1) * float(stats.t.isf(p / 2, 9))
+        return claims.Judged(Interval(mean, mean - 1, -1e-4, 3, ((0.1, 9.0), (0.0, 2.0))), "supported", p)
+
+    cells = [{"a": judge(p)} for p in (0.01, 0.03, 0.04)]
+    cells[1]["b"] = judge(0.03)
+    cells[2]["b"] = judge(0.03)._replace(verdict="undecided (one seed)", p_value=math.nan)
+    overall = [None, None, judge(0.01)]
+    findings = [claims.Finding(claim, str(i), cells[i], overall[i], ("kern", str(i))) for i in range(3)]
     corrected = claims.correct_findings(findings)
     assert [of.cells["a"].corrected for of in corrected] == pytest.approx([0.03, 0.06, 0.06])
     assert [of.cells["a"].lost for of in corrected] == [False, True, True]
-    assert corrected[1].cells["b"].corrected == 0.03 and corrected[2].overall.corrected == 0.01
+    assert corrected[1].cells["b"].corrected == pytest.approx(0.03)
+    assert corrected[2].overall.corrected == pytest.approx(0.01)
     said = [report.format_finding(of._replace(overall=None))[0].split(", -")[0] for of in corrected]
     assert said[:2] == ["0 in a: supported (Holm: p 0.03)", "1 in a: supported (Holm: undecided, p 0.06)"]
     assert report.format_finding(corrected[2])[2].split(", -")[0] == "  2 in b: undecided (one seed)"

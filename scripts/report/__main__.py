@@ -87,7 +87,7 @@ def check_baseline(baseline: str, names: set[str]) -> None:
 
 def format_finding(finding: Finding) -> list[str]:
     """A line for the verdict over all settings, and one for each setting."""
-    _, words, cells, overall = finding
+    _, words, cells, overall, _ = finding
     lines = [f"{words}: {overall.verdict}{overall.holm}, {overall.interval}"] if overall else []
     for where, found in cells.items():
         place = f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval import paper
-from eval.intervals import CONFIDENCE, UNDECIDED, Interval, correct_holm, estimate_interval
+from eval.intervals import CONFIDENCE, UNDECIDED, Interval, correct_family, estimate_interval
 from scripts.report.settings import Arm, Setting, find_documents
 
 MARGIN = 0.005  # nats per token; the paper's own standard deviation over seeds at 50K is 0.004 to 0.005
@@ -76,11 +76,13 @@ class Claim(NamedTuple):
             return SUPPORTED if within else CONTRADICTED if outside else UNDECIDED
         return found.decide(self.below, self.above)
 
+    def distance(self, found: Interval) -> float | None:
+        """From the mean to where the verdict changes; None: to zero."""
+        return abs(abs(found.mean) - MARGIN) if self.equal else None
+
     def p_value(self, found: Interval) -> float:
         """That of the verdict being wrong; NaN with one seed, or one window."""
-        if found.seeds < 2 or math.isnan(found.low):
-            return math.nan
-        return found.p_value(abs(abs(found.mean) - MARGIN) if self.equal else None)
+        return math.nan if found.seeds < 2 else found.p_value(self.distance(found))
 
 
 CLAIMS = [Claim(source, words, **of) for source, claims in paper.CLAIMS.items() for words, of in claims.items()]
@@ -114,6 +116,7 @@ class Finding(NamedTuple):
     words: str
     cells: dict[str, Judged]
     overall: Judged | None
+    arms: tuple[str, str]  # labels
 
 
 def judge_claims(settings: Sequence[Setting]) -> list[Finding]:
@@ -149,7 +152,7 @@ def _judge(claim: Claim, words: str, pairs: Sequence[tuple[Setting, Arm, Arm]]) 
     overall = _judge_pairs(claim, pairs) if len(pairs) > 1 else None
     if overall and {claim.below, claim.above} <= {overall.verdict, *(cell.verdict for cell in cells.values())}:
         overall = overall._replace(verdict=MIXED)
-    return Finding(claim, words, cells, overall)
+    return Finding(claim, words, cells, overall, (pairs[0][1].label, pairs[0][2].label))
 
 
 def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -161,8 +164,9 @@ def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
                 columns[label].append((i, judged))
     fixed = [finding._replace(cells={**finding.cells}) for finding in findings]
     for label, column in columns.items():
-        corrected = correct_holm([judged.p_value for _, judged in column])
-        for (i, judged), p in zip(column, corrected, strict=True):
+        found, arms = [judged.interval for _, judged in column], [tuple(sorted(findings[i].arms)) for i, _ in column]
+        distances = [findings[i].claim.distance(judged.interval) for i, judged in column]
+        for (i, judged), p in zip(column, correct_family(found, arms, distances), strict=True):
             if label is None:
                 fixed[i] = fixed[i]._replace(overall=judged._replace(corrected=p))
             else:
@@ -183,8 +187,9 @@ def _judge_pairs(claim: Claim, pairs: Sequence[tuple[Setting, Arm, Arm]]) -> Jud
         return None
     steps = [(step, arm, other) for of, arm, other in pairs if (step := claim.step(of)) is not None]
     differences = [pair_differences(arm, other, step, seeds) for step, arm, other in steps]
+    corpora = [(of.values["data.name"], of.values["data.mix"]) for of, *_ in pairs]
     keys = ("data.name", "data.mix", "model.block_size", "eval.spread")
     texts = [(*map(pair[0].values.get, keys), d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
     documents = [find_documents(pair[1:], d.shape[1]) for pair, d in zip(pairs, differences, strict=True)]
-    found = estimate_interval(differences, texts, documents)
+    found = estimate_interval(differences, texts, documents, corpora)
     return Judged(found, claim.judge(found), claim.p_value(found))

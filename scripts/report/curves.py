@@ -14,7 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from configure.schema import KEYS
-from eval.intervals import Interval, correct_holm, count_independent, estimate_interval, pool_seeds
+from eval.intervals import (
+    Interval,
+    correct_holm,
+    correlate_seeds,
+    count_independent,
+    estimate_interval,
+    pool_seeds,
+)
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from eval.style import style
@@ -111,11 +118,18 @@ class Curves(NamedTuple):
         """Values of the key that all curves have."""
         return [x for x in self.curves[0].cells if all(x in curve.cells for curve in self.curves)]
 
+    def pool(self, found: Sequence[Interval], independent: float) -> list[Interval]:
+        """Intervals of cells by one variance of seeds; `independent` as of `pool_seeds`, if cells of a curve were."""
+        losses = np.array([[curve.cells[x].mean(1) for x in self.shared] for curve in self.curves])
+        alike = correlate_seeds(losses) if self.shared else 0.0
+        along = sum(len(curve.cells) for curve in self.curves) / len(self.curves)  # Satterthwaite's, as in pairs
+        return pool_seeds(found, independent / (1 + (along - 1) * alike**2))
+
     def intervals(self) -> Intervals:
         """Mean losses, with the intervals of their differences from the mean of all cells."""
         cells = {(curve.label, x): cell for curve in self.curves for x, cell in curve.cells.items()}
         center = np.mean([*cells.values()], axis=0)  # (S, W)
-        found = pool_seeds([self.estimate(cell - center) for cell in cells.values()], len(cells) - 1)
+        found = self.pool([self.estimate(cell - center) for cell in cells.values()], len(cells) - 1)
         mean = float(center.mean())
         moved = [at._replace(mean=at.mean + mean, low=at.low + mean, high=at.high + mean) for at in found]
         return dict(zip(cells, moved, strict=True))
@@ -141,7 +155,7 @@ class Curves(NamedTuple):
             if x in base.cells
         ]
         independent = count_independent(((curve.label, x), (base.label, x)) for curve, base, x in pairs)
-        found = pool_seeds([self.estimate(curve.cells[x] - base.cells[x]) for curve, base, x in pairs], independent)
+        found = self.pool([self.estimate(curve.cells[x] - base.cells[x]) for curve, base, x in pairs], independent)
         return {(curve.label, x): at for (curve, _, x), at in zip(pairs, found, strict=True)}
 
 

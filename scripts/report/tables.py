@@ -88,7 +88,7 @@ def build_findings_table(findings: Sequence[Finding], settings: Sequence[Setting
     head = [*(["claim", "where"] if claims else ["pair"]), *["all settings"] * several]
     head += [setting.label or "left minus right, 95%" for setting in settings]
     rows = []
-    for claim, words, found, overall in findings:
+    for claim, words, found, overall, _ in findings:
         cells = [_format_judged(overall)] * several
         for setting in settings:
             theirs = setting.printed.subtract(claim.left, claim.right, claim.tenth or setting.end_tenth)
