@@ -170,7 +170,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
         with distributed.share_errors(ranks):
             report = stack.enter_context(start_reporter(plan, state, ranks))
         keep, on_error = config.train.keep_checkpoints, config.train.on_save_error
-        checkpoints, keep_steps = plan.folder / "checkpoints", config.train.kept_steps
+        checkpoints, keep_steps = plan.folder / "checkpoints", plan.config.train.kept_steps
         saver = stack.enter_context(Saver(checkpoints, ranks, plan.sharded, keep, on_error, keep_steps))
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
         stack.callback(batches.close)

@@ -260,7 +260,8 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> tu
     in_file = {key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}}
     # A run's own file has every key of its day: what it lacks is younger.
     if Path(path).name == "config.toml" and {"run.name", "log.group", "optim.eps"} <= in_file.keys():
-        in_file = {key: schema["before"] for key, schema in KEYS.items() if "before" in schema} | in_file
+        before = {key: of for key, of in KEYS.items() if "before" in of and in_file.get(of.get("with", ""), True)}
+        in_file = {key: of["before"] for key, of in before.items()} | in_file
     given, opened = {}, {}
     for text in overrides:
         key, value = _parse_override(text, lists)

@@ -197,6 +197,7 @@ class Train(Section):
         "global",
         description="loads in the balance loss: of the step, over all micro-batches and ranks (a forward pass more if "
         "a rank has several), of each sequence, or of each micro-batch",
+        json_schema_extra={"before": "micro_batch", "with": "train.balance_loss_coef"},
     )
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
@@ -223,6 +224,12 @@ class Train(Section):
         description="decay per step of a running mean of the weights, evaluated as val_ema/loss; 0: none",
     )
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
+
+    @field_validator("branch_from")
+    @classmethod
+    def _spell_one_way(cls, value: str) -> str:
+        """A trunk is one, with and without a slash at the end."""
+        return value and str(Path(value))
 
     @field_validator("compile", mode="before")
     @classmethod

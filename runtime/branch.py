@@ -77,7 +77,7 @@ def find_branch(config: Config) -> Branch | None:
             f"other decay can follow; train a trunk with --optim.schedule=wsd"
         )
     lines = configure.differences(trunk, folder.keep_dtype(config))
-    if refused := [line for line in lines if not line.startswith(folder.MAY_CHANGE + OF_DECAY)]:
+    if refused := [line for line in lines if not line.startswith(folder.allowed_changes(config) + OF_DECAY)]:
         keys = [line.split(":")[0] for line in refused]
         values = [attrgetter(key)(trunk) for key in keys]
         words = [shlex.quote(format_value(value)) for value in values]
@@ -93,7 +93,13 @@ def find_branch(config: Config) -> Branch | None:
             f"{name}: train.branch_step = {branch.step} is after step {start}, where the trunk's own decay begins; "
             f"branch there or before{_remedy(branch)}"
         )
-    if branch.step not in checkpoint.steps(branch.checkpoints):
+    saved = checkpoint.steps(branch.checkpoints)
+    if branch.step > max(saved, default=0):
+        raise RunError(
+            f"{name}: the trunk is at step {max(saved, default=0)}, and the decay of this run is to begin at step "
+            f"{branch.step}; continue the trunk with --train.keep_steps={branch.step} first"
+        )
+    if branch.step not in saved:
         raise RunError(
             f"{name}: no checkpoint of step {branch.step}, where the decay of this run is to begin; branch at another "
             f"step{_remedy(branch)}; or train the trunk anew with --train.keep_steps={branch.step}"
@@ -115,14 +121,21 @@ def _remedy(branch: Branch) -> str:
 def check_length(config: Config, last_step: int) -> None:
     """Refuse another train.max_steps for a run with schedule "wsd" that has begun its decay, or would be amid it.
 
+    And a train.keep_steps beyond the end.
+
     Args:
         config: the run's.
         last_step: of its newest checkpoint; 0 if there is none.
 
     Raises:
-        RunError: its rate would jump. A branch gives the other length.
+        RunError: its rate would jump. A branch gives the other length. Or no checkpoint of a step would ever be.
     """
-    own = folder.path_of(config)
+    own, kept = folder.path_of(config), max(config.train.kept_steps, default=0)
+    if kept > config.train.max_steps:
+        raise RunError(
+            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {kept}, at train.max_steps = "
+            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={kept}"
+        )
     if not last_step or config.optim.schedule != "wsd":
         return
     old, new = configure.load(own / "config.toml").train.max_steps, config.train.max_steps

@@ -27,6 +27,12 @@ MAY_CHANGE += ("train.checkpoint_", "train.keep_checkpoints:", "train.keep_steps
 MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
+def allowed_changes(config: Config) -> tuple[str, ...]:
+    """MAY_CHANGE for this config: a balance loss over each micro-batch depends on how large they are."""
+    by_batch = config.train.balance_loss_coef > 0 and config.train.balance_loss_scope == "micro_batch"
+    return tuple(key for key in MAY_CHANGE if not (by_batch and key == "train.micro_batch_size:"))
+
+
 def path_of(config: Config) -> Path:
     """The run's folder, runs/<name>."""
     return Path(config.run.dir, config.run.name)
@@ -47,7 +53,7 @@ def changes(config: Config) -> list[str]:
             )
         return []
     lines = configure.differences(configure.load(folder / "config.toml"), keep_dtype(config))
-    if refused := [line for line in lines if not line.startswith(MAY_CHANGE)]:
+    if refused := [line for line in lines if not line.startswith(allowed_changes(config))]:
         missing = ", ".join(str(data) for data in config.data.folders if not data.is_dir())
         key = "data.mix" if config.data.mix else "data.name"
         raise RunError(
@@ -67,6 +73,17 @@ def keep_dtype(config: Config) -> Config:
     if config.train.dtype != "auto" or not file.exists():
         return config
     return set_dtype(config, configure.load(file).train.dtype)
+
+
+def keep_kept(config: Config) -> Config:
+    """`config` with the train.keep_steps of the run in its folder too: a resume deletes no checkpoint kept for good."""
+    file, train = path_of(config) / "config.toml", config.train
+    before = configure.load(file).train.kept_steps if file.exists() else frozenset()
+    added = {step for step in before - train.kept_steps if step <= train.max_steps}
+    if not added:
+        return config
+    kept = ",".join(map(str, sorted(added | train.kept_steps)))
+    return config.model_copy(update={"train": train.model_copy(update={"keep_steps": kept})})
 
 
 def set_dtype(config: Config, dtype: str) -> Config:
@@ -96,7 +113,7 @@ def find_or_rename(config: Config) -> Config:
         changes(config)
         return config
     old = configure.load(own / "config.toml")
-    fixed = {key: attrgetter(key) for key in configure.KEYS if not f"{key}:".startswith(MAY_CHANGE)}
+    fixed = {key: attrgetter(key) for key in configure.KEYS if not f"{key}:".startswith(allowed_changes(config))}
     new = keep_dtype(config)
     differ = {key: read(new) for key, read in fixed.items() if read(new) != read(old)}
     words = (

@@ -82,12 +82,13 @@ def preflight(config: Config) -> Plan:
 
     Raises:
         RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
-            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay, a task of
-            eval.tasks is unknown or has no documents, or a package is missing.
+            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay or is before one of
+            train.keep_steps, a task of eval.tasks is unknown or has no documents, or a package is missing.
         DataError: a data set is missing, damaged, too small, has more ids than model.vocab_size, or another tokenizer
             than the others of its mixture.
     """
     require_tensorboard(config)
+    config = run_folder.keep_kept(config)
     folder, changes = run_folder.path_of(config), run_folder.changes(config)
     last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
     check_length(config, last_step)

@@ -34,6 +34,7 @@ from configure import Config, ConfigError
 from data import DataError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
+from runtime.branch import find_branch
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
@@ -185,9 +186,13 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> None:
-    """Raise ConfigError or DataError, before the first point starts, for what would end a later one."""
+    """Raise ConfigError, DataError or RunError, before the first point starts, for what would end a later one."""
+    folders = {point.folder for point in left}
     for point in left:
         configure.load(file, point.overrides, world_size=max(1, ranks))
+        trained_before = Path(point.config.train.branch_from) in folders
+        if not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
+            find_branch(point.config)
     sets = {(*point.config.data.folders, point.config.model.vocab_size) for point in left}
     for *data, vocab_size in sorted(sets) if with_data else ():
         check_sets(data, vocab_size)
@@ -224,7 +229,13 @@ def scale_down(config: Config, scale: float) -> list[str]:
     """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
     values = {key: attrgetter(key)(config) for key in SCALED}
     overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0]
-    name = f"rehearsal-{scale:g}"
+    name, train = f"rehearsal-{scale:g}", config.train
+    if train.kept_steps:
+        kept = ",".join(str(max(1, round(step * scale))) for step in sorted(train.kept_steps))
+        overrides.append(f"--train.keep_steps={kept}")
+    if train.branch_from:  # the trunk's rehearsal
+        trunk = Path(train.branch_from)
+        overrides.append(f"--train.branch_from={trunk.parent / name / trunk.name}")
     return [*overrides, f"--run.dir={config.run.dir}/{name}", f"--log.group={config.log.group}-{name}"]
 
 

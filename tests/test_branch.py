@@ -80,6 +80,28 @@ def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
     assert content(path_of(trunk).parent) == before
 
 
+def test_a_trunk_that_is_not_there_yet_is_continued(tiny, trunk):
+    for step in (9, 16):
+        shutil.rmtree(checkpoints(trunk) / f"step_{step:08}")
+    with pytest.raises(RunError, match="is at step 6, .* begin at step 9; continue .*--train.keep_steps=9 first"):
+        train.train(branch(tiny, trunk, "train.max_steps=12"))
+
+
+def test_one_trunk_has_one_name(tiny, trunk):
+    one = branch(tiny, trunk, "train.max_steps=8")
+    assert one == branch(tiny, trunk, "train.max_steps=8", f"train.branch_from={path_of(trunk)}/")
+    assert one.run.name == "trunk-6to8"
+
+
+def test_micro_batches_of_their_own_balance_loss_stay(tiny, trunk):
+    scope = ["train.balance_loss_scope=micro_batch", "train.balance_loss_coef=0.1"]
+    run(tiny(*TRUNK, *scope, "run.name=other"))
+    other = branch(tiny, tiny(*TRUNK, "run.name=other"), *scope, "train.max_steps=8", "train.micro_batch_size=4")
+    with pytest.raises(RunError, match="micro_batch_size: 8 -> 4\n.*Add --train.micro_batch_size=8$"):
+        train.train(other)
+    run(branch(tiny, trunk, "train.max_steps=8", "train.micro_batch_size=4"))  # no such balance loss
+
+
 def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
     next(checkpoints(trunk).glob("step_00000009/__*")).write_bytes(b"")
     with pytest.raises(RunError, match=r"damaged.*the trunk has 6 \(--train.branch_step=6\)"):
@@ -99,6 +121,16 @@ def test_length_of_a_run_may_change_until_its_decay(tiny, trunk):
     alone = tiny(*TRUNK, "train.max_steps=20", "run.name=alone")
     run(alone)
     assert end(tiny(*TRUNK, "train.max_steps=20")) == end(alone)
+
+
+def test_a_resume_deletes_no_kept_checkpoint(tiny, trunk):
+    shutil.rmtree(checkpoints(trunk) / "step_00000016")
+    forgotten = tiny(*TRUNK, "train.max_steps=20", "train.keep_steps=11", "train.keep_checkpoints=1")
+    run(forgotten)
+    assert steps(trunk) == [6, 9, 11, 20]
+    assert configure.load(path_of(trunk) / "config.toml").train.keep_steps == "6,9,11"
+    with pytest.raises(RunError, match="keep_steps = 17,24: the run ends before step 24, at .*= 20; leave"):
+        train.train(tiny("run.name=short", "train.max_steps=20", "train.keep_steps=17,24"))
 
 
 def be_a_rank(file):

@@ -421,6 +421,10 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
     assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
     assert load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
     assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
+    for coef, scope in ((0.1, "micro_batch"), (0, "global")):  # without a balance loss all scopes are the same
+        new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
+        old = re.sub("balance_loss_scope = .*\n", "", new)
+        assert load(write(old, "config.toml")).train.balance_loss_scope == scope
 
 
 # ---- back to text

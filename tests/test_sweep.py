@@ -20,6 +20,7 @@ from runs import run as train_run
 
 import configure
 from model import count_parameters
+from runtime import folder
 from runtime.distributed import Ranks
 from runtime.folder import claim, find_owner, write_config
 from runtime.metrics import read_metrics
@@ -175,6 +176,16 @@ def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_tr
     assert fake_trainer() == []
 
 
+def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
+    same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
+    trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
+    words = [*(f"--{word}" for word in same), f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
+    assert "no config.toml there, so not a run" in call(sweep.main, sweep_file, *words, "--dry-run", code=2)
+    train_run(trunk)
+    assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
+    assert fake_trainer() == []
+
+
 # ---- totals
 def test_totals_are_of_what_is_left(sweep_file, monkeypatch, call):
     file = str(REPO_ROOT / "config/paper/sparsity.toml")
@@ -211,6 +222,11 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
         assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith("-rehearsal-0.01")
         assert config.run.name == f"books3_512-{config.model.router}"
+    out = call(sweep.main, REPO_ROOT / "config/studies/length.toml", "--scale", "0.005", "--dry-run")
+    configs = [configure.load(file, overrides) for _, (_, _, file, *overrides) in commands(out)]
+    assert {(config.train.max_steps, config.train.keep_steps) for config in configs} == {(40, "4,8,16")}
+    point, *_ = sweep.list_points(str(REPO_ROOT / "config/studies/length_branches.toml"), [], scale=0.005)
+    assert point.config.train.branch_from == str(folder.path_of(configs[0])) and point.config.train.branch_step == 4
     out = call(sweep.main, sweep_file, "--scale", "0.001", "--dry-run", "--train.checkpoint_interval=0")
     for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
