@@ -85,10 +85,33 @@ def test_what_is_left_out_is_said(folders, tmp_path):
     assert of.seeds == [0, 1]
     assert of.notes == [
         f"left out: {half}: evaluated up to step 500",
-        "left out: 5 run(s) of seeds that other cells lack",
+        "left out: 5 run(s) of seeds that other cells lack: seed 2 of softmax at 8",
     ]
+    some = [folder for folder in folders if folder.name.endswith("-0") or folder.name == "kern-2.0-1"]
+    words = "seed 1 of kern at 0.5; seed 1 of kern at 8; seed 1 of softmax at 0.5; 2 more"
+    assert collect(some).notes == [f"left out: 1 run(s) of seeds that other cells lack: {words}"]
     assert collect(folders[:-3]).notes == ["softmax has no run with model.gate_norm = 8"]
     assert explain_variance(collect(folders[:-3])) == ""
+
+
+def test_a_run_that_lost_its_losses_of_windows_is_named(folders, tmp_path, capsys):
+    lost = make_run(tmp_path / "lost", "model.gate_norm=4", "run.seed=0")
+    max((lost / "arrays").glob("val_*.npz")).unlink()
+    assert main([str(folder) for folder in (*folders, lost)]) == 0
+    said = capsys.readouterr().out
+    assert f"no losses of windows in {lost}: restore" in said
+    assert main([str(folder) for folder in (*folders, lost)] + ["--over", "model.gate_norm"]) == 2
+    assert f"no losses of windows in {lost}: restore the file in arrays/" in capsys.readouterr().err
+
+
+def test_branches_are_said_to_share_their_trunk(tmp_path):
+    trunk = make_run(tmp_path / "trunk", "optim.schedule=wsd", "train.max_steps=1000")
+    branches = [
+        make_run(tmp_path / f"{n}", "optim.schedule=wsd", f"train.max_steps={n}", f"train.branch_from={trunk}")
+        for n in (250, 500)
+    ]
+    (note,) = collect([trunk, *branches], "train.max_steps").notes
+    assert note == f"branches share the steps of their trunk, so what a seed did to it: {trunk}"
 
 
 def test_of_two_runs_of_one_seed_the_first_counts(folders, tmp_path):

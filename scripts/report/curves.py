@@ -28,7 +28,7 @@ from eval.style import style
 from runtime.output import text_table
 from scripts.report.page import remove_pictures
 from scripts.report.pictures import LOSS, plot_lines
-from scripts.report.runs import Run, check_same_text
+from scripts.report.runs import Run, check_same_text, find_without_windows
 from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying, name_values
 
 LOSSES = """\
@@ -230,18 +230,27 @@ def collect_curves(runs: Sequence[Run], key: str) -> Curves:
     if values[0] < 0:
         raise ValueError(f"--over {key}: {values[0]:g} has no place on a logarithmic axis; leave its runs out")
     check_same_text(ended, [-1])
+    if lacking := find_without_windows(ended, -1):
+        raise ValueError(lacking)
+    if trunks := {run.config.train.branch_from for run in ended} - {""}:
+        notes.append(f"branches share the steps of their trunk, so what a seed did to it: {', '.join(sorted(trunks))}")
     counts = [len(cell) for cells in found.values() for cell in cells.values()]
     seeds = sorted(set.intersection(*(set(cell) for cells in found.values() for cell in cells.values())))
     if not seeds:
         raise ValueError("no seed is in all cells; finish the sweep, or leave out the cells that lack seeds")
-    if left := sum(counts) - len(seeds) * len(counts):
-        notes.append(f"left out: {left} run(s) of seeds that other cells lack")
     varying, curves = [other for other in find_varying(found) if other != "model.router"], []
     routers = [*dict.fromkeys(run.value("model.router") for run in ended)]
+    some = sorted({seed for cells in found.values() for cell in cells.values() for seed in cell})
+    missing = []
     for settings, cells in found.items():
         curves.append(make_curve(settings, cells, seeds, varying))
+        for x, cell in sorted(cells.items()):
+            missing += [f"seed {seed} of {curves[-1].label} at {x:g}" for seed in some if seed not in cell]
         if lacking := [f"{x:g}" for x in values if x not in cells]:
             notes.append(f"{curves[-1].label} has no run with {key} = {', '.join(lacking)}")
+    if left := sum(counts) - len(seeds) * len(counts):
+        lacking = "; ".join(missing[:3]) + f"; {len(missing) - 3} more" * (len(missing) > 3)
+        notes.append(f"left out: {left} run(s) of seeds that other cells lack: {lacking}")
     curves.sort(key=lambda curve: (routers.index(curve.names[0]), curve.names[1:]))
     documents = next((run.documents for run in ended if run.documents is not None), None)
     return Curves(key, curves, seeds, documents, notes)

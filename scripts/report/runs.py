@@ -97,7 +97,10 @@ class Run:
 
     def count_windows(self, step: int) -> int:
         """Validation windows of the evaluation at `step`."""
-        return len(self.evaluations[step].get("val/window_losses", ())) or self.config.eval.windows
+        lines = [self.evaluations[step], *self.evaluations.values()]  # an array's file may be gone
+        return next(
+            (len(of["val/window_losses"]) for of in lines if "val/window_losses" in of), self.config.eval.windows
+        )
 
 
 def load_run_record(folder: Path) -> Run:
@@ -170,6 +173,14 @@ def check_same_text(runs: Sequence[Run], steps: Sequence[int]) -> None:
     if not steps:
         found = "; ".join(f"{run.folder} at {', '.join(map(str, list(run.evaluations)[:4]))} …" for run in runs[:2])
         raise ValueError(f"evaluated at no common step ({found}); leave out runs that lack steps, or {REMEDY}")
+
+
+def find_without_windows(runs: Sequence[Run], step: int) -> str:
+    """Folders of runs that have no losses of windows at `step` (-1: their last), and the remedy; "" if all or none."""
+    ends = [run.evaluations[max(run.evaluations) if step < 0 else step] for run in runs]
+    lacking = [str(run.folder) for run, line in zip(runs, ends, strict=True) if "val/window_losses" not in line]
+    words = f"no losses of windows in {', '.join(lacking)}: restore the file in arrays/, or leave the run out"
+    return words * (0 < len(lacking) < len(runs))
 
 
 def read_identity(run: Run) -> dict[str, Any]:

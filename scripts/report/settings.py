@@ -18,7 +18,7 @@ from configure.schema import KEYS
 from eval.paper import PaperLosses
 from eval.style import STYLES
 from runtime.output import plural
-from scripts.report.runs import Run, check_same_text
+from scripts.report.runs import Run, check_same_text, find_without_windows
 
 # What differs between arms of one setting.
 ARM_KEYS = ("model.router", "model.gate_scale", "model.gate_norm")
@@ -184,6 +184,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Setting], list[str]]:
         settings.append(setting)
         types[_describe_types(setting)].append(setting.label)
         types[_describe_dependence(setting)].append(setting.label)
+        types[find_without_windows(setting.runs, setting.end)].append(setting.label)
         if short := [f"{run.folder} ({run.progress})" for run in setting.runs if not run.ended]:
             notes.append(
                 f"{setting.label}{': ' * bool(setting.label)}unfinished or diverged: {', '.join(short)}. All are "
