@@ -69,7 +69,7 @@ def find_branch(config: Config) -> Branch | None:
     branch = Branch(Path(config.train.branch_from), config.train.branch_step)
     name = f"train.branch_from = {branch.trunk}"
     if not (branch.trunk / "config.toml").is_file():
-        raise RunError(f"{name}: no config.toml there, so not a run; name the folder of one, such as runs/NAME")
+        raise RunError(f"{name}: no config.toml there, so not a run; train it first, or name one that is")
     trunk = configure.load(branch.trunk / "config.toml")
     if trunk.optim.schedule != "wsd":
         raise RunError(

@@ -163,7 +163,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         left = [point for point in points if point.steps_done() < point.config.train.max_steps]
         shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
         if not args.slurm:
-            check_points(file, left, len(shares[0]), with_data=not args.dry_run)
+            check_points(file, left, len(shares[0]), with_files=not args.dry_run)
         print(format_totals(points, left, args, shares), flush=True)
         if args.slurm:
             return write_slurm_array(args.slurm, file, left, args.parallel)
@@ -185,16 +185,16 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     return code
 
 
-def check_points(file: str, left: list[Point], ranks: int, with_data: bool) -> None:
+def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
     """Raise ConfigError, DataError or RunError, before the first point starts, for what would end a later one."""
     folders = {point.folder for point in left}
     for point in left:
         configure.load(file, point.overrides, world_size=max(1, ranks))
         trained_before = Path(point.config.train.branch_from) in folders
-        if not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
+        if with_files and not trained_before and not checkpoint.steps(point.folder / "checkpoints"):
             find_branch(point.config)
     sets = {(*point.config.data.folders, point.config.model.vocab_size) for point in left}
-    for *data, vocab_size in sorted(sets) if with_data else ():
+    for *data, vocab_size in sorted(sets) if with_files else ():
         check_sets(data, vocab_size)
 
 

@@ -180,7 +180,8 @@ def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
     trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
     words = [*(f"--{word}" for word in same), f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
-    assert "no config.toml there, so not a run" in call(sweep.main, sweep_file, *words, "--dry-run", code=2)
+    assert "[2/2]" in call(sweep.main, sweep_file, *words, "--dry-run")
+    assert "no config.toml there, so not a run; train it first" in call(sweep.main, sweep_file, *words, code=2)
     train_run(trunk)
     assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
     assert fake_trainer() == []
