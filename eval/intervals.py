@@ -94,7 +94,10 @@ def estimate_interval(
         if seeds > 1:
             rest = d - d.mean(0) - d.mean(1, keepdims=True) + d.mean()
             remainder += sum(cluster_variance(row, labels)[0] for row in rest) / (seeds * (seeds - 1))
-    parts = [(sum(math.sqrt(variance) for variance, _ in of) ** 2, min(of)[1]) for of in of_corpora.values()]
+    parts = [
+        (sum(math.sqrt(variance) for variance, _ in of) ** 2, min(freedom for _, freedom in of))
+        for of in of_corpora.values()
+    ]
     if seeds > 1:
         means, share = np.mean([d.mean(1) for d in differences], 0), remainder * (seeds - 2) / (seeds - 1)
         parts.append((float(np.maximum(0, means.var(ddof=1) / seeds - share)), seeds - 1.0))

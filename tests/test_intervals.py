@@ -230,6 +230,8 @@ def test_interval_over_settings():
     assert estimate_interval([d, -d], ["books", "books"])[:4] == (0, 0, 0, 1)
     same = estimate_interval([d, d], ["books 512", "books 1024"], corpora=["books", "books"])  # other windows of it
     assert_interval(same, alone.mean, half, rounding)
+    few = estimate_interval([d, 9 * draw(1, 4)], ["books 512", "books 1024"], corpora=["books", "books"])
+    assert few.parts[0][1] == 3  # degrees of freedom of the fewest windows, though their variance is the largest
     three = estimate_interval([d, d, d], "abc", corpora=["books", "books", "arxiv"])
     assert_interval(three, alone.mean, half * math.sqrt(5) / 3, rounding)
     seeds = np.repeat(draw(3, 1, number=1), 8, 1)
