@@ -87,6 +87,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
             f"{COMMAND_LINE}: data.name = {quoted(config.data.name)} would change nothing beside data.mix = "
             f"{config.data.mix}; add --data.mix={{}} to train on that set alone, or leave data.name out"
         )
+    if config.optim.schedule != "wsd":
+        errors += [
+            f"{COMMAND_LINE}: {key} would change nothing with optim.schedule = {config.optim.schedule}; add "
+            "--optim.schedule=wsd or leave it out"
+            for key in ("optim.decay_fraction", "optim.decay")
+            if key in given
+        ]
     _raise_if(errors, path, overrides)
     return config
 

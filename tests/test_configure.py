@@ -187,6 +187,8 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
         ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
+        ("--optim.decay=sqrt", 1, "optim.decay would change nothing with optim.schedule = cosine", 1),
+        ("--optim.decay_fraction=0.1", 1, "optim.decay_fraction would change nothing with optim.schedule", 1),
         ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
         ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
         (f"{BRANCH} --optim.decay_fraction=0.0", 1, "which is nothing here", 1),
