@@ -253,6 +253,9 @@ class Optim(Section):
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's running mean of gradients; Nesterov's form")
     router_lr_ratio: float = Field(1.0, ge=0, description="routers' learning rate as a fraction of lr; 0 freezes them")
+    expert_out_lr_ratio: float = Field(
+        1.0, ge=0, description="learning rate of the routed experts' w_out as a fraction of lr"
+    )
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
         description="after the warm-up: a cosine to the end, or the constant rate lr and then a decay (warm-up, "

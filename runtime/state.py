@@ -23,11 +23,15 @@ from runtime.updates import Updates
 def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
     """AdamW or Muon with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
 
-    `Updates` reads a group's `lr_ratio`, optim.router_lr_ratio for routers (W, b, γ).
+    `Updates` reads a group's `lr_ratio`: optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for the
+    routed experts' w_out.
     """
     groups = defaultdict(list)  # (lr_ratio, decayed, by Muon): parameters
     for name, p in model.named_parameters():
-        ratio = optim.router_lr_ratio if ".router." in name else 1.0
+        if ".router." in name:
+            ratio = optim.router_lr_ratio
+        else:
+            ratio = optim.expert_out_lr_ratio if name.endswith("experts.w_out") else 1.0
         by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
         if p.requires_grad:
             groups[ratio, p.dim() >= 2, by_muon].append(p)

@@ -610,7 +610,8 @@ PICTURES = {  # size in pixels, height and width
 DESCRIPTION = (
     "`mix-bytes`: 2,048 tokens per step, 2.0 M in all; max_steps 1000, n_layer 2, n_expert 64, top_k 8, n_embd 128, "
     "block_size 256, expert_hidden 8, lr 0.003, gate_scale 1.0, gate_norm 0.0, "
-    "balance_loss_coef 0.0, balance_loss_scope global, z_loss_coef 0.0, bias_update_rate 0.0, router_lr_ratio 1.0; "
+    "balance_loss_coef 0.0, balance_loss_scope global, z_loss_coef 0.0, bias_update_rate 0.0, router_lr_ratio 1.0, "
+    "expert_out_lr_ratio 1.0; "
     "8 validation windows of 8 documents, at most 1 of one."
 )
 

@@ -187,6 +187,32 @@ def test_routers_learn_at_their_own_rate(tiny):
     assert len(train_state.build_optimizer(GPT(tiny().model), tiny().optim).param_groups) == 2
 
 
+def test_a_factor_on_gates_is_one_on_the_start_of_w_out_and_on_its_rate(tiny):
+    """Gates times 4 and w_out at a quarter of the rate train as w_out times 4 at the full rate, without decay."""
+    config, models, losses = tiny(), [], ([], [])
+    x, y = map(torch.from_numpy, Loader(tokens_of(config), config.model.block_size, 4, seed=0).batch(0))
+    for scale, ratio, of in ((4.0, 0.25, losses[0]), (1.0, 1.0, losses[1])):
+        torch.manual_seed(0)
+        model = GPT(config.model.model_copy(update={"gate_scale": scale})).double()
+        if scale == 1:
+            for block in model.blocks:
+                block.mlp.experts.w_out.data.mul_(4)
+        optimizer = train_state.build_optimizer(model, Optim(expert_out_lr_ratio=ratio, weight_decay=0, eps=1e-30))
+        for _ in range(5):
+            loss = model(x, y).loss
+            loss.backward()
+            of.append(loss.item())
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * group["lr_ratio"]
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(dict(model.named_parameters()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11) and losses[0][-1] < losses[0][0] - 0.1
+    for name, p in models[0].items():
+        factor = 4 if name.endswith("experts.w_out") else 1
+        torch.testing.assert_close(factor * p, models[1][name], rtol=1e-6, atol=1e-9)
+
+
 def test_weight_decay_on_matrices_only(tiny):
     config = tiny("optim.weight_decay=0.3")
     model = GPT(config.model)

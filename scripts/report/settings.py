@@ -23,7 +23,7 @@ from scripts.report.runs import Run, check_same_text, find_without_windows
 # What differs between arms of one setting.
 ARM_KEYS = ("model.router", "model.gate_scale", "model.gate_norm")
 ARM_KEYS += ("train.balance_loss_coef", "train.balance_loss_scope", "train.z_loss_coef", "train.bias_update_rate")
-ARM_KEYS += ("optim.router_lr_ratio",)
+ARM_KEYS += ("optim.router_lr_ratio", "optim.expert_out_lr_ratio")
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.(interval|task)|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|"
