@@ -285,6 +285,11 @@ def test_the_page(folders, tmp_path, capsys):
             ["kern, gate_norm 2", "1.8394", "1.8333", "1.8370"],
         ),
         (["large-*", "rates-*-lr0.003-*"], "model.n_embd", ["kern, gate_norm 2", "1.8394", "1.5428"]),
+        (
+            ["w_out-*"],
+            "optim.expert_out_lr_ratio",
+            ["kern, gate_norm 2", "1.9309", "1.8475", "1.8272", "1.8477"],
+        ),
         (["block-*"], "model.gate_norm", ["kern, n_shared_expert 0, muon", "1.7862", "1.7602", "1.7929"]),
     ],
 )
