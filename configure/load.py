@@ -81,19 +81,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
         settings["optim.warmup_steps"] = steps // 10
         _say(f"note: train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {steps // 10}")
     config = Config.model_validate(_nest(settings))
+    for key in sorted(given & {"optim.decay_fraction", "optim.decay"}):
+        if config.optim.schedule != "wsd":
+            _say(f"note: {key} changes nothing with optim.schedule = {config.optim.schedule}")
     errors = find_conflicts(config, world_size)
     if "data.name" in given and config.data.mix:
         errors.append(
             f"{COMMAND_LINE}: data.name = {quoted(config.data.name)} would change nothing beside data.mix = "
             f"{config.data.mix}; add --data.mix={{}} to train on that set alone, or leave data.name out"
         )
-    if config.optim.schedule != "wsd":
-        errors += [
-            f"{COMMAND_LINE}: {key} would change nothing with optim.schedule = {config.optim.schedule}; add "
-            "--optim.schedule=wsd or leave it out"
-            for key in ("optim.decay_fraction", "optim.decay")
-            if key in given
-        ]
     _raise_if(errors, path, overrides)
     return config
 

@@ -187,8 +187,6 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
         ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
-        ("--optim.decay=sqrt", 1, "optim.decay would change nothing with optim.schedule = cosine", 1),
-        ("--optim.decay_fraction=0.1", 1, "optim.decay_fraction would change nothing with optim.schedule", 1),
         ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
         ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
         (f"{BRANCH} --optim.decay_fraction=0.0", 1, "which is nothing here", 1),
@@ -353,6 +351,12 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
     assert "optim.warmup_steps = 151 is more than" in message(file, "--train.max_steps=150", "--optim.warmup_steps=151")
     both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
     assert "optim.warmup_steps = 200 is more than train.max_steps = 100" in message(both)
+
+
+def test_a_decay_without_a_schedule_that_has_one_is_noted(write, capsys):
+    file = write("[sweep]\n'optim.schedule, optim.decay' = [['cosine', 'linear'], ['wsd', 'sqrt']]\n")
+    assert len(sweep_points(file)) == 2
+    assert capsys.readouterr().err == "note: optim.decay changes nothing with optim.schedule = cosine\n"
 
 
 def test_torchrun_is_told_of_an_error(write, tmp_path, monkeypatch, capsys):
