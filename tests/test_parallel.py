@@ -79,7 +79,7 @@ WAYS = {
 # 4, 2 or 1 micro-batches a step
 ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
 SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", "train.keep_checkpoints=9"]
-SAVED += ["optim.router_lr_ratio=0.5"]  # parameter groups of their own
+SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
     "dense": ["model.router=dense"],
