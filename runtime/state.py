@@ -28,10 +28,11 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
     """
     groups = defaultdict(list)  # (lr_ratio, decayed, by Muon): parameters
     for name, p in model.named_parameters():
+        ratio = 1.0
         if ".router." in name:
             ratio = optim.router_lr_ratio
-        else:
-            ratio = optim.expert_out_lr_ratio if name.endswith("experts.w_out") else 1.0
+        elif name.endswith("experts.w_out"):
+            ratio = optim.expert_out_lr_ratio
         by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
         if p.requires_grad:
             groups[ratio, p.dim() >= 2, by_muon].append(p)
