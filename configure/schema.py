@@ -86,10 +86,11 @@ class Model(Section):
         le=2**10,
         description="first blocks with an MLP instead of experts, as wide as that of dense; ignored by dense",
     )
-    gate_scale: float = Field(1.0, gt=0, description="constant factor on all gates, times the router's own c")
+    gate_scale: float = Field(1.0, gt=0, le=2**16, description="constant factor on all gates, times the router's own c")
     gate_norm: float = Field(
         0.0,
         ge=0,
+        le=2**16,
         description="initial sqrt(E|g|^2), g the gates of a token: sets their constant factor, so that all routers "
         "begin at one scale; 0: as the router is; ignored by dense",
     )

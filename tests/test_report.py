@@ -214,6 +214,16 @@ def test_constants_of_routers_make_arms(tmp_path):
     assert looks[0]["color"] == looks[1]["color"] and looks[0]["fillstyle"] != looks[1]["fillstyle"]
 
 
+@pytest.mark.parametrize(
+    "scope, labels", [("global", ["kern"]), ("micro_batch", ["kern, micro_batch of 2", "kern, micro_batch of 4"])]
+)
+def test_micro_batches_make_arms_where_the_balance_loss_is_theirs(tmp_path, scope, labels):
+    given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
+    runs = [make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}") for n in (2, 4)]
+    (setting,) = load_settings(*runs)
+    assert [arm.label for arm in setting.arms] == labels
+
+
 def test_a_setting_is_what_changes_a_loss(tmp_path):
     given = [("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)]
     runs = []

@@ -34,9 +34,14 @@ class Run:
     diverged: int | None = None  # step of the first validation loss that was not finite
 
     def value(self, key: str) -> Any:
-        """The config's value of a dotted key; a mixture in words, and no data.name beside it."""
+        """The config's value of a dotted key; a mixture in words, and no data.name beside it.
+
+        A balance loss over micro-batches is another for each of their sizes.
+        """
         mix = self.config.data.mix
         value = "" if mix and key == "data.name" else attrgetter(key)(self.config)
+        if key == "train.balance_loss_scope" and value == "micro_batch":
+            return f"{value} of {self.config.train.micro_batch_size}"
         return str(value) if isinstance(value, dict) else value
 
     def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
