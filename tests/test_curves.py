@@ -206,7 +206,7 @@ def test_zero_is_drawn_left_of_the_smallest_value(tmp_path):
     of = collect([make_run(tmp_path / f"{a}-{x}", f"model.router={a}", f"model.gate_norm={x}") for a, x in PAIRS])
     axes, beside = plot_curves(of, "kern").axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "2", "4"] and axes.get_xticks()[0] == 1
-    assert of.shared == [0] and [label.get_text() for label in beside.get_xticklabels()] == ["0"]
+    assert of.shared == [0] and beside.get_lines()[0].get_xdata().tolist() == [1]
     assert [title for title, *_ in list_sections(of, "kern")][1] == "Loss minus kern's"
 
 
@@ -215,15 +215,22 @@ def test_one_curve_has_no_pairs(folders):
     assert titles == ["", *(f"{what} at the end" for what in ("Gate norm", "Load imbalance", "Dead experts"))]
 
 
-def test_curves_of_several_settings_share_a_legend(tmp_path):
-    figure = plot_curves(collect(make_runs(tmp_path), "train.max_steps"), "kern")
+def test_each_setting_has_its_panels(tmp_path):
+    runs = make_runs(tmp_path)
+    figure = plot_curves(collect(runs, "train.max_steps"), "kern")
+    own, _, none, two, *_ = figure.axes
+    assert len(figure.axes) == 6 and [axes.get_ylabel() for axes in (own, two)] == ["gate_norm 0", "gate_norm 2"]
+    assert none.get_title().endswith("minus the same router's with gate_norm 0")
+    assert len(none.get_lines()) == 1  # at zero: nothing minus itself
+    assert own.get_ylim() == two.get_ylim()
     (legend,) = figure.legends
-    assert len(figure.axes) == 3 and not any(axes.get_legend() for axes in figure.axes)
-    assert [text.get_text() for text in legend.get_texts()] == [
-        f"{router}, gate_norm {norm}" for router in ("kern", "tanh") for norm in (0, 2)
-    ]
-    colors = [line.get_color() for line in legend.get_lines()]
-    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert [text.get_text() for text in legend.get_texts()] == ["kern", "tanh"]
+
+    figure = plot_curves(collect([run for run in runs if run.name.startswith("kern")], "train.max_steps"), "kern")
+    assert len(figure.axes) == 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["kern, gate_norm 0", "kern, gate_norm 2"]
+    kern, two = figure.axes[0].get_lines()
+    assert kern.get_fillstyle() != two.get_fillstyle()
 
 
 def test_differences_from_one_curve_are_not_independent(tmp_path):

@@ -27,7 +27,7 @@ from eval.pictures import save_figure
 from eval.style import style
 from runtime.output import text_table
 from scripts.report.page import remove_pictures
-from scripts.report.pictures import LOSS, plot_lines
+from scripts.report.pictures import LOSS
 from scripts.report.runs import Run, check_same_text, find_without_windows
 from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying, name_values
 
@@ -341,37 +341,41 @@ def compare_pairs(of: Curves, found: Sequence[Candidate]) -> Table:
 
 
 def plot_curves(of: Curves, baseline: str) -> Figure:
-    """Curves with their intervals, and what is left of each without others', over octaves of the key.
+    """Curves with their intervals, and beside them what is left without others', over octaves of the key.
 
-    A value of 0 is drawn as far left of the smallest other as that is of the next, a tenth of it at least.
+    Each setting of several routers has a row of panels. A value of 0 is drawn as far left of the smallest other as that
+    is of the next, a tenth of it at least.
     """
     settings = [*dict.fromkeys(curve.settings for curve in of.curves)]
-    faces = {name: FACES[i % len(FACES)] for i, name in enumerate(settings)}
-    looks = {
-        curve.label: style(curve.names[0]) | {"fillstyle": faces[curve.settings], "markersize": 5}
-        for curve in of.curves
-    }
+    rows = {name: [curve for curve in of.curves if curve.settings == name] for name in settings}
+    if one_router := len({curve.names[0] for curve in of.curves}) == 1:
+        rows = {"": of.curves}
+    columns = {LOSS: of.intervals()} | {f"loss {words}": found for words, found in of.differences(baseline).items()}
     positive = [*sorted({x for curve in of.curves for x in curve.cells if x > 0}), math.inf][:2]
     left = positive[0] / min(positive[1] / positive[0], 10)  # where 0 is drawn
-    panels, drawn = {LOSS: of.intervals()}, []
-    panels |= {f"loss {words}": found for words, found in of.differences(baseline).items()}
-    for words, found in panels.items():
-        lines = {}
-        for (label, x), at in found.items():  # each curve's in order of x
-            lines.setdefault(label, (looks[label], {}))[1][x or left] = at[:3]
-        drawn.append((f"{of.key}, logarithmic", fill(words, 50), lines))
-    figure = plot_lines(drawn, columns=3)
-    assert figure
-    if len(settings) > 1:  # labels are long: one legend for all panels, with a column for each router
-        for axes in figure.axes:
-            if beside := axes.get_legend():
-                beside.remove()
-        lines, routers = figure.axes[0].get_lines(), {curve.names[0] for curve in of.curves}
-        figure.legend(lines, looks, loc="outside lower center", ncols=len(routers))
-    for axes, (*_, lines) in zip(figure.axes, drawn, strict=True):
-        ticks = sorted({x for _, points in lines.values() for x in points})
-        axes.set_xscale("log", base=2)
-        if axes is not figure.axes[0]:
-            axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(ticks, [f"{0 if tick == left else tick:g}" for tick in ticks])
+    ticks = sorted({x or left for curve in of.curves for x in curve.cells})
+    figure, entries = Figure((1 + 4 * len(columns), 1.2 + 2.6 * max(len(rows), 1.3)), layout="constrained"), {}
+    grid = figure.subplots(len(rows), len(columns), sharex=True, sharey="col", squeeze=False)
+    for row, (setting, curves) in enumerate(rows.items()):
+        grid[row, 0].set_ylabel(fill(setting, 35))
+        for axes, (words, found) in zip(grid[row], columns.items(), strict=True):
+            for i, curve in enumerate(curves):
+                look = style(curve.names[0]) | {"fillstyle": FACES[i % len(FACES)] if one_router else "full"}
+                points = {x or left: found[curve.label, x] for x in curve.cells if (curve.label, x) in found}
+                if not points:
+                    continue
+                means, lows, highs = ([at[end] for at in points.values()] for end in range(3))
+                (line,) = axes.plot([*points], means, markersize=5, **look)
+                axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.12, linewidth=0)
+                entries.setdefault(curve.label if one_router else curve.names[0], line)
+            axes.grid(alpha=0.3)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{0 if tick == left else tick:g}" for tick in ticks])
+            if words != LOSS:
+                axes.axhline(0, color="black", linewidth=0.8)
+            if not row:
+                axes.set_title(fill(words, 50), fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xlabel(f"{of.key}, logarithmic")
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=6)
     return figure

@@ -118,16 +118,13 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.fmean(values), min(values), max(values)
 
 
-def plot_lines(
-    panels: Sequence[tuple[str, str, Lines]], margin: float | None = None, columns: int = 2
-) -> Figure | None:
+def plot_lines(panels: Sequence[tuple[str, str, Lines]], margin: float | None = None) -> Figure | None:
     """Lines with bands, a panel for each (x label, y label, lines) that has any; legends give last values, in order.
 
     With `margin` the y-axis leaves out the steep first quarter of the lines, and has that part of its range to spare.
-    At most `columns` panels are in a row.
     """
     panels = [panel for panel in panels if panel[2]]
-    columns = max(1, min(len(panels), columns))
+    columns = max(1, min(len(panels), 2))
     rows = math.ceil(len(panels) / columns)
     height = max([5, *(0.6 + 0.21 * len(lines) for *_, lines in panels)])  # inches; a legend has a line for each
     figure = Figure((9 if columns == 1 else 14, rows * height), layout="constrained")
