@@ -374,7 +374,7 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
             if words != LOSS:
                 axes.axhline(0, color="black", linewidth=0.8)
             if not row:
-                axes.set_title(fill(words, 50), fontsize=10)
+                axes.set_title(fill(words, 56), fontsize=10)
     for axes in grid[-1]:
         axes.set_xlabel(f"{of.key}, logarithmic")
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=6)
