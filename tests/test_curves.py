@@ -297,6 +297,7 @@ def test_the_page(folders, tmp_path, capsys):
             "optim.expert_out_lr_ratio",
             ["kern, gate_norm 2", "1.9309", "1.8475", "1.8272", "1.8477"],
         ),
+        (["gamma-*"], "model.gate_norm", ["kern-nobias", "1.9497", "1.8396", "1.8386"]),
         (["block-*"], "model.gate_norm", ["kern, n_shared_expert 0, muon", "1.8048", "1.7861", "1.7966"]),
     ],
 )
