@@ -291,6 +291,7 @@ def test_the_page(folders, tmp_path, capsys):
             "train.balance_loss_coef",
             ["kern, gate_norm 2", "1.8394", "1.8333", "1.8370"],
         ),
+        (["balance-*-gate_norm4*"], "train.balance_loss_coef", ["kern", "1.8342", "1.8338"]),
         (["large-*", "rates-*-lr0.003-*"], "model.n_embd", ["kern, gate_norm 2", "1.8394", "1.5428"]),
         (
             ["w_out-*"],
