@@ -233,6 +233,25 @@ def test_each_setting_has_its_panels(tmp_path):
     assert kern.get_fillstyle() != two.get_fillstyle()
 
 
+def test_long_legends_stay_in_the_picture(tmp_path):
+    """Of one router with six settings."""
+    given = [(lr, decay) for lr in (1e-4, 2e-4, 3e-4) for decay in (0.1, 0.2)]
+    runs = [
+        make_run(
+            tmp_path / f"{lr}-{decay}-{norm}",
+            f"optim.lr={lr}",
+            f"optim.weight_decay={decay}",
+            f"model.gate_norm={norm}",
+        )
+        for lr, decay in given
+        for norm in (1, 2)
+    ]
+    figure = plot_curves(collect(runs), "kern")
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].get_texts()) == 6 and 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
 def test_differences_from_one_curve_are_not_independent(tmp_path):
     """Two routers minus kern: 8/5 of a difference, by 2 seeds, at three lengths that seeds move alike."""
     folders = [

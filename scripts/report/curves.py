@@ -346,7 +346,7 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
     Each setting of several routers has a row of panels. A value of 0 is drawn as far left of the smallest other as that
     is of the next, a tenth of it at least.
     """
-    settings = [*dict.fromkeys(curve.settings for curve in of.curves)]
+    settings = dict.fromkeys(curve.settings for curve in sorted(of.curves, key=lambda curve: curve.names[1:]))
     rows = {name: [curve for curve in of.curves if curve.settings == name] for name in settings}
     if one_router := len({curve.names[0] for curve in of.curves}) == 1:
         rows = {"": of.curves}
@@ -368,6 +368,8 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
                 (line,) = axes.plot([*points], means, markersize=5, **look)
                 axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.12, linewidth=0)
                 entries.setdefault(curve.label if one_router else curve.names[0], line)
+            if not axes.has_data():
+                axes.text(0.5, 0.5, "the reference, or none", transform=axes.transAxes, ha="center")
             axes.grid(alpha=0.3)
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{0 if tick == left else tick:g}" for tick in ticks])
@@ -377,5 +379,7 @@ def plot_curves(of: Curves, baseline: str) -> Figure:
                 axes.set_title(fill(words, 56), fontsize=10)
     for axes in grid[-1]:
         axes.set_xlabel(f"{of.key}, logarithmic")
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=6)
+    across = max(1, int(figure.get_figwidth() / (0.8 + 0.1 * max(map(len, entries)))))  # inches
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(entries) / across)
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=min(across, len(entries)))
     return figure
