@@ -22,10 +22,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
+from common.files import short_path
+from common.text import plural
 from data import DataError
 from data.sources import SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
-from runtime.output import plural, short_path
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 DTYPE = "uint16"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import short_path
 from data import DataError
 from data.bins import (
     Meta,
@@ -24,7 +25,6 @@ from data.bins import (
     read_meta,
     sha256_of,
 )  # fmt: skip
-from runtime.output import short_path
 
 UNIT = 2**30  # of weights: products of two parts fit an int64
 

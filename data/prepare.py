@@ -25,6 +25,9 @@ from typing import NoReturn
 
 import numpy as np
 
+from common.command import run_command
+from common.progress import progress_bar
+from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoder
@@ -35,8 +38,6 @@ from data.split import choose_split, explain_empty_split, validation_inputs, war
 from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from data.units import describe_changes, open_units, read_begun, read_units, remove_units, unit_files, write_units
 from data.writer import Writer, open_partial, remove_leftovers
-from runtime.output import format_size, plural, run_command
-from runtime.progress import progress_bar
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 END_BYTES = 2**20  # of each end of a large input that are hashed

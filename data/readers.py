@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import IO, NamedTuple
 
+from common.text import first_line
 from data import DataError
-from runtime.output import first_line
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSION = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}

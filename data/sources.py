@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.text import first_line
 from data import DataError
 from data.readers import KINDS, Input
-from runtime.output import first_line
 
 
 class Hub(NamedTuple):

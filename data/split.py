@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from common.text import plural
 from data import DataError
 from data.encode import Encoder
 from data.readers import Input, read_documents
 from data.sources import local_inputs
-from runtime.output import plural
 
 FEW_DOCUMENTS = 10  # fewer are not enough to split by document, or to validate on
 

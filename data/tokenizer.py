@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from common.text import first_line
 from data import DataError
-from runtime.output import first_line
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import write_atomic
 from data import DataError
 from data.bins import sha256_of
 from data.encode import Encoded, Encoder
 from data.readers import Input, Raw, read_documents
-from runtime.output import write_atomic
 
 UNIT_BYTES = 2**23  # of raw documents; about a second of work
 UNITS_NAME = "units-[0-9a-f]{12}"  # of their folder, a pattern

@@ -14,11 +14,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.command import run_command
+from common.files import short_path
+from common.progress import progress_bar
+from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
 from data.mixture import check_tokenizers
-from runtime.output import format_size, plural, run_command, short_path
-from runtime.progress import progress_bar
 
 SAMPLE_TOKENS = 60
 

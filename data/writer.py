@@ -13,11 +13,11 @@ from typing import IO
 
 import numpy as np
 
+from common.files import sync_folder, write_atomic
 from data import DataError
 from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
-from runtime.output import sync_folder, write_atomic
 
 NAMES = f"{BEGUN_FILE}|meta.json|{RANKS_FILE}|{TOKENIZER_FILE}"
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{UNITS_NAME}")

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from common.command import run_command
+from common.files import write_atomic
 from configure import Config
 from data.bins import sha256_of
 from eval.pages import format_markdown
@@ -40,7 +42,6 @@ from eval.tasks import (
 )
 from eval.trained import Trained, add_run_arguments, load_run
 from runtime import RunError, checkpoint, describe_write_errors, distributed
-from runtime.output import run_command, write_atomic
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need

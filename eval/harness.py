@@ -10,11 +10,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from common.progress import progress_bar
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, generate
 from eval.scoring import Scorer
 from runtime import RunError, distributed
-from runtime.progress import progress_bar
 
 MAX_NEW_TOKENS = 256  # where a task does not set it
 ROWS = 32  # in a batch of generations

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from runtime.output import write_atomic
+from common.files import write_atomic
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
 Block = tuple[Any, ...]

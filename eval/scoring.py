@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
+from common.progress import progress_bar
 from model import GPT
 from runtime import distributed
-from runtime.progress import progress_bar
 
 TOKENS = 8192  # in a batch, at most: 16 rows of 512
 CACHED = 2  # times as many in the cache

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from common.command import require_packages
+from common.text import first_line
 from configure import Config
 from runtime import RunError, distributed
-from runtime.output import first_line, require_packages
 
 if TYPE_CHECKING:  # an extra that other commands do not need
     from lm_eval.tasks import TaskManager

@@ -31,6 +31,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.command import run_command
+from common.files import write_atomic
+from common.progress import progress_bar
+from common.text import text_table
 from data import DataError
 from data.bins import Tokens, fingerprint, partial_folder, read_meta
 from data.encode import Encoder
@@ -46,8 +50,6 @@ from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
 from runtime import RunError, distributed
 from runtime.metrics import read_metrics
-from runtime.output import run_command, text_table, write_atomic
-from runtime.progress import progress_bar
 
 KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
+from common.files import write_atomic
 from configure import Config
 from configure.check import format_value
 from runtime import RunError, checkpoint, describe_write_errors, folder
 from runtime.distributed import Ranks
 from runtime.metrics import list_arrays, read_metrics
-from runtime.output import write_atomic
 
 # What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the branch's step on.
 OF_DECAY = ("train.branch_", "optim.decay_fraction:", "optim.decay:", "optim.min_lr_ratio:")

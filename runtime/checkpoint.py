@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map
 
+from common.files import sync_folder, write_atomic
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
-from runtime.output import sync_folder, write_atomic
 
 NAME = re.compile(r"step_(\d{8})")
 MANIFEST = "manifest.json"

@@ -13,11 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 
 import configure
+from common.files import sync_folder, write_atomic
 from configure import Config
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
-from runtime.output import sync_folder, write_atomic
 
 # Keys that may differ from those the run started with: how long, how often and where it computes, not what.
 MAY_CHANGE = ("log.", "run.name:", "run.dir:", "data.dir:", "eval.interval:", "eval.task")

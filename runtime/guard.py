@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.files import write_atomic
 from model import GPT
 from runtime import RunError, distributed
 from runtime.batches import first_row
 from runtime.distributed import Ranks
-from runtime.output import write_atomic
 from runtime.parallel import full_tensor
 from runtime.preflight import Plan
 from runtime.state import TrainState

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from common.files import write_atomic
+from common.text import first_line
 from runtime import RunError, describe_write_errors
-from runtime.output import first_line, write_atomic
 
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
     from torch import Tensor

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.text import first_line
 from model import GPT, MoE
 from runtime.distributed import Ranks, gather, print_once
-from runtime.output import first_line
 
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the option that does it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters

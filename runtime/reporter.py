@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.progress import progress_bar
+from common.text import plural
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import write_config
 from runtime.metrics import Metrics, gate_metrics, load_metrics
-from runtime.output import plural
 from runtime.preflight import Plan
-from runtime.progress import progress_bar
 from runtime.state import TrainState
 from runtime.statistics import Statistics
 from runtime.tensorboard import start_tensorboard

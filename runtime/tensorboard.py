@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from common.text import first_line
 from configure import Config
 from runtime import RunError
-from runtime.output import first_line
 from runtime.tracker import Line, flatten_line
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.text import first_line
 from configure import Config
 from runtime.metrics import imbalance_and_dead
-from runtime.output import first_line
 
 Line = dict[str, Any]  # of metrics.jsonl: numbers, or lists of them by layer, expert or window
 

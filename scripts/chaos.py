@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configure
+from common.command import run_command
+from common.progress import progress_bar
 from data.mixture import check_sets
 from runtime import RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.metrics import ARRAYS, read_metrics
-from runtime.output import run_command
-from runtime.progress import progress_bar
 from runtime.signals import EXIT_CODE
 
 TRAIN = Path(__file__).parent.parent / "train.py"

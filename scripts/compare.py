@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import configure
-from runtime.output import require_packages, run_command, text_table
+from common.command import require_packages, run_command
+from common.text import text_table
 from scripts import sample
 from scripts.report.claims import compare_arms
 from scripts.report.runs import check_same_text, load_run_record

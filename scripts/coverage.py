@@ -19,8 +19,9 @@ from itertools import combinations
 
 import numpy as np
 
+from common.command import require_packages, run_command
+from common.text import text_table
 from eval.intervals import correct_family, estimate_interval, half_width, pool_seeds
-from runtime.output import require_packages, run_command, text_table
 from scripts.report.curves import Curve, Curves
 
 EFFECTS = {

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 import configure
+from common.command import run_command
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from router import ROUTERS
 from runtime.metrics import read_metrics
-from runtime.output import run_command
 from train import train
 
 FILE = Path(__file__).parent.parent / "tests" / "golden.json"

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configure
+from common.command import run_command
+from common.text import text_table
 from configure import Config
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
-from runtime.output import run_command, text_table
 
 
 def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
+from common.command import run_command
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, check_prompt_length, generate
 from eval.trained import add_run_arguments, load_run
 from model import GPT
 from runtime import distributed
-from runtime.output import run_command
 
 
 def print_continuations(

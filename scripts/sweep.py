@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 import configure
+from common.command import run_command
+from common.text import text_table
 from configure import Config, ConfigError
 from data import DataError
 from data.mixture import check_sets
@@ -38,7 +40,6 @@ from runtime.branch import find_branch
 from runtime.distributed import PEAK_FLOPS
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
-from runtime.output import run_command, text_table
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
 

@@ -1,4 +1,4 @@
-"""runtime/progress.py: a bar in place on any terminal, lines in a file."""
+"""common/progress.py: a bar in place on any terminal, lines in a file."""
 
 import fcntl
 import os
@@ -10,8 +10,9 @@ import termios
 
 import pytest
 
-from runtime import progress, reporter
-from runtime.progress import ProgressLines, progress_bar
+from common import progress
+from common.progress import ProgressLines, progress_bar
+from runtime import reporter
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from scipy import stats
 import configure
 import eval.routing.__main__ as routing
 import scripts.report.__main__ as report
+from common.text import text_table
 from data.bins import fingerprint, open_tokens, read_meta
 from data.loader import fixed_windows, window_documents
 from eval import downstream
@@ -26,7 +27,6 @@ from eval.intervals import Interval, half_width
 from eval.pages import write_page
 from eval.paper import NUMBERS, read_paper_losses
 from eval.style import STYLES, style
-from runtime.output import text_table
 from scripts import compare
 from scripts.report import claims, page, pictures, tables
 from scripts.report.claims import CLAIMS, MARGIN, judge_claims, pair_differences
@@ -880,7 +880,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
     + [(compare, "scipy", "report"), (downstream, "lm_eval", "eval")],
 )
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys, command, packages, file):
-    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
+    monkeypatch.setattr("common.command.find_spec", lambda name: None)
     assert command.main(["no-such-run", "nor-this"][: 1 + (command is compare)]) == 2
     assert capsys.readouterr().err == f"error: {packages} not installed: pip install -r requirements-{file}.txt\n"
 

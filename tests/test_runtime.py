@@ -14,10 +14,12 @@ import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT
 
+from common.command import run_command
+from common.files import write_atomic
+from common.text import text_table
 from model import GPT
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
-from runtime.output import run_command, text_table, write_atomic
 from runtime.preflight import preflight
 from runtime.signals import Stop
 from runtime.validation import measure_loss
@@ -242,7 +244,7 @@ def test_a_command_ends_with_its_code(main, code, said, capsys):
     assert end.value.code == code and capsys.readouterr().err == said
 
 
-COMMAND = "import sys; from runtime.output import run_command; run_command(lambda: {})"
+COMMAND = "import sys; from common.command import run_command; run_command(lambda: {})"
 
 
 @pytest.mark.parametrize(

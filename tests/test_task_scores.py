@@ -276,7 +276,7 @@ def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch
     refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", *scored(folder, ["sciq"]))
     (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
     refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", *scored(folder, ["piqa"]))
-    monkeypatch.setattr("runtime.output.find_spec", lambda name: None)
+    monkeypatch.setattr("common.command.find_spec", lambda name: None)
     refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", *scored(folder, ["piqa"]))
 
 

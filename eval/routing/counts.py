@@ -17,13 +17,13 @@ from scipy.optimize import linear_sum_assignment
 from scipy.special import entr, rel_entr
 from torch import Tensor
 
+from common.progress import progress_bar
 from data.bins import Tokens
 from data.loader import windows
 from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
 from model import GPT
 from router import Router, Routing, entropy, expert_loads, token_distribution
-from runtime.progress import progress_bar
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch

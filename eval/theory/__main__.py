@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.output import require_packages, run_command, text_table, write_atomic
+from common.command import require_packages, run_command
+from common.files import write_atomic
+from common.text import text_table
 
 if TYPE_CHECKING:
     from eval.theory.claims import Row

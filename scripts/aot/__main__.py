@@ -30,7 +30,7 @@ from itertools import product
 import triton
 
 import kernels.triton_experts as triton_experts
-from runtime.output import run_command
+from common.command import run_command
 from scripts.aot import pinned
 from scripts.aot.launches import SHAPES, Kernel, compile_kernels, dtype_name
 

@@ -36,9 +36,9 @@ import sys
 from typing import Any
 
 import configure
+from common.command import run_command
 from router import ROUTERS
 from runtime import RunError
-from runtime.output import run_command
 from scripts.bench.budget import bench_budget
 from scripts.bench.data import bench_data
 from scripts.bench.harness import DTYPES

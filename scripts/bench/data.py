@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 import configure
+from common.text import plural
 from data.bins import Tokens
 from data.loader import Loader
-from runtime.output import plural
 from scripts.bench.harness import Benchmark
 
 TOKENS = 2**27  # 256 MiB in all, so that they stay in the page cache

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
+from common.files import write_atomic
+from common.progress import progress_bar
+from common.text import first_line, text_table
 from runtime import RunError, distributed
-from runtime.output import first_line, text_table, write_atomic
-from runtime.progress import progress_bar
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP = 2  # rounds

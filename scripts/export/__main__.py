@@ -23,6 +23,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from attention import kv_heads
+from common.command import require_packages, run_command
 from configure.schema import Model
 from data.tokenizer import Tokenizer, identity
 from eval.trained import Trained, add_run_arguments, load_run
@@ -31,7 +32,6 @@ from runtime import RunError
 from runtime.initial import EXPORTED, EXPORTED_IF_SET
 from runtime.names import to_gpt2, to_hf
 from runtime.open_moe import FAMILIES, find_misfits, make_open_config, to_open
-from runtime.output import require_packages, run_command
 from scripts.export.card import format_card
 from scripts.export.check import DTYPES, check_export, load_source
 from scripts.export.tokenizer_files import write_json, write_tokenizer

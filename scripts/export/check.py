@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attention import KVCache
+from common.text import first_line
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import Trained, load_run
 from model import GPT
 from runtime import RunError
 from runtime.open_moe import FAMILIES
-from runtime.output import first_line
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of an export
 # On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its own mixtures what

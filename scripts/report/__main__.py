@@ -18,8 +18,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from common.command import require_packages, run_command
+from common.text import text_table
 from eval.paper import read_paper_losses
-from runtime.output import require_packages, run_command, text_table
 from scripts.report.claims import Finding
 from scripts.report.runs import expand_folders, load_run_records
 from scripts.report.settings import Setting, group_runs

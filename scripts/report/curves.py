@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from common.text import text_table
 from configure.schema import KEYS
 from eval.intervals import (
     Interval,
@@ -25,7 +26,6 @@ from eval.intervals import (
 from eval.pages import Block, write_page
 from eval.pictures import save_figure
 from eval.style import style
-from runtime.output import text_table
 from scripts.report.page import remove_pictures
 from scripts.report.pictures import LOSS
 from scripts.report.runs import Run, check_same_text, find_without_windows

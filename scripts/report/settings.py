@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from common.text import plural
 from configure.schema import KEYS
 from eval.paper import PaperLosses
 from eval.style import STYLES
-from runtime.output import plural
 from scripts.report.runs import Run, check_same_text, find_without_windows
 
 # What differs between arms of one setting.

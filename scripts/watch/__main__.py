@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.output import run_command, text_table
+from common.command import run_command
+from common.text import text_table
 from scripts.watch.runs import Status, WatchedRun, find_runs, format_seconds
 
 HEAD = ["run", "state", "step", "loss", "val loss", "by set", "tokens/s", "MFU", "left", "trouble"]

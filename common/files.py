@@ -1,0 +1,46 @@
+"""Files that are there in full or not at all."""
+
+import os
+from pathlib import Path
+
+
+def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
+    """Write a file so that a reader, or a kill at any moment, finds the old content or the new, never a part.
+
+    Args:
+        path: the file; its folder exists. The temporary file beside it is `path` + "." + the process id + ".tmp".
+        data: the whole content; text is encoded as UTF-8.
+        durable: also survive a power failure, at the cost of two waits for the disk.
+
+    Raises:
+        OSError: the file cannot be written; `path` is unchanged.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Make the names in `folder` (files created, renamed or removed) survive a power failure. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def short_path(path: str | Path) -> str:
+    """A path relative to the working directory if it lies below, else absolute."""
+    relative = os.path.relpath(path)
+    return os.path.abspath(path) if Path(relative).parts[:1] == (os.pardir,) else relative
