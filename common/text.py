@@ -27,3 +27,13 @@ def plural(count: int, noun: str) -> str:
 def format_size(size: int) -> str:
     """A number of bytes in decimal units, such as `1.12 MB`."""
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, the others to the right. HTML in cells is escaped."""
+    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(map(_escape_cell, line))} |" for line in lines)
+
+
+def _escape_cell(cell: str) -> str:
+    return cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

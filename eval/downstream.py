@@ -25,9 +25,9 @@ import torch
 
 from common.command import run_command
 from common.files import write_atomic
+from common.text import markdown_table
 from configure import Config
 from data.bins import sha256_of
-from eval.pages import format_markdown
 from eval.paper import find_paper_table
 from eval.tasks import (
     TASKS,
@@ -157,7 +157,7 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
     write_result(folder / "results.json", about | {"results": results})
-    text = format_markdown("table", *tabulate_results(results, config))
+    text = markdown_table(*tabulate_results(results, config))
     if not paper_accuracies(config):
         text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:

@@ -24,14 +24,14 @@ from data.bins import fingerprint, open_tokens, read_meta
 from data.loader import fixed_windows, window_documents
 from eval import downstream
 from eval.intervals import Interval, half_width
-from eval.pages import write_page
 from eval.paper import NUMBERS, read_paper_losses
-from eval.style import STYLES, style
 from scripts import compare
 from scripts.report import claims, page, pictures, tables
 from scripts.report.claims import CLAIMS, MARGIN, judge_claims, pair_differences
+from scripts.report.pages import write_page
 from scripts.report.runs import Run, expand_folders, load_run_record, load_run_records
 from scripts.report.settings import Setting, group_runs
+from scripts.report.style import STYLES, style
 
 
 def load_settings(*folders):

@@ -244,7 +244,7 @@ def test_independent_choices_agree_by_chance():
 
 
 def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
-    monkeypatch.setattr("eval.pictures.DPI", 30)
+    monkeypatch.setattr("scripts.report.figures.DPI", 30)
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
     said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"

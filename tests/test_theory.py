@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 import eval.theory.__main__ as theory
-from eval.style import STYLES, style
 from eval.theory import claims, pictures
 from eval.theory import exact as theory_exact
 from eval.theory.exact import RELU, P, Z
 from gate_norm import softmax_moments
 from router import ROUTERS
+from scripts.report.style import STYLES, style
 
 # shared/paper/results.json, derived.monte_carlo, 4e5 samples each:
 # (M, k): c_mean, c_se, E_sum_g2, c_asymptotic, P_fewer_than_k_positive, E_nonzero_in_topk
@@ -177,7 +177,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theory")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "DRAWS", 12)
-        patch.setattr("eval.pictures.DPI", 30)
+        patch.setattr("scripts.report.figures.DPI", 30)
         status = theory.main(["--samples", "500", "--out", str(folder)])
     return status, json.loads((folder / "theory.json").read_text()), folder
 

@@ -20,10 +20,10 @@ import torch
 from common.command import require_packages, run_command
 from common.files import write_atomic
 from data.tokenizer import Tokenizer
-from eval.pages import format_markdown, write_page
 from eval.trained import Trained, add_run_arguments, load_run, open_validation
 from router import ROUTERS
 from runtime import distributed
+from scripts.report.pages import format_markdown, write_page
 
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
 

@@ -1,10 +1,10 @@
-"""The report of eval.routing: page.md filled with the content of routing.json, as blocks for eval.pages."""
+"""The report of eval.routing: page.md filled with the content of routing.json, as blocks for scripts.report.pages."""
 
 from math import exp
 from pathlib import Path
 
-from eval.pages import Block
 from eval.routing.counts import MIN_COUNT, Described
+from scripts.report.pages import Block
 
 TEMPLATE = Path(__file__).with_name("page.md")
 EXPERTS = 5  # per layer in the table of tokens

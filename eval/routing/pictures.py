@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from eval.pictures import add_load_bar, save_figure
 from eval.routing.counts import Described, coactivation_shares
+from scripts.report.figures import add_load_bar, save_figure
 
 COLUMNS = 6  # layers side by side in the picture of pairs
 

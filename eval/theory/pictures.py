@@ -1,4 +1,4 @@
-"""Pictures of eval.theory, one look per router (eval/style.py)."""
+"""Pictures of eval.theory, one look per router (scripts/report/style.py)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from eval.pictures import save_figure
-from eval.style import OTHERS, style
 from eval.theory.claims import Panel
 from router import ROUTERS
+from scripts.report.figures import save_figure
+from scripts.report.style import OTHERS, style
 
 RC = {"font.size": 8, "axes.grid": True, "grid.color": "#dddddd", "axes.titlesize": 9}
 RC |= {"lines.markerfacecolor": "white", "lines.markersize": 5}

@@ -5,8 +5,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from common.text import markdown_table
 from data.bins import read_meta
-from eval.pages import format_markdown
 from eval.trained import Trained
 from gate_norm import gate_scale
 from model import count_parameters
@@ -81,4 +81,4 @@ def read_evaluation(run: Path, label: str) -> str:
 
 def format_table(head: Sequence[str], rows: Iterable[tuple[str, Any]]) -> str:
     """A Markdown table of any values."""
-    return format_markdown("table", list(head), [[str(cell) for cell in row] for row in rows])
+    return markdown_table(list(head), [[str(cell) for cell in row] for row in rows])

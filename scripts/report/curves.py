@@ -23,13 +23,13 @@ from eval.intervals import (
     estimate_interval,
     pool_seeds,
 )
-from eval.pages import Block, write_page
-from eval.pictures import save_figure
-from eval.style import style
+from scripts.report.figures import save_figure
 from scripts.report.page import remove_pictures
+from scripts.report.pages import Block, write_page
 from scripts.report.pictures import LOSS
 from scripts.report.runs import Run, check_same_text, find_without_windows
 from scripts.report.settings import ARM_KEYS, DTYPE, SETTING_KEYS, find_varying, name_values
+from scripts.report.style import style
 
 LOSSES = """\
 Validation loss at the end, nats per token, mean over seeds; lower is better. ±: half of the 95% interval of its

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 import configure
 from eval import paper
 from eval.intervals import UNDECIDED
-from eval.pages import Block, write_page
-from eval.pictures import save_figure
 from scripts.report import pictures, tables
 from scripts.report.claims import HOW, HOW_CLAIMS, HOW_PAIRS, Finding, judge_claims, judge_pairs
+from scripts.report.figures import save_figure
+from scripts.report.pages import Block, write_page
 from scripts.report.runs import Run
 from scripts.report.settings import ARM_KEYS, Setting, describe_windows
 

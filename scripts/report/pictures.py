@@ -1,7 +1,7 @@
 """Pictures of a report: functions that return a figure, or None without data.
 
 Those of one setting take the baseline too, whether they need it or not, so that page.PICTURES can list them.
-A router looks the same in all of them (eval/style.py), and nothing depends on colour alone.
+A router looks the same in all of them (scripts/report/style.py), and nothing depends on colour alone.
 """
 
 import math
@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.intervals import UNDECIDED
-from eval.pictures import add_load_bar
-from eval.style import style
 from scripts.report.claims import compare_arms
+from scripts.report.figures import add_load_bar
 from scripts.report.settings import Arm, Setting
+from scripts.report.style import style
 
 MARKS = 12  # markers per line, about
 COLUMN = 6  # panels of loads one below another; more are in two columns

@@ -17,8 +17,8 @@ import numpy as np
 from common.text import plural
 from configure.schema import KEYS
 from eval.paper import PaperLosses
-from eval.style import STYLES
 from scripts.report.runs import Run, check_same_text, find_without_windows
+from scripts.report.style import STYLES
 
 # What differs between arms of one setting.
 ARM_KEYS = ("model.router", "model.gate_scale", "model.gate_norm")

@@ -14,6 +14,7 @@ from string import Template
 from typing import Any
 
 from common.files import write_atomic
+from common.text import markdown_table
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
 Block = tuple[Any, ...]
@@ -33,9 +34,7 @@ def format_markdown(kind: str, *parts: Any) -> str:
     if kind == "list":
         return "\n".join(f"- {_escape(text)}" for text in parts[0])
     if kind == "table":
-        head, rows = parts
-        rows = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
-        return "\n".join("| " + " | ".join(_escape(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
+        return markdown_table(*parts)
     if kind == "fold":
         title, blocks = parts
         body = "\n\n".join(format_markdown(*block) for block in blocks)
