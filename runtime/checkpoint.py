@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.utils._pytree import tree_map
 
 from common.files import sync_folder, write_atomic
+from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
 
@@ -75,27 +76,17 @@ class Saver:
     error another rank may be lost, and a save that needs it is given up: its partial folder stays until the next start.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        ranks: Ranks,
-        sharded: bool,
-        keep: int,
-        on_error: str,
-        keep_steps: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
         """A saver for one run.
 
         Args:
             folder: runs/<name>/checkpoints.
             ranks: this rank.
             sharded: each rank holds a part of the tensors and writes it; otherwise rank 0 writes alone.
-            keep: how many of the newest checkpoints stay on disk.
-            on_error: "stop" raises RunError where a save has failed, "warn" prints it.
-            keep_steps: steps whose checkpoints stay as well.
+            train: which checkpoints stay (keep_checkpoints, keep_steps), and what a failed save does (on_save_error).
         """
-        self.folder, self.keep, self.on_error = Path(folder), keep, on_error
-        self.keep_steps = keep_steps
+        self.folder, self.on_error = folder, train.on_save_error
+        self.keep, self.keep_steps = train.keep_checkpoints, train.kept_steps
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
@@ -228,13 +219,13 @@ def remove_partial_saves(folder: str | Path) -> None:
         shutil.rmtree(path)
 
 
-def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict | None]:
+def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint whose every byte is as it was written. Ranks share the reading.
 
     Damaged ones are named and quarantined: renamed to `step_….damaged`.
 
     Returns:
-        (step, metadata), or (0, None) where there is no checkpoint.
+        (step, metadata), or (0, {}) where there is no checkpoint.
 
     Raises:
         RunError: all checkpoints are damaged.
@@ -256,7 +247,7 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict | None]:
             f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
             f"a copy of one of them under its name"
         )
-    return 0, None
+    return 0, {}
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:

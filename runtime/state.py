@@ -69,17 +69,14 @@ class TrainState:
         Raises:
             RunError: all checkpoints are damaged, or the newest is of other data or does not fit the model.
         """
-        config, checkpoints = plan.config, plan.folder / "checkpoints"
+        config, checkpoints = plan.config, plan.run.checkpoints
         self.step, recorded = checkpoint.latest(checkpoints, ranks)
         if plan.branch and not self.step:
-            checkpoints, self.step, recorded = (
-                plan.branch.checkpoints,
-                plan.branch.step,
-                plan.branch.read_metadata(ranks),
-            )
+            checkpoints, self.step = plan.branch.trunk.checkpoints, plan.branch.step
+            recorded = plan.branch.read_metadata(ranks)
         if self.step:
-            plan.check_identity(self.step, recorded or {})
-        self.metadata = {**(recorded or {}), **plan.identity}
+            plan.check_identity(self.step, recorded)
+        self.metadata = recorded | plan.identity
         if plan.document_token is not None:
             self.metadata["document_token"] = plan.document_token
 

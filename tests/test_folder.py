@@ -9,7 +9,11 @@ import train
 from configure import is_name_chosen, load
 from runtime import RunError
 from runtime.distributed import Ranks
-from runtime.folder import MAX_SUFFIX, changes, claim, find_or_rename, find_owner, path_of, write_config
+from runtime.folder import MAX_SUFFIX, RunFolder, find_or_rename, path_of
+
+
+def changes(config):
+    return RunFolder(path_of(config)).find_changes(config)
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def begin(config):
     """Find the run's folder as train.py does, and leave its config there; returns the folder's name."""
     config = find_or_rename(config)
     path_of(config).mkdir(parents=True, exist_ok=True)
-    write_config(path_of(config), config)
+    RunFolder(path_of(config)).write_config(config)
     return config.run.name
 
 
@@ -70,7 +74,7 @@ def test_a_taken_name_gets_a_hash(config_of):
     begin(config_of())
     first = find_or_rename(config_of("optim.lr=1e-3"))
     path_of(first).mkdir(parents=True)
-    write_config(path_of(first), config_of("optim.lr=0.5"))  # edited by hand
+    RunFolder(path_of(first)).write_config(config_of("optim.lr=0.5"))  # edited by hand
     second = find_or_rename(config_of("optim.lr=1e-3")).run.name
     assert second not in ("mine-kern", first.run.name) and begin(config_of("optim.lr=1e-3")) == second
     assert find_or_rename(config_of("optim.lr=1e-3")).run.name == second
@@ -113,7 +117,7 @@ def test_an_edited_file_trains_beside_the_first_run(tiny_file, capsys):
 def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
     begun = find_or_rename(config_of("train.dtype=bfloat16"))  # as preflight records it
     path_of(begun).mkdir(parents=True)
-    write_config(path_of(begun), begun)
+    RunFolder(path_of(begun)).write_config(begun)
     assert changes(config_of("train.dtype=auto")) == [] and find_or_rename(config_of()).run.name == "mine-kern"
     assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
@@ -123,5 +127,5 @@ def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
 
 
 def test_the_name_of_a_new_folder_survives_a_power_failure(tmp_path, disk_calls):
-    with claim(tmp_path / "runs" / "new", Ranks(0, 1, torch.device("cpu"))):
-        assert disk_calls == ["sync runs"] and find_owner(tmp_path / "runs" / "new").startswith("process ")
+    with RunFolder(tmp_path / "runs" / "new").claim(Ranks(0, 1, torch.device("cpu"))):
+        assert disk_calls == ["sync runs"] and RunFolder(tmp_path / "runs" / "new").find_owner().startswith("process ")

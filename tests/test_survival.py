@@ -31,6 +31,7 @@ from data.bins import check_dataset, fingerprint
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder
 from runtime import state as train_state
+from runtime.folder import RunFolder
 from runtime.signals import EXIT_CODE, Stop
 
 RATE, ALONE = train.learning_rate, distributed.Ranks(0, 1, torch.device("cpu"))
@@ -254,7 +255,7 @@ def be_a_rank(file):
     GPT.forward = poisoned
     case("nan")
     GPT.forward = forward
-    with folder.claim(folder.path_of(config_of(file, "locked")), ALONE) if rank == 0 else nullcontext():
+    with RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE) if rank == 0 else nullcontext():
         case("locked", "train.parallel=fsdp")
 
 
@@ -392,7 +393,7 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     path = folder.path_of(tiny())
     read, write = os.pipe()
     if not (holder := os.fork()):
-        with folder.claim(path, ALONE):
+        with RunFolder(path).claim(ALONE):
             signal.alarm(600)
             os.write(write, b"locked")
             signal.pause()
@@ -492,16 +493,16 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
     config = tiny()
     changed = with_other(config, key)
     folder.path_of(config).mkdir(parents=True)
-    folder.write_config(folder.path_of(config), config)
+    RunFolder(folder.path_of(config)).write_config(config)
     if key == "run.dir":
         folder.path_of(config).parent.rename(changed.run.dir)
     section, name = key.split(".")
     line = f"{key}: {getattr(getattr(config, section), name)!r} -> {getattr(getattr(changed, section), name)!r}"
     if key in MAY_CHANGE:
-        assert folder.changes(changed) == [line]
+        assert RunFolder(folder.path_of(changed)).find_changes(changed) == [line]
     else:
         with pytest.raises(RunError, match="another config") as caught:
-            folder.changes(changed)
+            RunFolder(folder.path_of(changed)).find_changes(changed)
         assert f"\n  {line}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
 
 

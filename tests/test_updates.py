@@ -238,7 +238,7 @@ def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
 @pytest.mark.parametrize(
     "dtype, most, message",
     [
-        ("float32", 3, r"3 steps in a row skipped, the last for gradients .*\(step 4, .*Lower optim\.lr"),
+        ("float32", 3, r"3 steps in a row skipped, the last for gradients .*\(step 4, .*lower optim\.lr"),
         ("float16", 20, r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"),
     ],
 )
