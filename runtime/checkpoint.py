@@ -121,8 +121,9 @@ class Saver:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
             # A daemon: stuck in a collective, it would keep the process alive for an hour. It is joined before the
             # interpreter ends, since a daemon that still frees tensors then aborts the process.
-            arguments = (step, state, metadata)
-            self.pending = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
+            self.pending = threading.Thread(
+                target=self._save, args=(step, state, metadata), name="checkpoint", daemon=True
+            )
             self.pending.start()
 
     def poll(self) -> None:
@@ -230,8 +231,8 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
     Raises:
         RunError: all checkpoints are damaged.
     """
-    found = steps(folder)
-    for step in reversed(found):
+    saved = steps(folder)
+    for step in reversed(saved):
         path = folder_of(folder, step)
         try:
             return step, verify(path, ranks)["facts"]
@@ -242,7 +243,7 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
                 shutil.rmtree(quarantine, ignore_errors=True)
                 with describe_write_errors(path):
                     os.replace(path, quarantine)
-    if found or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
+    if saved or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
         raise RunError(
             f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
             f"a copy of one of them under its name"
@@ -257,10 +258,10 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[rank::world_size]:
-            written, found = manifest["files"][name], _describe(path / name)
-            if found != written:
-                sizes = f"{written['bytes']:,} bytes were written, found {found['bytes']:,}"
-                why = "checksum mismatch" if found["bytes"] == written["bytes"] else sizes
+            written, now = manifest["files"][name], _describe(path / name)
+            if now != written:
+                sizes = f"{written['bytes']:,} bytes were written, it has {now['bytes']:,}"
+                why = "checksum mismatch" if now["bytes"] == written["bytes"] else sizes
                 raise DamagedError(f"{path / name}: damaged, {why}")
     except DamagedError as error:
         fault = str(error)
@@ -310,9 +311,7 @@ def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim
 
 
 def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = False) -> dict[str, Any]:
-    """Restore weights and buffers alone, in place, for evaluation and sampling by one process.
-
-    With `ema` it is the running mean of both (train.ema_decay).
+    """Restore weights and buffers alone, or with `ema` their running mean, in place; for one process.
 
     Returns:
         The checkpoint's metadata.
@@ -371,16 +370,9 @@ class Reader(dcp.FileSystemReader):
 class TensorUnpickler(pickle.Unpickler):
     """Knows the classes that describe tensors, and no other."""
 
+    METADATA = ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties")
     KNOWN = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
+        "torch.distributed.checkpoint.metadata": {*METADATA, "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"},
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},

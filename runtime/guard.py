@@ -41,9 +41,8 @@ class Guard:
         """What became of the steps so far. Waits for the device, so it is not called in every step.
 
         Raises:
-            RunError: the run is halted: a loss that is NaN or Inf, or too many skipped steps in a row. A step
-                with a bad loss is computed once more and written to crash-step_….json, with norms of layers and
-                gradients.
+            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash dump, or too many
+                skipped steps in a row.
         """
         counters = self.state.updates.read()
         step, folder = int(counters.step), self.plan.folder
@@ -90,14 +89,9 @@ class Guard:
             "layers_of_micro_batch": worst,
             "layers": measure_layers(plan, model, plan.loader.batch(step, rows[worst], size)),
         }
-        dump = {
-            "step": step,
-            "loss": counters.loss,
-            "loss_scale": counters.scale,
-            "learning_rate": rate,
-            "ranks": distributed.gather(of_rank, self.ranks.control),
-            "parameters": {name: measure_norms(p, counters.scale) for name, p in model.named_parameters()},
-        }
+        dump = {"step": step, "loss": counters.loss, "loss_scale": counters.scale, "learning_rate": rate}
+        dump |= {"ranks": distributed.gather(of_rank, self.ranks.control)}
+        dump |= {"parameters": {name: measure_norms(p, counters.scale) for name, p in model.named_parameters()}}
         path = plan.folder / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
@@ -112,13 +106,7 @@ class Guard:
 def measure_layers(plan: Plan, model: GPT, batch: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:
     """Root mean square and largest magnitude of each layer's output, in order of the forward pass.
 
-    Args:
-        plan: the run's plan.
-        model: left in training mode.
-        batch: inputs and targets, (B, T) int64.
-
-    Returns:
-        {module: {"rms", "max"}}.
+    `batch` is inputs and targets, (B, T) int64. The model is left in training mode. Returns {module: {"rms", "max"}}.
     """
     sizes = {}
 

@@ -65,10 +65,9 @@ class Plan(NamedTuple):
     def check_identity(self, step: int, metadata: dict) -> None:
         """Raises RunError if the checkpoint of `step`, with this `metadata`, is of other data than `identity`."""
         for what, now in self.identity.items():
-            then = metadata.get(what, "unknown")
-            if then != now:
+            if (then := metadata.get(what, "unknown")) != now:
                 raise RunError(
-                    f"{self.folder}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
+                    f"{self.run}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
                     f"what the run started with (data.name, data.mix, data.dir), or start over in a new folder "
                     f"(--fresh)"
                 )

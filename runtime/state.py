@@ -36,11 +36,11 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
         by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
         if p.requires_grad:
             groups[ratio, p.dim() >= 2, by_muon].append(p)
-    settings = [
-        {"params": of, "weight_decay": optim.weight_decay * decayed, "lr_ratio": ratio}
-        | ({"momentum": optim.momentum} if by_muon else {})
-        for (ratio, decayed, by_muon), of in groups.items()
-    ]
+    settings = []
+    for (ratio, decayed, by_muon), parameters in groups.items():
+        decay = optim.weight_decay if decayed else 0.0
+        group = {"params": parameters, "weight_decay": decay, "lr_ratio": ratio}
+        settings.append(group | ({"momentum": optim.momentum} if by_muon else {}))
     kind = Muon if optim.name == "muon" else torch.optim.AdamW
     optimizer = kind(settings, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
     for group in optimizer.param_groups:  # now, not in the first step: float16 may skip it, and a checkpoint holds them
@@ -124,7 +124,9 @@ class TrainState:
     def tensors(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and AdamW's moments, nested."""
         tensors: dict[str, Any] = {"interval": self.interval.vector, "updates": self.updates.numbers}
-        return tensors | ({"ema": self.average.tensors} if self.average else {})
+        if self.average:
+            tensors["ema"] = self.average.tensors
+        return tensors
 
     def zero_grad(self) -> None:
         """Forget the gradients; DDP's lie in its buckets and are filled with zeros instead."""

@@ -63,7 +63,7 @@ class Updates:
         """Counters of a new run.
 
         Args:
-            optimizer: a fused AdamW.
+            optimizer: a fused AdamW, or Muon.
             device: of its parameters.
             scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN or
                 Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
@@ -82,11 +82,6 @@ class Updates:
     def counters(self) -> Counters[Tensor]:
         """Views of `numbers`."""
         return Counters(*self.numbers[: len(Counters._fields)].unbind())
-
-    @property
-    def losses(self) -> Tensor:
-        """(WINDOW,) the losses of the last steps taken, a view of `numbers`."""
-        return self.numbers[len(Counters._fields) :]
 
     @property
     def scale(self) -> Tensor:
@@ -112,7 +107,7 @@ class Updates:
         Returns:
             () bool on the device: whether it was taken.
         """
-        before, losses = self.counters, self.losses
+        before, losses = self.counters, self.numbers[len(Counters._fields) :]
         norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / before.scale
         healthy, finite, running = norm.isfinite(), loss.isfinite(), before.halted == RUNNING
         spike, mean = is_spike(losses, before.taken, loss, self.spike_sigma)
