@@ -155,13 +155,13 @@ def show(bar):
     bar.close()
 
 
-@pytest.mark.parametrize("columns, environment, width", [(0, None, 79), (80, None, 79), (0, "24", 23)])
+@pytest.mark.parametrize("columns, environment, width", [(0, None, 79), (80, None, 79), (0, "60", 59)])
 def test_a_terminal_shows_a_bar_even_if_it_does_not_know_its_width(terminal, monkeypatch, columns, environment, width):
     monkeypatch.setenv("COLUMNS", environment) if environment else monkeypatch.delenv("COLUMNS", raising=False)
     read = terminal(columns)
     show(progress_bar(every=10, desc="tiny", total=3, bar_format=progress.FORMAT))
     last = read().rstrip().split("\r")[-1]
-    assert len(last) == width and last.startswith("tiny: 3/3it |")
+    assert len(last) == width and last.startswith("tiny: 3/3")
     assert environment or re.fullmatch(r"tiny: 3/3it \|█+\| 00:00, 00:00 left, loss 2.5", last)
 
 
