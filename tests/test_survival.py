@@ -1,5 +1,4 @@
-"""Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process per
-folder, and --fresh.
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process, --fresh.
 
 This file is the program of torchrun's ranks, too.
 """
@@ -443,20 +442,10 @@ def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
 
 
 # ---- the data set, changed
-@pytest.fixture
-def own_data(tmp_path, corpus):
-    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    return tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
-
-
-def rewrite(path, **changed):
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | changed))
-
-
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
-def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, monkeypatch, what):
-    path, where = own_data
+def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, corpus, monkeypatch, what):
+    path, where = tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
+    shutil.copytree(corpus / "tiny", path)
     run(tiny(where, "train.max_steps=2"))
     then = checkpoint.verify(checkpoints(tiny()) / "step_00000002")["facts"]
     before = content(folder.path_of(tiny()))
@@ -467,7 +456,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
         meta["splits"]["train"]["files"][0]["sha256"] = digest
     else:
         meta["tokenizer"]["hash"] = "0" * 64
-    rewrite(path, **meta)
+    (path / "meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(train_state, "GPT", None)
     with pytest.raises(RunError, match=f"the {what} has changed since step 2.*--fresh") as caught:
         train.train(tiny(where))
