@@ -17,6 +17,7 @@ from scripts.report.tables import summarize_run
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log interval.
 WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.interval=2"]
 WSD += ["train.dtype=float16", "optim.router_lr_ratio=0.5", "train.loss_spike=skip", "train.bias_update_rate=0.01"]
+WSD += ["train.ema_decay=0.9"]
 FRACTION = "optim.decay_fraction=0.25"
 TRUNK = [*WSD, FRACTION, "run.name=trunk", "train.max_steps=16", "train.keep_steps=6,9", "train.checkpoint_interval=4"]
 

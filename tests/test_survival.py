@@ -37,7 +37,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
 HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
-HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1"]
+HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1", "train.ema_decay=0.9"]
 
 
 def forget_the_last_evaluation(config):
@@ -77,7 +77,8 @@ PLACES = {  # what is called there, and which of its calls count
     "start-up": (train_state, "build_optimizer", lambda *_: True),
     "step": (train, "learning_rate", lambda *_: True),
     "save": (checkpoint.Saver, "_write", lambda *_: True),
-    "evaluation": (GPT, "forward", lambda model, *_: not model.training),  # 5 micro-batches each
+    # 5 micro-batches each, then 5 with the mean of the weights
+    "evaluation": (GPT, "forward", lambda model, *_: not model.training),
 }
 
 
@@ -113,7 +114,7 @@ def kill(number):
     "place, after, saved",
     [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]  # a save cut short would not be intact
     # before the first step, between steps, after the last
-    + [("evaluation", 2, []), ("evaluation", 7, [3]), ("evaluation", 17, [3, 6, 7])],
+    + [("evaluation", 2, []), ("evaluation", 17, [3]), ("evaluation", 32, [3, 6, 7])],
 )
 def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved):
     """At once, but for a step, which is completed; the same command ends like an undisturbed run."""
@@ -236,12 +237,12 @@ def be_a_rank(file):
 
     def asked(model, *args):
         passes.extend([] if model.training else [1])
-        stop.asked = rank == 1 and len(passes) == 5 + 3
+        stop.asked = rank == 1 and len(passes) == 10 + 8
         return forward(model, *args)
 
     GPT.forward = asked
     case("evaluation", stop=stop)
-    assert len(passes) == 5 + 3  # of 5 each
+    assert len(passes) == 10 + 8  # of 10 each
     GPT.forward = forward
     case("evaluation")
 

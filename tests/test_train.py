@@ -119,16 +119,6 @@ def test_val_loss_is_the_mean_over_all_tokens_of_the_fixed_windows(tiny):
     assert len({*lines[-1]["val/window_documents"]}) > 3
 
 
-@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
-def test_balance_loss_balances(tiny, scope):
-    own = ["train.max_steps=30", "eval.interval=30", "log.interval=30", f"train.balance_loss_scope={scope}"]
-    free, balanced = (
-        run(tiny(f"run.name={coef}", f"train.balance_loss_coef={coef}", *own))[-1]["val/load_imbalance"]
-        for coef in (0, 1)
-    )
-    assert balanced < 0.7 * free
-
-
 def test_loads_of_a_step_are_known_before_it(tiny, monkeypatch):
     """Also with dropout: the pass that counts them draws the same random numbers."""
     counted, count = [], train.step_loads
@@ -371,11 +361,6 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
         assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {len(layer) for layer in loads} == {8}
 
 
-def test_metrics_of_a_dense_model_have_no_routing(tiny):
-    lines = run(tiny("model.router=dense", "train.max_steps=1", "optim.warmup_steps=0"))
-    assert not [key for line in lines for key in line if key.startswith("router/") or "imbalance" in key]
-
-
 @pytest.mark.numerics
 def test_metrics_are_means_over_the_log_interval(tiny):
     """In float64, of the losses of the very same steps."""
@@ -480,16 +465,6 @@ def test_evaluation_is_no_part_of_the_step_time(tiny, monkeypatch, before_steps)
     assert column(lines, "perf/step_ms") == [2000, 2000]
     assert column(lines, "perf/tokens_per_sec") == [8 * 32 / 2] * 2
     assert column(lines, "perf/mfu") == pytest.approx([flops * 8 * 32 / 2 / 1e9] * 2)
-
-
-def test_wandb_sees_a_failed_run_if_the_metrics_cannot_be_closed(tiny, monkeypatch, exit_codes):
-    def fail(*args):
-        raise RunError("no space")
-
-    with monkeypatch.context() as patch, pytest.raises(RunError, match="no space"):
-        patch.setattr(Metrics, "sync", fail)
-        train.train(tiny("run.name=closed", "train.max_steps=3", "eval.interval=9"))
-    assert exit_codes == [1]
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
