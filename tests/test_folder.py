@@ -1,9 +1,11 @@
 """runtime/folder.py: which folder a run goes to, what may change when it resumes, who may write there."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from runs import column, content, run, steps
 
 import train
 from configure import is_name_chosen, load
@@ -108,6 +110,21 @@ def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(t
     assert "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001" in capsys.readouterr().err
 
 
+def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys):
+    command = [str(tiny_file), "--train.max_steps=2", "--fresh"]
+    for name in ("tiny", "tiny-2", "tiny-3"):
+        before = content(Path(tiny().run.dir))
+        assert train.main(command) == 0
+        assert f"{name}: kern" in capsys.readouterr().out and steps(tiny(f"run.name={name}")) == [2]
+        assert before.items() <= content(Path(tiny().run.dir)).items()
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # a second try is not a fourth run
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            assert train.main(command) == 2
+            assert "--run.name=NAME" in capsys.readouterr().err
+    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
+
+
 def test_a_missing_run_is_explained(config_of, tmp_path):
     leave_config(tmp_path / "quick-kern", config_of())
     assert explain_missing(tmp_path / "quick-krn").endswith(f"no such folder; did you mean {tmp_path / 'quick-kern'}?")
@@ -156,6 +173,16 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
             run.find_changes(changed)
         assert f"\n  {key}: {old!r} -> {new!r}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
         assert not run.holds(changed)
+
+
+def test_changed_config_resumes_and_is_saved(tiny, capsys):
+    run(tiny())
+    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
+    lines = run(tiny(*more))
+    output = capsys.readouterr().out
+    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
+    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
+    assert load(path_of(tiny()) / "config.toml") == tiny(*more)
 
 
 def test_micro_batches_of_their_own_balance_loss_stay(tiny):

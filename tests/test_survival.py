@@ -1,4 +1,4 @@
-"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process, --fresh.
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process.
 
 This file is the program of torchrun's ranks, too.
 """
@@ -426,22 +426,6 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     assert steps(tiny())[-1] == 4
 
 
-# ---- --fresh
-def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
-    for path in ("tiny", "tiny-2", "tiny-3"):
-        before = content(Path(tiny().run.dir))
-        assert main("train.max_steps=2", fresh=["--fresh"]) == 0
-        assert f"{path}: kern" in capsys.readouterr().out
-        assert steps(tiny(f"run.name={path}")) == [2]
-        assert before.items() <= content(Path(tiny().run.dir)).items()
-    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # a second try is not a fourth run
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "1")
-            assert main("train.max_steps=2", fresh=["--fresh"]) == 2
-            assert "--run.name=NAME" in capsys.readouterr().err
-    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
-
-
 # ---- the data set, changed
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
 def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, corpus, monkeypatch, what):
@@ -466,15 +450,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, cor
     assert content(folder.path_of(tiny())) == before
 
 
-# ---- the config, changed
-def test_changed_config_resumes_and_is_saved(tiny, capsys):
-    run(tiny())
-    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
-    lines = run(tiny(*more))
-    output = capsys.readouterr().out
-    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
-    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
-    assert configure.load(folder.path_of(tiny()) / "config.toml") == tiny(*more)
+# ---- micro-batches, changed
 
 
 @pytest.mark.numerics
