@@ -97,13 +97,12 @@ def test_load_restores_everything(tmp_path):
     next_losses = [old.step() for _ in range(3)]
     new.step()
     for state in new.optimizer.state.values():  # in another order
-        values = [*state.items()]
-        state.clear()
-        state.update(reversed(values))
+        for key in [*state][::-1]:
+            state[key] = state.pop(key)
     new.load(tmp_path, 2)
     write(tmp_path / "again", 2, training=new)
-    first, again = (path / "step_00000002/__0_0.distcp" for path in (tmp_path, tmp_path / "again"))
-    assert first.read_bytes() == again.read_bytes()  # tensors in the same order
+    files = [path / "step_00000002/__0_0.distcp" for path in (tmp_path, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()  # tensors in the same order
     assert all(torch.equal(a, b) for a, b in zip(new.tensors(), saved, strict=True))
     assert [new.step() for _ in range(3)] == next_losses  # bit for bit
 
