@@ -3,13 +3,16 @@
 import shutil
 
 import pytest
+import torch
 from runs import checkpoints, content, end, meet_in, run, start_ranks, steps
 
 import configure
 import train
-from runtime import RunError
+from runtime import RunError, checkpoint
 from runtime.branch import check_length
+from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
+from runtime.preflight import preflight
 from scripts.report.runs import load_run_record
 from scripts.report.settings import group_runs
 from scripts.report.tables import summarize_run
@@ -88,6 +91,13 @@ def test_a_trunk_that_is_not_there_yet_is_continued(tiny, trunk):
         shutil.rmtree(checkpoints(trunk) / f"step_{step:08}")
     with pytest.raises(RunError, match="is at step 6, .* begin at step 9; continue .*--train.keep_steps=9 first"):
         train.train(branch(tiny, trunk, "train.max_steps=12"))
+
+
+def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
+    plan = preflight(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
+    assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
+    monkeypatch.setattr(checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}})
+    assert plan.branch.read_metadata(Ranks(0, 1, plan.device)) == {"data": "a hash"}
 
 
 def test_one_trunk_has_one_name(tiny, trunk):
