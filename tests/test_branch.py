@@ -3,12 +3,16 @@
 import shutil
 
 import pytest
+import torch
 from runs import checkpoints, content, end, meet_in, run, start_ranks, steps
 
 import configure
 import train
-from runtime import RunError
-from runtime.folder import path_of
+from runtime import RunError, checkpoint
+from runtime.branch import check_length
+from runtime.distributed import Ranks
+from runtime.folder import RunFolder, path_of
+from runtime.preflight import preflight
 from scripts.report.runs import load_run_record
 from scripts.report.settings import group_runs
 from scripts.report.tables import summarize_run
@@ -16,6 +20,7 @@ from scripts.report.tables import summarize_run
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log interval.
 WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.interval=2"]
 WSD += ["train.dtype=float16", "optim.router_lr_ratio=0.5", "train.loss_spike=skip", "train.bias_update_rate=0.01"]
+WSD += ["train.ema_decay=0.9"]
 FRACTION = "optim.decay_fraction=0.25"
 TRUNK = [*WSD, FRACTION, "run.name=trunk", "train.max_steps=16", "train.keep_steps=6,9", "train.checkpoint_interval=4"]
 
@@ -70,7 +75,8 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
         (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*Add --train.batch_size=8$"),
         (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
         (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=6.*--train.keep_steps=3$"),
-        (["train.branch_step=16", "train.max_steps=20"], "16 is after step 12, .*: the trunk has 6, 9 "),
+        (["train.branch_step=13", "train.max_steps=20"], "13 is after step 12, .*: the trunk has 6, 9 .*step=9"),
+        (["train.branch_step=12", "train.max_steps=20"], "no checkpoint of step 12, .* 6, 9 .--train.branch_step=9"),
     ],
 )
 def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
@@ -87,19 +93,17 @@ def test_a_trunk_that_is_not_there_yet_is_continued(tiny, trunk):
         train.train(branch(tiny, trunk, "train.max_steps=12"))
 
 
+def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
+    plan = preflight(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
+    assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
+    monkeypatch.setattr(checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}})
+    assert plan.branch.read_metadata(Ranks(0, 1, plan.device)) == {"data": "a hash"}
+
+
 def test_one_trunk_has_one_name(tiny, trunk):
     one = branch(tiny, trunk, "train.max_steps=8")
     assert one == branch(tiny, trunk, "train.max_steps=8", f"train.branch_from={path_of(trunk)}/")
     assert one.run.name == "trunk-6to8"
-
-
-def test_micro_batches_of_their_own_balance_loss_stay(tiny, trunk):
-    scope = ["train.balance_loss_scope=micro_batch", "train.balance_loss_coef=0.1"]
-    run(tiny(*TRUNK, *scope, "run.name=other"))
-    other = branch(tiny, tiny(*TRUNK, "run.name=other"), *scope, "train.max_steps=8", "train.micro_batch_size=4")
-    with pytest.raises(RunError, match="micro_batch_size: 8 -> 4\n.*Add --train.micro_batch_size=8$"):
-        train.train(other)
-    run(branch(tiny, trunk, "train.max_steps=8", "train.micro_batch_size=4"))  # no such balance loss
 
 
 def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
@@ -112,10 +116,26 @@ def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
         train.train(branch(tiny, trunk, "train.max_steps=8"))
 
 
-def test_length_of_a_run_may_change_until_its_decay(tiny, trunk):
-    for last in ("train.max_steps=20", "train.max_steps=18"):
-        with pytest.raises(RunError, match="at step 16, and its decay begins at step 12 of 16.*--train.branch_from"):
-            train.train(tiny(*TRUNK, last))
+@pytest.mark.parametrize(
+    "last, old, new, allowed",
+    [(12, 16, 20, True), (13, 16, 20, False), (16, 16, 20, False)]  # the decay of 16 steps begins at 12, of 20 at 15
+    + [(9, 16, 12, True), (10, 16, 12, False), (14, 20, 16, False), (15, 16, 16, True)],  # of 12 at 9
+)
+def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, allowed):
+    wsd = ["optim.schedule=wsd", FRACTION]
+    run_folder = RunFolder(path_of(tiny()))
+    (run_folder.checkpoints / f"step_{last:08d}").mkdir(parents=True)
+    run_folder.write_config(tiny(*wsd, f"train.max_steps={old}"))
+    if allowed:
+        check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
+    else:
+        with pytest.raises(RunError, match=f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch"):
+            check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
+    check_length(RunFolder("runs/none"), tiny(*wsd, f"train.max_steps={new}"))
+    check_length(run_folder, tiny(f"train.max_steps={new}"))  # a cosine follows
+
+
+def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
     shutil.rmtree(checkpoints(trunk) / "step_00000016")
     run(tiny(*TRUNK, "train.max_steps=20"))
     alone = tiny(*TRUNK, "train.max_steps=20", "run.name=alone")
@@ -125,10 +145,10 @@ def test_length_of_a_run_may_change_until_its_decay(tiny, trunk):
 
 def test_a_resume_deletes_no_kept_checkpoint(tiny, trunk):
     shutil.rmtree(checkpoints(trunk) / "step_00000016")
-    forgotten = tiny(*TRUNK, "train.max_steps=20", "train.keep_steps=11", "train.keep_checkpoints=1")
-    run(forgotten)
+    forgotten = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]  # also the last
+    run(tiny(*forgotten))
     assert steps(trunk) == [6, 9, 11, 20]
-    assert configure.load(path_of(trunk) / "config.toml").train.keep_steps == "6,9,11"
+    assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,20"
     with pytest.raises(RunError, match="keep_steps = 17,24: the run ends before step 24, at .*= 20; leave"):
         train.train(tiny("run.name=short", "train.max_steps=20", "train.keep_steps=17,24"))
 

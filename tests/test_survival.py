@@ -1,5 +1,4 @@
-"""Runs that survive: signals at any moment, damaged checkpoints, full disks, changed data and configs, one process per
-folder, and --fresh.
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process.
 
 This file is the program of torchrun's ranks, too.
 """
@@ -26,11 +25,11 @@ from runs import checkpoints, column, content, end, flip, metrics, run, steps
 
 import configure
 import train
-from configure.schema import KEYS, Mix
 from data.bins import check_dataset, fingerprint
 from model import GPT
 from runtime import RunError, checkpoint, distributed, folder
 from runtime import state as train_state
+from runtime.folder import RunFolder
 from runtime.signals import EXIT_CODE, Stop
 
 RATE, ALONE = train.learning_rate, distributed.Ranks(0, 1, torch.device("cpu"))
@@ -38,7 +37,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
 HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
-HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1"]
+HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1", "train.ema_decay=0.9"]
 
 
 def forget_the_last_evaluation(config):
@@ -78,7 +77,8 @@ PLACES = {  # what is called there, and which of its calls count
     "start-up": (train_state, "build_optimizer", lambda *_: True),
     "step": (train, "learning_rate", lambda *_: True),
     "save": (checkpoint.Saver, "_write", lambda *_: True),
-    "evaluation": (GPT, "forward", lambda model, *_: not model.training),  # 5 micro-batches each
+    # 5 micro-batches each, then 5 with the mean of the weights
+    "evaluation": (GPT, "forward", lambda model, *_: not model.training),
 }
 
 
@@ -114,7 +114,7 @@ def kill(number):
     "place, after, saved",
     [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]  # a save cut short would not be intact
     # before the first step, between steps, after the last
-    + [("evaluation", 2, []), ("evaluation", 7, [3]), ("evaluation", 17, [3, 6, 7])],
+    + [("evaluation", 2, []), ("evaluation", 17, [3]), ("evaluation", 32, [3, 6, 7])],
 )
 def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved):
     """At once, but for a step, which is completed; the same command ends like an undisturbed run."""
@@ -237,12 +237,12 @@ def be_a_rank(file):
 
     def asked(model, *args):
         passes.extend([] if model.training else [1])
-        stop.asked = rank == 1 and len(passes) == 5 + 3
+        stop.asked = rank == 1 and len(passes) == 10 + 8
         return forward(model, *args)
 
     GPT.forward = asked
     case("evaluation", stop=stop)
-    assert len(passes) == 5 + 3  # of 5 each
+    assert len(passes) == 10 + 8  # of 10 each
     GPT.forward = forward
     case("evaluation")
 
@@ -254,7 +254,7 @@ def be_a_rank(file):
     GPT.forward = poisoned
     case("nan")
     GPT.forward = forward
-    with folder.claim(folder.path_of(config_of(file, "locked")), ALONE) if rank == 0 else nullcontext():
+    with RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE) if rank == 0 else nullcontext():
         case("locked", "train.parallel=fsdp")
 
 
@@ -330,16 +330,32 @@ def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
 
 
 # ---- checkpoints that are damaged, and not written
-def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main, tiny, undisturbed, capsys):
+@pytest.mark.parametrize("finished", [True, False])
+def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main, tiny, undisturbed, capsys, finished):
+    """Also one that had finished: its last checkpoint is trained again."""
     assert main(*HARD) == 0
     flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp", 999)
     shutil.rmtree(checkpoints(tiny()) / "step_00000006")
-    forget_the_last_evaluation(tiny())
+    if not finished:
+        forget_the_last_evaluation(tiny())
     capsys.readouterr()
     assert main(*HARD) == 0
     output = capsys.readouterr().out
     assert "step_00000007/__0_0.distcp: damaged" in output and "from step 3" in output
     assert end(tiny(*HARD)) == undisturbed
+    assert main(*HARD) == 0 and "finished already, 7 steps" in capsys.readouterr().out
+
+
+def test_run_that_went_beyond_its_end_is_finished(tiny, capsys):
+    """It shows the loss of its last step. Damage is named, and the checkpoint before, if beyond the end too, counts."""
+    lines = run(tiny("train.checkpoint_interval=1", "train.max_steps=5", "eval.interval=1"))
+    for step in (5, 4):
+        capsys.readouterr()
+        train.train(tiny("train.max_steps=3"))
+        printed = capsys.readouterr().out
+        assert printed.endswith(f"finished already, {step} steps, val loss {column(lines, 'val/loss')[step]:.4f}\n")
+        assert ("step_00000005/.metadata: damaged" in printed) == (step == 4)
+        (checkpoints(tiny()) / "step_00000005/.metadata").unlink(missing_ok=True)
 
 
 def test_run_whose_checkpoints_are_all_damaged_is_left_alone(main, tiny, capsys):
@@ -392,7 +408,7 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     path = folder.path_of(tiny())
     read, write = os.pipe()
     if not (holder := os.fork()):
-        with folder.claim(path, ALONE):
+        with RunFolder(path).claim(ALONE):
             signal.alarm(600)
             os.write(write, b"locked")
             signal.pause()
@@ -410,37 +426,11 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     assert steps(tiny())[-1] == 4
 
 
-# ---- --fresh
-def test_fresh_starts_over_in_a_new_folder(tiny, main, monkeypatch, capsys):
-    for path in ("tiny", "tiny-2", "tiny-3"):
-        before = content(Path(tiny().run.dir))
-        assert main("train.max_steps=2", fresh=["--fresh"]) == 0
-        assert f"{path}: kern" in capsys.readouterr().out
-        assert steps(tiny(f"run.name={path}")) == [2]
-        assert before.items() <= content(Path(tiny().run.dir)).items()
-    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # a second try is not a fourth run
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "1")
-            assert main("train.max_steps=2", fresh=["--fresh"]) == 2
-            assert "--run.name=NAME" in capsys.readouterr().err
-    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
-
-
 # ---- the data set, changed
-@pytest.fixture
-def own_data(tmp_path, corpus):
-    shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    return tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
-
-
-def rewrite(path, **changed):
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | changed))
-
-
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
-def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, monkeypatch, what):
-    path, where = own_data
+def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, corpus, monkeypatch, what):
+    path, where = tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
+    shutil.copytree(corpus / "tiny", path)
     run(tiny(where, "train.max_steps=2"))
     then = checkpoint.verify(checkpoints(tiny()) / "step_00000002")["facts"]
     before = content(folder.path_of(tiny()))
@@ -451,7 +441,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
         meta["splits"]["train"]["files"][0]["sha256"] = digest
     else:
         meta["tokenizer"]["hash"] = "0" * 64
-    rewrite(path, **meta)
+    (path / "meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(train_state, "GPT", None)
     with pytest.raises(RunError, match=f"the {what} has changed since step 2.*--fresh") as caught:
         train.train(tiny(where))
@@ -460,59 +450,7 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, own_data, mon
     assert content(folder.path_of(tiny())) == before
 
 
-# ---- the config, changed
-
-MAY_CHANGE = {
-    *("eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"),
-    *("run.dir", "data.dir", "eval.interval", "log.interval", "log.wandb", "log.project", "log.group"),
-    *("log.tensorboard", "train.max_steps", "train.micro_batch_size", "train.parallel", "train.compile"),
-    "train.activation_checkpointing",
-    *("train.device", "train.deterministic", "train.timeout_minutes", "train.checkpoint_interval"),
-    *("train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps", "train.on_save_error"),
-}
-
-
-def with_other(config, key):
-    """`config` with another valid value of `key`."""
-    section, name = key.split(".")
-    part, schema = getattr(config, section), KEYS[key]
-    now = getattr(part, name)
-    if "enum" in schema:
-        other = next(value for value in schema["enum"][::-1] if value != now)  # "auto" keeps what the run has
-    else:
-        others = {"boolean": lambda: not now, "string": lambda: f"{now}-other", "object": lambda: Mix({"other": 1.0})}
-        other = others.get(schema["type"], lambda: now / 2)()
-        other = int(other) if schema["type"] == "integer" else other
-        other = other if other != now else now + 1
-    return config.model_copy(update={section: part.model_copy(update={name: other})})
-
-
-@pytest.mark.parametrize("key", sorted(KEYS.keys() - {"run.name"}))
-def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, key):
-    config = tiny()
-    changed = with_other(config, key)
-    folder.path_of(config).mkdir(parents=True)
-    folder.write_config(folder.path_of(config), config)
-    if key == "run.dir":
-        folder.path_of(config).parent.rename(changed.run.dir)
-    section, name = key.split(".")
-    line = f"{key}: {getattr(getattr(config, section), name)!r} -> {getattr(getattr(changed, section), name)!r}"
-    if key in MAY_CHANGE:
-        assert folder.changes(changed) == [line]
-    else:
-        with pytest.raises(RunError, match="another config") as caught:
-            folder.changes(changed)
-        assert f"\n  {line}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
-
-
-def test_changed_config_resumes_and_is_saved(tiny, capsys):
-    run(tiny())
-    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
-    lines = run(tiny(*more))
-    output = capsys.readouterr().out
-    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
-    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
-    assert configure.load(folder.path_of(tiny()) / "config.toml") == tiny(*more)
+# ---- micro-batches, changed
 
 
 @pytest.mark.numerics
@@ -528,28 +466,22 @@ def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_r
 
 
 # ---- the same bits
-@pytest.fixture
-def determinism(monkeypatch):
+@pytest.mark.parametrize("backend, router", [("auto", "kern"), ("torch", "softmax"), ("reference", "dense")])
+def test_deterministic_asks_torch_for_it(tiny, monkeypatch, backend, router):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_only_deterministic_runs_ask_torch_for_it(tiny, determinism):
-    run(tiny("train.max_steps=2"))
-    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-@pytest.mark.parametrize("backend, router", [("auto", "kern"), ("torch", "softmax"), ("reference", "dense")])
-def test_deterministic_asks_torch_for_it(tiny, determinism, backend, router):
     own = [f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1", "train.max_steps=2"]
-    configs = [tiny(f"run.name={name}", "train.deterministic=true", *own) for name in ("first", "second")]
-    for config in configs:
-        run(config)
-        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    try:
+        run(tiny("run.name=without", *own))
+        assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        configs = [tiny(f"run.name={name}", "train.deterministic=true", *own) for name in ("first", "second")]
+        for config in configs:
+            run(config)
+            assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert end(configs[0]) == end(configs[1])
 
 
