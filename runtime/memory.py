@@ -206,7 +206,7 @@ def choose_parallelism(
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
     if train.parallel != "auto":
-        possible = {train.parallel: possible[train.parallel]}
+        possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
     name = str(dtype).removeprefix("torch.")
     estimates = estimate_each(config, shapes, name, possible, train.activation_checkpointing)
     chosen = select_fitting(estimates, capacity)

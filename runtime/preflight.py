@@ -13,7 +13,7 @@ from runtime import RunError, checkpoint, distributed, initial, memory
 from runtime import folder as run_folder
 from runtime.branch import Branch, check_length, find_branch
 from runtime.task_scores import TaskScores, open_tasks
-from runtime.tensorboard import require_tensorboard
+from runtime.tracker import require_tensorboard
 
 
 class Plan(NamedTuple):
