@@ -38,10 +38,11 @@ from data import DataError
 from data.loader import prefetch
 from model import Stats
 from router import balance_loss
-from runtime import RankError, RunError, Stopped, distributed, folder
+from runtime import RankError, RunError, Stopped, distributed
 from runtime.batches import micro_batches, seed_step
 from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
+from runtime.folder import RunFolder, find_or_rename, path_of, renamed
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import Plan, preflight
@@ -152,7 +153,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
         Stopped: asked to stop; a checkpoint is saved.
     """
     stop = stop or Stop()
-    if line := folder.finished_line(config):
+    if line := RunFolder(path_of(config)).describe_finished(config):
         return distributed.print_once(line)
     if config.train.deterministic:
         distributed.be_deterministic()
@@ -161,17 +162,14 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
-        distributed.check_agreement(
-            f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}", ranks
-        )
+        agreed = f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}"
+        distributed.check_agreement(agreed, ranks)
         with distributed.share_errors(ranks):
-            stack.enter_context(folder.claim(plan.folder, ranks))
+            stack.enter_context(plan.run.claim(ranks))
         state = stack.enter_context(TrainState(plan, ranks))
         with distributed.share_errors(ranks):
             report = stack.enter_context(start_reporter(plan, state, ranks))
-        keep, on_error = config.train.keep_checkpoints, config.train.on_save_error
-        checkpoints, keep_steps = plan.folder / "checkpoints", plan.config.train.kept_steps
-        saver = stack.enter_context(Saver(checkpoints, ranks, plan.sharded, keep, on_error, keep_steps))
+        saver = stack.enter_context(Saver(plan.run.checkpoints, ranks, plan.sharded, plan.config.train))
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
         stack.callback(batches.close)
         cadence = Cadence(plan, state.step, ranks, stop)
@@ -226,9 +224,9 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     config = read_config(argv)
     try:
         if "--fresh" in argv:
-            config = folder.renamed(config)
+            config = renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
-            config = folder.find_or_rename(config)
+            config = find_or_rename(config)
         train(config, stop)
     except Stopped as stopped:
         distributed.print_once(str(stopped))

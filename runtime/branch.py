@@ -11,46 +11,45 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import configure
 from common.files import write_atomic
 from configure import Config
 from configure.check import format_value
-from runtime import RunError, checkpoint, describe_write_errors, folder
+from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks
+from runtime.folder import RunFolder, key_of, refused_changes
 from runtime.metrics import list_arrays, read_metrics
 
 # What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the branch's step on.
-OF_DECAY = ("train.branch_", "optim.decay_fraction:", "optim.decay:", "optim.min_lr_ratio:")
+OF_DECAY = frozenset(
+    ("train.branch_from", "train.branch_step", "optim.decay_fraction", "optim.decay", "optim.min_lr_ratio")
+)
 
 
 class Branch(NamedTuple):
     """Where a branch leaves its trunk."""
 
-    trunk: Path  # folder of its run
+    trunk: RunFolder
     step: int
-
-    @property
-    def checkpoints(self) -> Path:
-        """The trunk's folder of checkpoints."""
-        return self.trunk / "checkpoints"
+    dtype: str  # train.dtype of the trunk
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
         """What the trunk's checkpoint recorded, without its wandb run. Raises RunError if it is damaged or gone."""
-        path = checkpoint.folder_of(self.checkpoints, self.step)
+        path = checkpoint.folder_of(self.trunk.checkpoints, self.step)
         try:
             metadata = checkpoint.verify(path, ranks)["facts"]
         except checkpoint.DamagedError as error:
-            raise RunError(f"{error}; restore a copy of {path}, or branch at another step{_remedy(self)}") from None
+            other = _list_other_steps(self.trunk, self.step)
+            raise RunError(f"{error}; restore a copy of {path}, or branch at another step{other}") from None
         return {key: value for key, value in metadata.items() if key != "wandb"}
 
     def copy_metrics(self, own: Path) -> None:
         """Begin the metrics of the run in `own` with the trunk's up to the step. Raises RunError if it cannot write."""
-        lines = [line for line in read_metrics(self.trunk / "metrics.jsonl") if line["step"] <= self.step]
-        arrays, target = list_arrays(self.trunk / "metrics.jsonl"), own / "arrays"
+        source, target = self.trunk.path / "metrics.jsonl", own / "arrays"
+        lines = [line for line in read_metrics(source) if line["step"] <= self.step]
         with describe_write_errors(own):
             shutil.rmtree(target, ignore_errors=True)  # of a start that got to no checkpoint
             target.mkdir()
-            for file in arrays:
+            for file in list_arrays(source):
                 if int(file.stem[-8:]) <= self.step:  # a file ends at each checkpoint
                     write_atomic(target / file.name, file.read_bytes())
             write_atomic(own / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines), durable=True)
@@ -66,83 +65,73 @@ def find_branch(config: Config) -> Branch | None:
     """
     if not config.train.branch_from:
         return None
-    branch = Branch(Path(config.train.branch_from), config.train.branch_step)
-    name = f"train.branch_from = {branch.trunk}"
-    if not (branch.trunk / "config.toml").is_file():
+    trunk, step = RunFolder(config.train.branch_from), config.train.branch_step
+    name, recorded = f"train.branch_from = {trunk}", trunk.recorded
+    if recorded is None:
         raise RunError(f"{name}: no config.toml there, so not a run; train it first, or name one that is")
-    trunk = configure.load(branch.trunk / "config.toml")
-    if trunk.optim.schedule != "wsd":
+    if recorded.optim.schedule != "wsd":
         raise RunError(
-            f"{name}: its optim.schedule is {trunk.optim.schedule}, whose rate depends on the length of the run, so no "
-            f"other decay can follow; train a trunk with --optim.schedule=wsd"
+            f"{name}: its optim.schedule is {recorded.optim.schedule}, whose rate depends on the length of the run, so "
+            f"no other decay can follow; train a trunk with --optim.schedule=wsd"
         )
-    lines = configure.differences(trunk, folder.keep_dtype(config))
-    if refused := [line for line in lines if not line.startswith(folder.allowed_changes(config) + OF_DECAY)]:
-        keys = [line.split(":")[0] for line in refused]
-        values = [attrgetter(key)(trunk) for key in keys]
-        words = [shlex.quote(format_value(value)) for value in values]
+    if refused := refused_changes(recorded, trunk.keep_recorded(config), OF_DECAY):
+        values = {key: format_value(attrgetter(key)(recorded)) for key in map(key_of, refused)}
+        remedy = " ".join(f"--{key}={shlex.quote(value)}" for key, value in values.items())
         raise RunError(
             f"{name}: the trunk's config is another:\n  "
             + "\n  ".join(refused)
-            + "\nA branch may change its decay and "
-            f"where it runs alone. Add {' '.join(f'--{key}={word}' for key, word in zip(keys, words, strict=True))}"
+            + f"\nA branch may change its decay and where it runs alone. Add {remedy}"
         )
-    start = trunk.optim.decay_start(trunk.train.max_steps)
-    if branch.step > start:
+    start, last = recorded.optim.decay_start(recorded.train.max_steps), trunk.last_step
+    if step > start:
         raise RunError(
-            f"{name}: train.branch_step = {branch.step} is after step {start}, where the trunk's own decay begins; "
-            f"branch there or before{_remedy(branch)}"
+            f"{name}: train.branch_step = {step} is after step {start}, where the trunk's own decay begins; branch "
+            f"there or before{_list_other_steps(trunk, step)}"
         )
-    saved = checkpoint.steps(branch.checkpoints)
-    if branch.step > max(saved, default=0):
+    if step > last:
         raise RunError(
-            f"{name}: the trunk is at step {max(saved, default=0)}, and the decay of this run is to begin at step "
-            f"{branch.step}; continue the trunk with --train.keep_steps={branch.step} first"
+            f"{name}: the trunk is at step {last}, and the decay of this run is to begin at step {step}; continue the "
+            f"trunk with --train.keep_steps={step} first"
         )
-    if branch.step not in saved:
+    if step not in checkpoint.steps(trunk.checkpoints):
         raise RunError(
-            f"{name}: no checkpoint of step {branch.step}, where the decay of this run is to begin; branch at another "
-            f"step{_remedy(branch)}; or train the trunk anew with --train.keep_steps={branch.step}"
+            f"{name}: no checkpoint of step {step}, where the decay of this run is to begin; branch at another "
+            f"step{_list_other_steps(trunk, step)}; or train the trunk anew with --train.keep_steps={step}"
         )
-    return branch
+    return Branch(trunk, step, recorded.train.dtype)
 
 
-def _remedy(branch: Branch) -> str:
-    """`: the trunk has 400, 800 (--train.branch_step=800)`: other steps before the trunk's decay."""
-    trunk = configure.load(branch.trunk / "config.toml")
-    start = trunk.optim.decay_start(trunk.train.max_steps)
-    steps = [step for step in checkpoint.steps(branch.checkpoints) if step <= start and step != branch.step]
-    if not steps:
+def _list_other_steps(trunk: RunFolder, step: int) -> str:
+    """`: the trunk has 400, 800 (--train.branch_step=800)`: other steps up to its decay, and the one nearest `step`."""
+    assert trunk.recorded is not None  # checked by `find_branch`
+    start = trunk.recorded.optim.decay_start(trunk.recorded.train.max_steps)
+    others = [other for other in checkpoint.steps(trunk.checkpoints) if other <= start and other != step]
+    if not others:
         return ": the trunk has no checkpoint before its decay"
-    near = min(steps, key=lambda step: abs(step - branch.step))
-    return f": the trunk has {', '.join(map(str, steps))} (--train.branch_step={near})"
+    nearest = min(others, key=lambda other: abs(other - step))
+    return f": the trunk has {', '.join(map(str, others))} (--train.branch_step={nearest})"
 
 
-def check_length(config: Config, last_step: int) -> None:
-    """Refuse another train.max_steps for a run with schedule "wsd" that has begun its decay, or would be amid it.
-
-    And a train.keep_steps beyond the end.
-
-    Args:
-        config: the run's.
-        last_step: of its newest checkpoint; 0 if there is none.
+def check_length(run: RunFolder, config: Config) -> None:
+    """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay of the run in `run`.
 
     Raises:
-        RunError: its rate would jump. A branch gives the other length. Or no checkpoint of a step would ever be.
+        RunError: a step to keep is after the end; or the run's decay has begun, or would have, so that its rate would
+            jump. A branch gives the other length.
     """
-    own, kept = folder.path_of(config), max(config.train.kept_steps, default=0)
-    if kept > config.train.max_steps:
+    last = max(config.train.kept_steps, default=0)
+    if last > config.train.max_steps:
         raise RunError(
-            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {kept}, at train.max_steps = "
-            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={kept}"
+            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {last}, at train.max_steps = "
+            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={last}"
         )
-    if not last_step or config.optim.schedule != "wsd":
+    if not run.last_step or run.recorded is None or config.optim.schedule != "wsd":
         return
-    old, new = configure.load(own / "config.toml").train.max_steps, config.train.max_steps
-    start = min(config.optim.decay_start(steps) for steps in (old, new))
-    if old != new and last_step > start:
+    old, new = run.recorded.train.max_steps, config.train.max_steps
+    old_start, new_start = (config.optim.decay_start(steps) for steps in (old, new))
+    if old != new and run.last_step > min(old_start, new_start):
         raise RunError(
-            f"{own}: train.max_steps: {old} -> {new}, but the run is at step {last_step}, and its decay begins at step "
-            f"{config.optim.decay_start(old)} of {old}, {config.optim.decay_start(new)} of {new}. Keep "
-            f"--train.max_steps={old}, or branch from a checkpoint before its decay (--train.branch_from={own})"
+            f"{run}: train.max_steps: {old} -> {new}, but the run is at step {run.last_step}, and its decay begins at "
+            f"step {old_start} of {old}, {new_start} of {new}. Keep --train.max_steps={old}, or branch from a "
+            f"checkpoint before its decay (--train.branch_from={run})"
         )

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.utils._pytree import tree_map
 
 from common.files import sync_folder, write_atomic
+from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
 
@@ -75,27 +76,17 @@ class Saver:
     error another rank may be lost, and a save that needs it is given up: its partial folder stays until the next start.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        ranks: Ranks,
-        sharded: bool,
-        keep: int,
-        on_error: str,
-        keep_steps: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
         """A saver for one run.
 
         Args:
             folder: runs/<name>/checkpoints.
             ranks: this rank.
             sharded: each rank holds a part of the tensors and writes it; otherwise rank 0 writes alone.
-            keep: how many of the newest checkpoints stay on disk.
-            on_error: "stop" raises RunError where a save has failed, "warn" prints it.
-            keep_steps: steps whose checkpoints stay as well.
+            train: which checkpoints stay (keep_checkpoints, keep_steps), and what a failed save does (on_save_error).
         """
-        self.folder, self.keep, self.on_error = Path(folder), keep, on_error
-        self.keep_steps = keep_steps
+        self.folder, self.on_error = folder, train.on_save_error
+        self.keep, self.keep_steps = train.keep_checkpoints, train.kept_steps
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
         self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
@@ -130,8 +121,9 @@ class Saver:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
             # A daemon: stuck in a collective, it would keep the process alive for an hour. It is joined before the
             # interpreter ends, since a daemon that still frees tensors then aborts the process.
-            arguments = (step, state, metadata)
-            self.pending = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
+            self.pending = threading.Thread(
+                target=self._save, args=(step, state, metadata), name="checkpoint", daemon=True
+            )
             self.pending.start()
 
     def poll(self) -> None:
@@ -228,19 +220,19 @@ def remove_partial_saves(folder: str | Path) -> None:
         shutil.rmtree(path)
 
 
-def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict | None]:
+def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint whose every byte is as it was written. Ranks share the reading.
 
     Damaged ones are named and quarantined: renamed to `step_….damaged`.
 
     Returns:
-        (step, metadata), or (0, None) where there is no checkpoint.
+        (step, metadata), or (0, {}) where there is no checkpoint.
 
     Raises:
         RunError: all checkpoints are damaged.
     """
-    found = steps(folder)
-    for step in reversed(found):
+    saved = steps(folder)
+    for step in reversed(saved):
         path = folder_of(folder, step)
         try:
             return step, verify(path, ranks)["facts"]
@@ -251,12 +243,12 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict | None]:
                 shutil.rmtree(quarantine, ignore_errors=True)
                 with describe_write_errors(path):
                     os.replace(path, quarantine)
-    if found or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
+    if saved or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
         raise RunError(
             f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
             f"a copy of one of them under its name"
         )
-    return 0, None
+    return 0, {}
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -266,10 +258,10 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[rank::world_size]:
-            written, found = manifest["files"][name], _describe(path / name)
-            if found != written:
-                sizes = f"{written['bytes']:,} bytes were written, found {found['bytes']:,}"
-                why = "checksum mismatch" if found["bytes"] == written["bytes"] else sizes
+            written, now = manifest["files"][name], _describe(path / name)
+            if now != written:
+                sizes = f"{written['bytes']:,} bytes were written, it has {now['bytes']:,}"
+                why = "checksum mismatch" if now["bytes"] == written["bytes"] else sizes
                 raise DamagedError(f"{path / name}: damaged, {why}")
     except DamagedError as error:
         fault = str(error)
@@ -319,9 +311,7 @@ def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim
 
 
 def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = False) -> dict[str, Any]:
-    """Restore weights and buffers alone, in place, for evaluation and sampling by one process.
-
-    With `ema` it is the running mean of both (train.ema_decay).
+    """Restore weights and buffers alone, or with `ema` their running mean, in place; for one process.
 
     Returns:
         The checkpoint's metadata.
@@ -380,16 +370,9 @@ class Reader(dcp.FileSystemReader):
 class TensorUnpickler(pickle.Unpickler):
     """Knows the classes that describe tensors, and no other."""
 
+    METADATA = ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties")
     KNOWN = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
+        "torch.distributed.checkpoint.metadata": {*METADATA, "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"},
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},

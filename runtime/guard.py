@@ -22,9 +22,7 @@ from runtime.distributed import Ranks
 from runtime.parallel import full_tensor
 from runtime.preflight import Plan
 from runtime.state import TrainState
-from runtime.updates import BAD_LOSS, RUNNING, SPIKES, State
-
-OTHER_RUN = "under another run.name"
+from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Counters
 
 
 class Guard:
@@ -35,68 +33,66 @@ class Guard:
     ) -> None:
         """`recompute` repeats a step's forward and backward pass, scaled as then: this rank's losses, and its rate."""
         self.plan, self.state, self.ranks, self.recompute = plan, state, ranks, recompute
-        narrow = plan.dtype == torch.float16
-        self.other_dtype = ", or use train.dtype = bfloat16 or float32" if narrow else ""
+        self.remedy = "Start again under another run.name with a lower optim.lr or a longer optim.warmup_steps"
+        if plan.dtype == torch.float16:
+            self.remedy += ", or use train.dtype = bfloat16 or float32"
 
-    def check(self) -> State:
+    def check(self) -> Counters[float]:
         """What became of the steps so far. Waits for the device, so it is not called in every step.
 
         Raises:
-            RunError: the run is halted: a loss that is NaN or Inf, or too many skipped steps in a row. A step
-                with a bad loss is computed once more and written to crash-step_….json, with norms of layers and
-                gradients.
+            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash dump, or too many
+                skipped steps in a row.
         """
-        found = self.state.updates.read()
-        at, folder = int(found.step), self.plan.folder
-        if found.halted == BAD_LOSS:  # weights, windows and dropout are still those of that step
-            file = self._dump_crash(at, found)
+        counters = self.state.updates.read()
+        step, folder = int(counters.step), self.plan.folder
+        if counters.halted == BAD_LOSS:  # weights, windows and dropout are still those of that step
+            file = self._dump_crash(step, counters)
             raise RunError(
-                f"{folder}: train loss {found.loss} in step {at + 1}, before its update: the weights are those of step "
-                f"{at}. {file} has its windows and, computed once more, its losses and the norms of layers and "
-                f"gradients. Start again {OTHER_RUN} with a lower optim.lr or a longer optim.warmup_steps"
-                f"{self.other_dtype}"
+                f"{folder}: train loss {counters.loss} in step {step + 1}, before its update: the weights are those of "
+                f"step {step}. {file} has its windows and, computed once more, its losses and the norms of layers and "
+                f"gradients. {self.remedy}"
             )
-        if found.halted != RUNNING:
-            why = "a loss spike" if found.halted == SPIKES else "gradients that are NaN or Inf"
+        if counters.halted != RUNNING:
+            why = "a loss spike" if counters.halted == SPIKES else "gradients that are NaN or Inf"
             raise RunError(
-                f"{folder}: {found.skipped_in_row:.0f} steps in a row skipped, the last for {why} (step {at + 1}, loss "
-                f"{found.loss:.4g}, loss scale {found.scale:g}). The weights are those before the first of them. Lower "
-                f"optim.lr or lengthen optim.warmup_steps{self.other_dtype}, {OTHER_RUN}"
+                f"{folder}: {counters.skipped_in_row:.0f} steps in a row skipped, the last for {why} (step {step + 1}, "
+                f"loss {counters.loss:.4g}, loss scale {counters.scale:g}). The weights are those before the first of "
+                f"them. {self.remedy}"
             )
-        return found
+        return counters
 
     def check_val_loss(self, step: int, loss: Tensor) -> None:
         """Raises RunError, on all ranks, if the validation loss (), nats per token, is NaN or Inf."""
         if not loss.isfinite():
             raise RunError(
-                f"{self.plan.folder}: val loss {loss.item()} at step {step}, the run has diverged. Start again "
-                f"{OTHER_RUN}, with a lower optim.lr or a longer optim.warmup_steps"
+                f"{self.plan.folder}: val loss {loss.item()} at step {step}, the run has diverged. {self.remedy}"
             )
 
     @torch.no_grad()
-    def _dump_crash(self, at: int, found: State) -> Path:
-        """Compute step `at` (from 0) once more and write what is known of it; returns the file's path.
+    def _dump_crash(self, step: int, counters: Counters[float]) -> Path:
+        """Compute step number `step` (from 0) once more and write what is known of it; returns the file's path.
 
         The first micro-batch whose loss is NaN or Inf, or the first of all, goes through the model a third time, to
         see in which layer numbers grow.
         """
         plan, model, size = self.plan, self.state.model, self.plan.config.train.micro_batch_size
         with torch.enable_grad():
-            tensors, rate = self.recompute(at)
+            tensors, rate = self.recompute(step)
         losses = [loss.item() for loss in tensors]
         rows = [first_row(micro, size, self.ranks) for micro in range(plan.accumulation)]
-        windows = [plan.loader.locate(at, row, size) for row in rows]
+        windows = [plan.loader.locate(step, row, size) for row in rows]
         worst = next((micro for micro, loss in enumerate(losses) if not math.isfinite(loss)), 0)
-        mine = {
+        of_rank = {
             "rank": self.ranks.rank,
             "micro_batches": [{"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)],
             "layers_of_micro_batch": worst,
-            "layers": measure_layers(plan, model, plan.loader.batch(at, rows[worst], size)),
+            "layers": measure_layers(plan, model, plan.loader.batch(step, rows[worst], size)),
         }
-        dump = {"step": at, "loss": found.loss, "loss_scale": found.scale, "learning_rate": rate}
-        dump |= {"ranks": distributed.gather(mine, self.ranks.control)}
-        dump |= {"parameters": {name: measure_norms(p, found.scale) for name, p in model.named_parameters()}}
-        path = plan.folder / f"crash-step_{at:08d}.json"
+        dump = {"step": step, "loss": counters.loss, "loss_scale": counters.scale, "learning_rate": rate}
+        dump |= {"ranks": distributed.gather(of_rank, self.ranks.control)}
+        dump |= {"parameters": {name: measure_norms(p, counters.scale) for name, p in model.named_parameters()}}
+        path = plan.folder / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
             text = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))
@@ -110,19 +106,13 @@ class Guard:
 def measure_layers(plan: Plan, model: GPT, batch: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:
     """Root mean square and largest magnitude of each layer's output, in order of the forward pass.
 
-    Args:
-        plan: the run's plan.
-        model: left in training mode.
-        batch: inputs and targets, (B, T) int64.
-
-    Returns:
-        {module: {"rms", "max"}}.
+    `batch` is inputs and targets, (B, T) int64. The model is left in training mode. Returns {module: {"rms", "max"}}.
     """
-    found = {}
+    sizes = {}
 
     def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         output = (output[0] if isinstance(output, tuple) else output).double()
-        found[name] = {"rms": output.square().mean().sqrt().item(), "max": output.abs().max().item()}
+        sizes[name] = {"rms": output.square().mean().sqrt().item(), "max": output.abs().max().item()}
 
     blocks = [f"blocks.{i}{part}" for i in range(len(model.blocks)) for part in (".attn", ".mlp", "")]
     hooks = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in ["wte", *blocks, "ln_f"]]
@@ -133,7 +123,7 @@ def measure_layers(plan: Plan, model: GPT, batch: tuple[np.ndarray, np.ndarray])
     model.train()
     for hook in hooks:
         hook.remove()
-    return found
+    return sizes
 
 
 def measure_norms(parameter: nn.Parameter, scale: float) -> dict[str, float]:

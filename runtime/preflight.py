@@ -9,9 +9,9 @@ from configure import Config
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify, open_sets
 from model import parameter_shapes
-from runtime import RunError, checkpoint, distributed, initial, memory
-from runtime import folder as run_folder
+from runtime import RunError, distributed, initial, memory
 from runtime.branch import Branch, check_length, find_branch
+from runtime.folder import RunFolder, path_of, replace
 from runtime.task_scores import TaskScores, open_tasks
 from runtime.tracker import require_tensorboard
 
@@ -20,7 +20,7 @@ class Plan(NamedTuple):
     """What `preflight` found out about a run. Nothing of it has been written anywhere."""
 
     config: Config  # its train.dtype is never "auto"
-    folder: Path  # runs/<name>
+    run: RunFolder  # runs/<name>
     changes: list[str]  # `key: old -> new` against the run that is resumed, all of them allowed
     last_step: int  # of the newest checkpoint; 0 if there is none
     val_losses: dict[int, float]  # {step: nats per token} in metrics.jsonl
@@ -35,6 +35,11 @@ class Plan(NamedTuple):
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
     tasks: TaskScores | None  # eval.tasks
     document_token: int | None  # that begins a document, with data.document_mask
+
+    @property
+    def folder(self) -> Path:
+        """runs/<name>."""
+        return self.run.path
 
     @property
     def accumulation(self) -> int:
@@ -58,20 +63,11 @@ class Plan(NamedTuple):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def check_identity(self, step: int, metadata: dict) -> None:
-        """Refuse a checkpoint of other data.
-
-        Args:
-            step: the checkpoint's step.
-            metadata: what the checkpoint recorded (`checkpoint.latest`).
-
-        Raises:
-            RunError: a sha256 in `identity` differs.
-        """
+        """Raises RunError if the checkpoint of `step`, with this `metadata`, is of other data than `identity`."""
         for what, now in self.identity.items():
-            then = metadata.get(what, "unknown")
-            if then != now:
+            if (then := metadata.get(what, "unknown")) != now:
                 raise RunError(
-                    f"{self.folder}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
+                    f"{self.run}: the {what} has changed since step {step}: sha256 {then} then, {now} now. Restore "
                     f"what the run started with (data.name, data.mix, data.dir), or start over in a new folder "
                     f"(--fresh)"
                 )
@@ -88,10 +84,10 @@ def preflight(config: Config) -> Plan:
             than the others of its mixture.
     """
     require_tensorboard(config)
-    config = run_folder.keep_kept(config)
-    folder, changes = run_folder.path_of(config), run_folder.changes(config)
-    last_step = max(checkpoint.steps(folder / "checkpoints"), default=0)
-    check_length(config, last_step)
+    run = RunFolder(path_of(config))
+    config = run.keep_recorded(config)
+    changes, last_step = run.find_changes(config), run.last_step
+    check_length(run, config)
     branch = None if last_step else find_branch(config)
 
     folders, weights, block_size = config.data.folders, [*config.data.sets.values()], config.model.block_size
@@ -103,17 +99,18 @@ def preflight(config: Config) -> Plan:
     validation = choose_validation(val_tokens, block_size, config.eval.windows, config.eval.spread, weights)
 
     device = distributed.pick_device(config.train.device)
-    dtype = distributed.pick_dtype(run_folder.keep_dtype(config).train.dtype, device, config.model.router)
-    config = run_folder.set_dtype(config, str(dtype).removeprefix("torch."))  # recorded: a resume keeps it
+    name = branch.dtype if branch and config.train.dtype == "auto" else config.train.dtype
+    dtype = distributed.pick_dtype(name, device, config.model.router)
+    config = replace(config, "train", dtype=str(dtype).removeprefix("torch."))  # recorded: a resume keeps it
     parallel, needed = memory.choose_parallelism(
         config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
     )
     return Plan(
         config=config,
-        folder=folder,
+        run=run,
         changes=changes,
         last_step=last_step,
-        val_losses=run_folder.val_losses(branch.trunk if branch else folder),
+        val_losses=(branch.trunk if branch else run).read_val_losses(),
         identity=identify(metas, weights),
         loader=loader,
         validation=validation,

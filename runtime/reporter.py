@@ -14,13 +14,12 @@ from common.text import plural
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
-from runtime.folder import write_config
 from runtime.metrics import Metrics, gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.statistics import Statistics
 from runtime.tracker import start_tensorboard, start_wandb
-from runtime.updates import State
+from runtime.updates import Counters
 
 BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
 
@@ -62,7 +61,7 @@ class Reporter:
     def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
         """Print the header and open everything. Raises RunError if metrics.jsonl cannot be written."""
         config, self.plan, self.ranks = plan.config, plan, ranks
-        write_config(plan.folder, config)
+        plan.run.write_config(config)
         if plan.branch:
             plan.branch.copy_metrics(plan.folder)
         self.flops = flops_per_token(config.model)
@@ -121,7 +120,7 @@ class Reporter:
             if line:
                 self.bar.write(f"{self.plan.config.run.name}: step {step}, {line}")
 
-    def log_steps(self, step: int, lr: float, counters: State, mean: Statistics, gammas: Tensor | None) -> None:
+    def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, gammas: Tensor | None) -> None:
         """A line of training metrics; the device is idle, since `counters` were just read from it.
 
         Args:
@@ -157,7 +156,7 @@ class Reporter:
         self._report_spikes(counters)
         self.clock, self.steps_timed = time.perf_counter(), 0
 
-    def _report_spikes(self, counters: State) -> None:
+    def _report_spikes(self, counters: Counters) -> None:
         new, self.spikes = counters.spikes - self.spikes, counters.spikes
         if not new:
             return

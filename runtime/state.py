@@ -36,11 +36,11 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
         by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
         if p.requires_grad:
             groups[ratio, p.dim() >= 2, by_muon].append(p)
-    settings = [
-        {"params": of, "weight_decay": optim.weight_decay * decayed, "lr_ratio": ratio}
-        | ({"momentum": optim.momentum} if by_muon else {})
-        for (ratio, decayed, by_muon), of in groups.items()
-    ]
+    settings = []
+    for (ratio, decayed, by_muon), parameters in groups.items():
+        decay = optim.weight_decay if decayed else 0.0
+        group = {"params": parameters, "weight_decay": decay, "lr_ratio": ratio}
+        settings.append(group | ({"momentum": optim.momentum} if by_muon else {}))
     kind = Muon if optim.name == "muon" else torch.optim.AdamW
     optimizer = kind(settings, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
     for group in optimizer.param_groups:  # now, not in the first step: float16 may skip it, and a checkpoint holds them
@@ -69,17 +69,14 @@ class TrainState:
         Raises:
             RunError: all checkpoints are damaged, or the newest is of other data or does not fit the model.
         """
-        config, checkpoints = plan.config, plan.folder / "checkpoints"
+        config, checkpoints = plan.config, plan.run.checkpoints
         self.step, recorded = checkpoint.latest(checkpoints, ranks)
         if plan.branch and not self.step:
-            checkpoints, self.step, recorded = (
-                plan.branch.checkpoints,
-                plan.branch.step,
-                plan.branch.read_metadata(ranks),
-            )
+            checkpoints, self.step = plan.branch.trunk.checkpoints, plan.branch.step
+            recorded = plan.branch.read_metadata(ranks)
         if self.step:
-            plan.check_identity(self.step, recorded or {})
-        self.metadata = {**(recorded or {}), **plan.identity}
+            plan.check_identity(self.step, recorded)
+        self.metadata = recorded | plan.identity
         if plan.document_token is not None:
             self.metadata["document_token"] = plan.document_token
 
@@ -127,7 +124,9 @@ class TrainState:
     def tensors(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and AdamW's moments, nested."""
         tensors: dict[str, Any] = {"interval": self.interval.vector, "updates": self.updates.numbers}
-        return tensors | ({"ema": self.average.tensors} if self.average else {})
+        if self.average:
+            tensors["ema"] = self.average.tensors
+        return tensors
 
     def zero_grad(self) -> None:
         """Forget the gradients; DDP's lie in its buckets and are filled with zeros instead."""

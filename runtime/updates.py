@@ -5,7 +5,7 @@ halted, which skips every later step, until the host next reads the numbers. It 
 as they were when the run was halted.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,25 @@ WINDOW = 128  # losses that a spike is measured against, once half of them exist
 RUNNING, BAD_LOSS, BAD_GRADIENTS, SPIKES = range(4)  # what halted a run
 
 
-class State(NamedTuple):
-    """The counters, in their order in `Updates.numbers`, where the last WINDOW losses follow them."""
+Number = TypeVar("Number", Tensor, float)
 
-    scale: float  # factor of the loss before its backward pass
-    healthy: float  # steps since the scale last changed
-    skipped: float  # steps without an update
-    skipped_in_row: float
-    taken: float  # steps with an update
-    spikes: float
-    spike_step: float  # of the last spike
-    spike_loss: float
-    spike_mean: float  # of the losses before it
-    halted: float  # RUNNING, or why the run is halted
-    step: float  # the last one before the run was halted
-    loss: float  # its loss, nats per token
-    grad_norm: float  # before clipping
+
+class Counters(NamedTuple, Generic[Number]):
+    """What became of the steps so far: () float64 tensors on the device, or the numbers that the host has read."""
+
+    scale: Number  # factor of the loss before its backward pass
+    healthy: Number  # steps since the scale last changed
+    skipped: Number  # steps without an update
+    skipped_in_row: Number
+    taken: Number  # steps with an update
+    spikes: Number
+    spike_step: Number  # of the last spike
+    spike_loss: Number
+    spike_mean: Number  # of the losses before it
+    halted: Number  # RUNNING, or why the run is halted
+    step: Number  # the last one before the run was halted
+    loss: Number  # its loss, nats per token
+    grad_norm: Number  # before clipping
 
 
 class Updates:
@@ -42,7 +45,7 @@ class Updates:
     Every rank has one and comes to the same decisions, since losses and gradients are averaged before.
 
     Attributes:
-        numbers: (13 + WINDOW,) float64 on the device, the fields of `State` and the last losses; a checkpoint holds it.
+        numbers: (13 + WINDOW,) float64 on the device, the `Counters` and the last losses; checkpoints hold it.
         parameters: all that AdamW changes.
     """
 
@@ -60,7 +63,7 @@ class Updates:
         """Counters of a new run.
 
         Args:
-            optimizer: a fused AdamW.
+            optimizer: a fused AdamW, or Muon.
             device: of its parameters.
             scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN or
                 Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
@@ -72,13 +75,22 @@ class Updates:
         self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, grad_clip
         self.loss_spike, self.spike_sigma, self.max_skipped_steps = loss_spike, spike_sigma, max_skipped_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        first = dict.fromkeys(State._fields, 0.0) | {"scale": FIRST_SCALE if scaled else 1.0}
-        self.numbers = torch.tensor([*first.values(), *[0.0] * WINDOW], dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(len(Counters._fields) + WINDOW, dtype=torch.float64, device=device)
+        self.counters.scale.fill_(FIRST_SCALE if scaled else 1.0)
+
+    @property
+    def counters(self) -> Counters[Tensor]:
+        """Views of `numbers`."""
+        return Counters(*self.numbers[: len(Counters._fields)].unbind())
 
     @property
     def scale(self) -> Tensor:
         """() fp32, the factor of the loss before its backward pass."""
-        return self.numbers[0].float()
+        return self.counters.scale.float()
+
+    def read(self) -> Counters[float]:
+        """The counters as Python numbers. Waits for the device."""
+        return Counters(*self.numbers[: len(Counters._fields)].tolist())
 
     @torch.no_grad()
     def step(self, step: int, lr: float, loss: Tensor) -> Tensor:
@@ -95,57 +107,56 @@ class Updates:
         Returns:
             () bool on the device: whether it was taken.
         """
-        now: Any = State._make(self.numbers[: len(State._fields)].unbind())  # () tensors here
-        losses = self.numbers[len(State._fields) :]
-        norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / now.scale
-        healthy = norm.isfinite()
-        spike, mean = is_spike(losses, now.taken, loss, self.spike_sigma)
+        before, losses = self.counters, self.numbers[len(Counters._fields) :]
+        norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / before.scale
+        healthy, finite, running = norm.isfinite(), loss.isfinite(), before.halted == RUNNING
+        spike, mean = is_spike(losses, before.taken, loss, self.spike_sigma)
         spike = spike & healthy & (self.loss_spike != "off")
         skip = ~healthy | (spike & (self.loss_spike == "skip"))
-        running, finite = now.halted == RUNNING, loss.isfinite()
         take = running & finite & ~skip
 
-        # The counters after this step: `counted` if its loss is finite, else `ended`. Both are computed, and one is
-        # chosen on the device.
-        in_row = torch.where(skip, now.skipped_in_row + 1, 0)
-        stuck = in_row == (self.max_skipped_steps or -1)
-        counted = now._replace(
-            skipped=now.skipped + skip,
-            skipped_in_row=in_row,
-            taken=now.taken + ~skip,
-            spikes=now.spikes + spike,
-            spike_step=torch.where(spike, step, now.spike_step),
-            spike_loss=torch.where(spike, loss, now.spike_loss),
-            spike_mean=torch.where(spike, mean, now.spike_mean),
-            halted=torch.where(stuck, torch.where(healthy, SPIKES, BAD_GRADIENTS), RUNNING),
+        # The counters after this step if its loss is finite, and if it is not: one is chosen on the device.
+        counted = self._count(before, healthy, skip)._replace(
+            spikes=before.spikes + spike,
+            spike_step=torch.where(spike, step, before.spike_step),
+            spike_loss=torch.where(spike, loss, before.spike_loss),
+            spike_mean=torch.where(spike, mean, before.spike_mean),
         )
-        if self.scaled:
-            grown = now.healthy + 1 == GROWTH_INTERVAL
-            scale = torch.where(grown, now.scale * 2, now.scale)
-            counted = counted._replace(
-                scale=torch.where(healthy, scale, (now.scale / 2).clamp_min(MIN_SCALE)),
-                healthy=torch.where(healthy & ~grown, now.healthy + 1, 0),
-            )
-        ended = now._replace(halted=torch.full_like(loss, BAD_LOSS))
-        last = {"step": torch.full_like(loss, step), "loss": loss, "grad_norm": norm}
-        counted, ended = (torch.stack([*state._replace(**last)]).double() for state in (counted, ended))
-        here = torch.arange(WINDOW, device=losses.device) == now.taken % WINDOW
-        after = torch.cat([torch.where(finite, counted, ended), torch.where(here & take, loss, losses)])
+        ended = before._replace(halted=torch.full_like(loss, BAD_LOSS))
+        latest = {"step": torch.full_like(loss, step), "loss": loss, "grad_norm": norm}
+        counted, ended = (torch.stack([*counters._replace(**latest)]).double() for counters in (counted, ended))
+        oldest = torch.arange(WINDOW, device=losses.device) == before.taken % WINDOW
+        after = torch.cat([torch.where(finite, counted, ended), torch.where(oldest & take, loss, losses)])
 
         # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         clip = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
         fused: Any = self.optimizer  # whose attributes torch does not declare
-        fused.grad_scale = (now.scale * clip.clamp_min(1)).float()
+        fused.grad_scale = (before.scale * clip.clamp_min(1)).float()
         fused.found_inf = (~take).float()
         fused.step()
         self.numbers.copy_(torch.where(running, after, self.numbers))
         return take
 
-    def read(self) -> State:
-        """The counters as Python numbers. Waits for the device."""
-        return State(*self.numbers[: len(State._fields)].tolist())
+    def _count(self, before: Counters[Tensor], healthy: Tensor, skip: Tensor) -> Counters[Tensor]:
+        """The counters of taken and skipped steps, and the loss scale, after a step with a finite loss."""
+        in_row = torch.where(skip, before.skipped_in_row + 1, 0)
+        stuck = in_row == (self.max_skipped_steps or -1)
+        counters = before._replace(
+            skipped=before.skipped + skip,
+            skipped_in_row=in_row,
+            taken=before.taken + ~skip,
+            halted=torch.where(stuck, torch.where(healthy, SPIKES, BAD_GRADIENTS), RUNNING),
+        )
+        if not self.scaled:
+            return counters
+        grown = before.healthy + 1 == GROWTH_INTERVAL
+        scale = torch.where(grown, before.scale * 2, before.scale)
+        return counters._replace(
+            scale=torch.where(healthy, scale, (before.scale / 2).clamp_min(MIN_SCALE)),
+            healthy=torch.where(healthy & ~grown, before.healthy + 1, 0),
+        )
 
 
 def is_spike(losses: Tensor, count: Tensor, loss: Tensor, sigma: float) -> tuple[Tensor, Tensor]:

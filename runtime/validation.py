@@ -45,10 +45,8 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
         stop: whether this rank is asked to stop; looked at between micro-batches.
 
     Returns:
-        `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture
-        `val/SET/loss` () of each set, `val/loss` as their weighted mean, and `val/window_weights` (W,); with routers
-        `val/loads` (L, E), tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank
-        is asked to stop meanwhile.
+        Those of `average_losses`; with routers `val/loads` (L, E), tokens, two numbers of them, and the scale of the
+        gates (`gate_metrics`). None if any rank is asked to stop meanwhile.
     """
     model.eval()
     indices, block_size = plan.validation.windows, plan.config.model.block_size
@@ -62,7 +60,6 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
     batches = prefetch(
         to_host_tensors(windows(plan.validation.tokens, chosen, block_size), ranks.device) for chosen in rows
     )
-    interrupted = False
     for first, count, (x, y) in zip(rounds, counts, batches, strict=True):
         x, y = x.to(ranks.device, non_blocking=True), y.to(ranks.device, non_blocking=True)
         with plan.autocast:
@@ -70,12 +67,10 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
         losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
         loads.append(out.stats.loads.sum(1) * min(count, 1))  # (L, E)
         gates.append(torch.stack([out.stats.gate_square, out.stats.gate_sum]).double() * count)  # (2, L)
-        interrupted = distributed.any_rank([stop.asked], ranks)[0]
-        if interrupted:
-            break
+        if distributed.any_rank([stop.asked], ranks)[0]:
+            model.train()
+            return None
     model.train()
-    if interrupted:
-        return None
     losses = distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
     values = average_losses(losses, plan)
@@ -87,11 +82,9 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
 
 
 def average_losses(losses: Tensor, plan: Plan) -> dict[str, Any]:
-    """`val/loss`, of a mixture that of each set too, and what they are made of.
+    """`val/loss` () and `val/window_losses` (W,), nats per token, of the plan's validation windows' `losses` (W,).
 
-    Args:
-        losses: (W,) of the plan's validation windows, nats per token.
-        plan: the run's plan.
+    Of a mixture `val/loss` is a weighted mean, beside `val/SET/loss` () of each set and `val/window_weights` (W,).
     """
     values = {"val/loss": losses.mean(), "val/window_losses": losses}
     if plan.config.data.mix:

@@ -38,6 +38,7 @@ from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
 from runtime.distributed import PEAK_FLOPS
+from runtime.folder import RunFolder
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
@@ -65,6 +66,11 @@ class Point(NamedTuple):
         """The run's folder."""
         return folder.path_of(self.config)
 
+    @property
+    def run(self) -> RunFolder:
+        """What that folder holds now."""
+        return RunFolder(self.folder)
+
     def command(self, file: str, ranks: int) -> str:
         """The command that a user would type."""
         start = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
@@ -73,9 +79,9 @@ class Point(NamedTuple):
     def steps_done(self) -> int:
         """Step of its last checkpoint; max_steps if nothing is left to do."""
         try:
-            folder.changes(self.config)
-            step = max(checkpoint.steps(self.folder / "checkpoints"), default=0)
-            finished = folder.is_finished(self.config, step)
+            self.run.find_changes(self.config)
+            step = self.run.last_step
+            finished = self.run.is_finished(self.config, step)
         except (RunError, ConfigError):  # the folder holds another config's run: train.py explains it better
             return 0
         return self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
@@ -297,9 +303,9 @@ def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop
             for job in running:
                 job.stop()
         while waiting and free and not stop.asked:
-            point = next((point for point in waiting if not folder.find_owner(point.folder)), None)
+            point = next((point for point in waiting if not point.run.find_owner()), None)
             if point is None:  # the rest of a sweep that was killed is saving, or someone trains them by hand
-                owners = {f"{folder.find_owner(point.folder)} trains {point.folder}" for point in waiting}
+                owners = {f"{point.run.find_owner()} trains {point.folder}" for point in waiting}
                 for line in sorted(owners - told):
                     print(f"waiting: {line}", flush=True)
                 told |= owners

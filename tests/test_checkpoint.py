@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from configure.schema import Model, Optim
+from configure.schema import Model, Optim, Train
 from model import GPT
-from runtime import RankError, RunError, checkpoint, distributed, folder
+from runtime import RankError, RunError, checkpoint, distributed
 from runtime.checkpoint import DamagedError
+from runtime.folder import RunFolder
 from runtime.state import build_optimizer
 
 ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
@@ -75,7 +76,7 @@ class Training:
 
 
 def saver_in(folder, keep=9, on_error="stop"):
-    return checkpoint.Saver(folder, ALONE, sharded=False, keep=keep, on_error=on_error)
+    return checkpoint.Saver(folder, ALONE, sharded=False, train=Train(keep_checkpoints=keep, on_save_error=on_error))
 
 
 def write(folder, *steps, training=None, **options):
@@ -225,7 +226,7 @@ def test_save_never_raises_its_priority(tmp_path, monkeypatch, niceness, written
 
 def test_newest_checkpoints_are_kept(tmp_path):
     folder = tmp_path / "checkpoints"
-    assert checkpoint.steps(folder) == [] and checkpoint.latest(folder, ALONE) == (0, None)
+    assert checkpoint.steps(folder) == [] and checkpoint.latest(folder, ALONE) == (0, {})
     write(folder, 5, 10, 100, keep=2)
     assert names(folder) == ["step_00000010", "step_00000100"] and checkpoint.steps(folder) == [10, 100]
 
@@ -255,11 +256,11 @@ def test_leftovers_of_interrupted_saves_are_removed_at_the_next_start(tmp_path):
     (path / "step_9").mkdir()
     (path / "step_00000003.damaged").mkdir()
     assert checkpoint.steps(path) == [6]
-    with folder.claim(tmp_path, ALONE):
+    with RunFolder(tmp_path).claim(ALONE):
         assert names(path) == ["step_00000003.damaged", "step_00000006", "step_9"]
         write(path, 7)  # not hindered by step_00000007.tmp
     assert checkpoint.latest(path, ALONE)[0] == 7
-    with folder.claim(tmp_path / "new", ALONE):  # without checkpoints
+    with RunFolder(tmp_path / "new").claim(ALONE):  # without checkpoints
         pass
 
 
@@ -274,7 +275,7 @@ def test_save_is_synced_before_it_is_renamed(tmp_path, disk_calls):
 
 
 def test_config_is_synced_before_it_is_renamed(tmp_path, disk_calls, tiny):
-    folder.write_config(tmp_path, tiny())
+    RunFolder(tmp_path).write_config(tiny())
     assert disk_calls == ["sync config.toml.tmp", "rename config.toml", f"sync {tmp_path.name}"]
 
 
@@ -531,7 +532,7 @@ def test_manifest_names_no_file_outside_the_checkpoint(copied, name):
 @pytest.mark.parametrize("error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)])
 def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_path, error, waits):
     """A lost rank would keep it waiting for an hour."""
-    saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, keep=1, on_error="stop"), []
+    saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, train=Train()), []
     saver.writers, saver.wait = object(), lambda: waited.append(True)
     with pytest.raises(error), saver:
         raise error("a rank is lost")

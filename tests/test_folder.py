@@ -1,4 +1,4 @@
-"""runtime/folder.py: which folder a run goes to."""
+"""runtime/folder.py: which folder a run goes to, what may change when it resumes, who may write there."""
 
 import shutil
 
@@ -7,9 +7,12 @@ import torch
 
 import train
 from configure import is_name_chosen, load
+from configure.schema import KEYS, Mix
 from runtime import RunError
 from runtime.distributed import Ranks
-from runtime.folder import MAX_SUFFIX, changes, claim, find_or_rename, find_owner, path_of, write_config
+from runtime.folder import RunFolder, explain_missing, find_or_rename, path_of
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -20,17 +23,23 @@ def config_of(tmp_path):
     return lambda *overrides: load(file, overrides)
 
 
+def leave_config(path, config):
+    """A run's folder with this config; returns it."""
+    path.mkdir(parents=True, exist_ok=True)
+    RunFolder(path).write_config(config)
+    return RunFolder(path)
+
+
 def begin(config):
     """Find the run's folder as train.py does, and leave its config there; returns the folder's name."""
     config = find_or_rename(config)
-    path_of(config).mkdir(parents=True, exist_ok=True)
-    write_config(path_of(config), config)
+    leave_config(path_of(config), config)
     return config.run.name
 
 
+# ---- which folder
 def test_another_config_goes_to_a_folder_named_by_what_differs(config_of, capsys):
-    assert begin(config_of()) == "mine-kern"
-    assert capsys.readouterr().out == ""
+    assert begin(config_of()) == "mine-kern" and capsys.readouterr().out == ""
     assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("runs/mine-kern-lr0.001") and "mine-kern holds a run with another config" in line
@@ -39,23 +48,24 @@ def test_another_config_goes_to_a_folder_named_by_what_differs(config_of, capsys
 
 
 def test_the_same_config_finds_its_own_folder_again(config_of):
-    names = {begin(config_of(*words)): words for words in ([], ["optim.lr=1e-3"], ["optim.lr=1e-2"])}
+    names = {begin(config_of(*keys)): keys for keys in ([], ["optim.lr=1e-3"], ["optim.lr=1e-2"])}
     assert len(names) == 3
-    for name, words in names.items():
-        assert find_or_rename(config_of(*words)).run.name == name
-        assert find_or_rename(config_of(*words, "log.interval=3", "train.max_steps=9000")).run.name == name
+    for name, keys in names.items():
+        for more in ([], ["log.interval=3", "train.max_steps=9000"]):
+            assert find_or_rename(config_of(*keys, *more)).run.name == name
     shutil.rmtree(path_of(config_of()))  # the folder that the others are named after
     assert find_or_rename(config_of("optim.lr=1e-2")).run.name == "mine-kern-lr0.01"
     assert find_or_rename(config_of("optim.lr=2")).run.name == "mine-kern"
 
 
-def test_a_run_of_before_an_axis_was_added_is_found(config_of):
+def test_a_run_from_before_an_axis_was_added_is_found(config_of):
     begin(config_of("run.name=mine-kern"))
     assert find_or_rename(config_of("run.name=mine-kern-lr0.0006")).run.name == "mine-kern"
     assert find_or_rename(config_of("run.name=mine-kern-lr1", "optim.lr=1")).run.name == "mine-kern-lr1"
+    assert find_or_rename(config_of("run.name=mine-kernel")).run.name == "mine-kernel"  # no axis
 
 
-def test_long_names_become_a_hash(config_of):
+def test_names_that_are_long_or_taken_get_a_hash(config_of):
     begin(config_of())
     many = ["optim.lr=1", "optim.beta1=0.5", "optim.beta2=0.5", "optim.eps=1", "optim.weight_decay=0.5"]
     many.append("model.n_layer=3")
@@ -63,16 +73,11 @@ def test_long_names_become_a_hash(config_of):
     assert len(name) == len("mine-kern-") + 8 and find_or_rename(config_of(*many)).run.name == name
     others = {find_or_rename(config_of(*many, f"optim.grad_clip={clip}")).run.name for clip in (2, 3)}
     assert len(others | {name}) == 3
-    assert len("n_layer3-lr1.0") < MAX_SUFFIX
 
-
-def test_a_taken_name_gets_a_hash(config_of):
-    begin(config_of())
-    first = find_or_rename(config_of("optim.lr=1e-3"))
-    path_of(first).mkdir(parents=True)
-    write_config(path_of(first), config_of("optim.lr=0.5"))  # edited by hand
+    taken = find_or_rename(config_of("optim.lr=1e-3"))
+    leave_config(path_of(taken), config_of("optim.lr=0.5"))  # edited by hand
     second = find_or_rename(config_of("optim.lr=1e-3")).run.name
-    assert second not in ("mine-kern", first.run.name) and begin(config_of("optim.lr=1e-3")) == second
+    assert second not in ("mine-kern", taken.run.name) and begin(config_of("optim.lr=1e-3")) == second
     assert find_or_rename(config_of("optim.lr=1e-3")).run.name == second
 
 
@@ -86,42 +91,106 @@ def test_a_broken_neighbour_is_no_obstacle(config_of):
 
 def test_checkpoints_without_a_config_are_refused(config_of):
     (path_of(config_of()) / "checkpoints/step_00000002").mkdir(parents=True)
-    with pytest.raises(RunError, match="has checkpoints but no config.toml"):
+    with pytest.raises(RunError, match="has checkpoints but no config.toml.*--fresh"):
         find_or_rename(config_of())
 
 
-def test_a_chosen_name_is_refused_as_before(tiny_file, capsys):
+def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, capsys):
     assert is_name_chosen(tiny_file) and is_name_chosen(tiny_file, ["--run.name=other"])
-    assert train.main([str(tiny_file)]) == 0
-    assert train.main([str(tiny_file), "--optim.lr=1e-3"]) == 2
-    assert "holds a run with another config:\n  optim.lr: 0.003 -> 0.001" in capsys.readouterr().err
-
-
-def test_an_edited_file_trains_beside_the_first_run(tiny_file, capsys):
     text = tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1)
-    tiny_file.write_text(text)
-    assert not is_name_chosen(tiny_file)
-    assert train.main([str(tiny_file)]) == 0
-    tiny_file.write_text(text.replace("lr = 3e-3", "lr = 1e-3"))
-    assert train.main([str(tiny_file)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("runs/tiny-kern-lr0.001") >= 2
-    assert train.main([str(tiny_file)]) == 0
-    assert "runs/tiny-kern-lr0.001: finished already, 4 steps" in capsys.readouterr().out
+    for lr, said in (("3e-3", "runs/tiny-kern: kern"), ("1e-3", "runs/tiny-kern-lr0.001: kern")):
+        tiny_file.write_text(text.replace("lr = 3e-3", f"lr = {lr}"))
+        assert not is_name_chosen(tiny_file) and train.main([str(tiny_file)]) == 0
+        assert said in capsys.readouterr().out
+        assert train.main([str(tiny_file)]) == 0
+        assert f"{said.split(':')[0]}: finished already, 4 steps" in capsys.readouterr().out
+    assert train.main([str(tiny_file), "--run.name=tiny-kern"]) == 2
+    assert "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001" in capsys.readouterr().err
 
 
-def test_a_type_that_was_chosen_for_the_run_is_no_difference(config_of):
-    begun = find_or_rename(config_of("train.dtype=bfloat16"))  # as preflight records it
-    path_of(begun).mkdir(parents=True)
-    write_config(path_of(begun), begun)
-    assert changes(config_of("train.dtype=auto")) == [] and find_or_rename(config_of()).run.name == "mine-kern"
-    assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
+def test_a_missing_run_is_explained(config_of, tmp_path):
+    leave_config(tmp_path / "quick-kern", config_of())
+    assert explain_missing(tmp_path / "quick-krn").endswith(f"no such folder; did you mean {tmp_path / 'quick-kern'}?")
+    (tmp_path / "zzz").mkdir()
+    assert "no config.toml, so not a run; give a run's" in explain_missing(tmp_path / "zzz")
+
+
+# ---- what may change
+MAY_CHANGE = """
+run.dir data.dir eval.interval eval.tasks eval.task_interval eval.task_limit eval.tasks_dir
+log.interval log.wandb log.project log.group log.tensorboard
+train.max_steps train.micro_batch_size train.parallel train.compile train.activation_checkpointing train.device
+train.deterministic train.timeout_minutes train.checkpoint_interval train.checkpoint_minutes train.keep_checkpoints
+train.keep_steps train.on_save_error
+"""  # as docs/reliability.md has them
+
+
+def with_other(config, key):
+    """`config` with another valid value of `key`."""
+    section, name = key.split(".")
+    part, schema = getattr(config, section), KEYS[key]
+    now = getattr(part, name)
+    if "enum" in schema:
+        other = next(value for value in schema["enum"][::-1] if value != now)  # "auto" keeps what the run has
+    else:
+        text = "4" if key == "train.keep_steps" else f"{now}-other"
+        others = {"boolean": lambda: not now, "string": lambda: text, "object": lambda: Mix({"other": 1.0})}
+        other = others.get(schema["type"], lambda: now / 2)()
+        other = int(other) if schema["type"] == "integer" else other
+        other = other if other != now else now + 1
+    return config.model_copy(update={section: part.model_copy(update={name: other})})
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - {"run.name"}))
+def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, key):
+    """A new key, which is in no list, is refused."""
+    config = tiny("train.keep_steps=2", "train.max_steps=6")
+    changed, run = with_other(config, key), leave_config(path_of(config), config)
+    section, name = key.split(".")
+    old, new = (getattr(getattr(each, section), name) for each in (config, changed))
+    if key in MAY_CHANGE.split():
+        new = "2,4" if key == "train.keep_steps" else new  # what was kept stays
+        assert run.find_changes(changed) == [f"{key}: {old!r} -> {new!r}"] and run.holds(changed)
+    else:
+        with pytest.raises(RunError, match="another config") as caught:
+            run.find_changes(changed)
+        assert f"\n  {key}: {old!r} -> {new!r}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
+        assert not run.holds(changed)
+
+
+def test_micro_batches_of_their_own_balance_loss_stay(tiny):
+    for scope, coef, refused in (("micro_batch", 0.1, True), ("micro_batch", 0, False), ("global", 0.1, False)):
+        own = [f"train.balance_loss_scope={scope}", f"train.balance_loss_coef={coef}"]
+        run = leave_config(path_of(tiny()), tiny(*own))
+        assert run.holds(tiny(*own, "train.micro_batch_size=4")) != refused
+
+
+def test_what_a_resume_keeps(config_of):
+    """The type that "auto" stood for, and checkpoints of steps that the shorter run still reaches."""
+    own = ["train.keep_steps=3,7,9", "train.max_steps=9"]
+    run = leave_config(path_of(config_of()), config_of("train.dtype=bfloat16", *own))  # as preflight records it
+    kept = run.keep_recorded(config_of("train.dtype=auto", "train.keep_steps=4", "train.max_steps=7"))
+    assert (kept.train.dtype, kept.train.keep_steps) == ("bfloat16", "3,4,7")
+    assert run.keep_recorded(config_of(*own, "train.keep_steps=9,3,7")).train.keep_steps == "9,3,7"
+    assert run.find_changes(config_of(*own)) == [] and find_or_rename(config_of(*own)).run.name == "mine-kern"
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
-        changes(config_of("train.dtype=float32"))
-    with pytest.raises(RunError, match=r"(?s)another config.*none: no such data set either"):
-        changes(config_of("data.name=none"))
+        run.find_changes(config_of(*own, "train.dtype=float32"))
+    with pytest.raises(RunError, match=r"(?s)another config.*none: no such data set either.*data.name"):
+        run.find_changes(config_of("data.name=none"))
 
 
-def test_the_name_of_a_new_folder_survives_a_power_failure(tmp_path, disk_calls):
-    with claim(tmp_path / "runs" / "new", Ranks(0, 1, torch.device("cpu"))):
-        assert disk_calls == ["sync runs"] and find_owner(tmp_path / "runs" / "new").startswith("process ")
+# ---- who may write there
+def test_claim_and_config_survive_a_power_failure(tmp_path, disk_calls, tiny):
+    run = RunFolder(tmp_path / "runs" / "new")
+    assert run.find_owner() is None and run.recorded is None and run.last_step == 0
+    with run.claim(ALONE):
+        assert disk_calls == ["sync runs"] and run.find_owner().startswith("process ")
+        with pytest.raises(RunError, match="another process trains this run"), RunFolder(run.path).claim(ALONE):
+            raise AssertionError("claimed twice")
+        with run.claim(Ranks(1, 2, torch.device("cpu"))):  # another rank of the job
+            pass
+        disk_calls.clear()
+        run.write_config(tiny())
+        assert disk_calls == ["sync config.toml.tmp", "rename config.toml", "sync new"]
+    assert run.find_owner() is None
+    assert RunFolder(run.path).recorded == tiny()

@@ -1,10 +1,5 @@
-"""runtime/: devices and compute types, ranks that agree, the memory plan, files that survive a power cut, tables."""
+"""runtime/: devices and compute types, ranks that agree, evaluation split across ranks, the memory plan."""
 
-import errno
-import os
-import shlex
-import subprocess
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,11 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT
 
-from common.command import run_command
-from common.files import write_atomic
-from common.text import text_table
 from model import GPT
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
@@ -215,55 +206,3 @@ def test_memory_plan_of_a_modern_block_by_hand():
     assert plan.activations == 3 * 4 * TOKENS * 8 + max(dense, moe)
     half = memory.estimate_memory(shapes, model, 2, "bfloat16", "ddp", 1, True)
     assert half.copies == 2 * (80 + 192 + 416)  # of the largest block
-
-
-def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    write_atomic(tmp_path / "file", "old")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        write_atomic(tmp_path / "file", "new")
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
-
-
-def test_text_table_aligns_numbers_to_the_right():
-    table = text_table(["run", "loss"], [["long name", "1"], ["b", "10.25"]])
-    assert table.splitlines() == ["run         loss", "-" * 16, "long name      1", "b          10.25"]
-
-
-def interrupt():
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("main, code, said", [(interrupt, 130, "interrupted\n"), (lambda: 2, 2, "")])
-def test_a_command_ends_with_its_code(main, code, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    assert end.value.code == code and capsys.readouterr().err == said
-
-
-COMMAND = "import sys; from common.command import run_command; run_command(lambda: {})"
-
-
-@pytest.mark.parametrize(
-    "code, unbuffered",
-    [
-        (["-c", COMMAND.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
-        (["-c", COMMAND.format("print('word')")], ""),  # fails when it is flushed
-        (["-c", COMMAND.format("(print('word'), sys.exit(3))")], ""),
-        (["-m", "data.prepare", "--list"], "1"),  # catches OSError
-    ],
-)
-def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
-    command = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
-    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "141\n")
-
-
-def test_a_command_without_stdout_ends_with_its_code():
-    command = f"{shlex.join([sys.executable, '-c', COMMAND.format('print(1)')])} >&-"
-    done = subprocess.run(command, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -22,7 +22,7 @@ import configure
 from model import count_parameters
 from runtime import folder
 from runtime.distributed import Ranks
-from runtime.folder import claim, find_owner, write_config
+from runtime.folder import RunFolder
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan, sweep
@@ -121,7 +121,7 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_t
 def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
     (point, *_) = sweep.list_points(str(sweep_file), [])
     point.folder.mkdir(parents=True)
-    write_config(point.folder, point.config)
+    RunFolder(point.folder).write_config(point.config)
     (same, *_) = sweep.list_points(str(sweep_file), [])
     assert same == point
     (edited, *others) = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
@@ -380,11 +380,11 @@ def test_a_point_that_another_process_trains_is_waited_for(sweep_file, fake_trai
     """Such as one of a sweep that was killed, which saves now."""
     (point,) = sweep.list_points(str(sweep_file), ["--run.seed=0", "--model.router=kern"])
     with ExitStack() as other:
-        other.enter_context(claim(point.folder, Ranks(0, 1, torch.device("cpu"))))
+        other.enter_context(RunFolder(point.folder).claim(Ranks(0, 1, torch.device("cpu"))))
         monkeypatch.setattr(sweep.time, "sleep", lambda seconds: other.close())
         assert sweep.main([str(sweep_file), "--run.seed=0", "--model.router=kern"]) == 0
     assert f"waiting: process {os.getpid()} on {os.uname().nodename} trains {point.folder}\n" in capsys.readouterr().out
-    assert [note["point"] for note in fake_trainer()] == ["0 kern"] and find_owner(point.folder) is None
+    assert [note["point"] for note in fake_trainer()] == ["0 kern"] and RunFolder(point.folder).find_owner() is None
 
 
 PARENT = """import os, signal, subprocess, sys

@@ -1,0 +1,194 @@
+"""common/: how commands end, files written in full or not at all, tables, progress on a terminal and in a file."""
+
+import errno
+import fcntl
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from runs import REPO_ROOT
+
+from common import progress
+from common.command import build_parser, command, require_packages, run_command
+from common.files import short_path, write_atomic
+from common.progress import progress_bar
+from common.text import first_line, format_size, markdown_table, plural, text_table
+
+
+# ---- commands
+def raising(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize("error", [ValueError("two words"), OSError(errno.ENOSPC, "No space left")])
+def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys):
+    assert command(raising(error))([]) == 2
+    assert capsys.readouterr() == ("", f"error: {error}\n")
+
+
+@pytest.mark.parametrize("error", [TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()])
+def test_other_exceptions_pass_through_a_command(error):
+    with pytest.raises(type(error)):
+        command(raising(error))([])
+
+
+def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
+    assert command(lambda argv: None)([]) == 0 and command(lambda argv: 3)([]) == 3
+    with pytest.raises(SystemExit):
+        build_parser("scripts.some", "Does it.\n\n    two   columns\n").parse_args(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m scripts.some [-h]\n\nDoes it.\n\n    two   columns\n")
+    require_packages("torch")
+    with pytest.raises(ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"):
+        require_packages("torch", "no_such_one")
+
+
+@pytest.mark.parametrize(
+    "error, code, said", [(KeyboardInterrupt(), 130, "interrupted\n"), (SystemExit(4), 4, ""), (None, 0, "")]
+)
+def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: raising(error)([]) if error else 0)
+    assert end.value.code == code and capsys.readouterr().err == said
+
+
+PRINTING = "import sys; from common.command import run_command; run_command(lambda: {})"
+
+
+@pytest.mark.parametrize(
+    "code, unbuffered",
+    [
+        (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
+        (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
+        (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
+    pipeline = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(pipeline, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "141\n")
+
+
+def test_a_command_without_stdout_ends_with_its_code():
+    closed = f"{shlex.join([sys.executable, '-c', PRINTING.format('print(1)')])} >&-"
+    done = subprocess.run(closed, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- files
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, disk_calls):
+    write_atomic(tmp_path / "file", "ä", durable=True)
+    assert (tmp_path / "file").read_bytes() == "ä".encode()
+    assert disk_calls == ["sync file.tmp", "rename file", f"sync {tmp_path.name}"]
+    del disk_calls[:]
+    write_atomic(tmp_path / "file", b"old")
+    assert disk_calls == ["rename file"]
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_atomic(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_paths_are_short_below_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert short_path(tmp_path / "here/a/b") == "a/b" and short_path("../x") == str(tmp_path / "x")
+
+
+# ---- text
+def test_tables_align_numbers_to_the_right_and_escape_html():
+    rows = [["long name", "1"], ["b", "10.25"]]
+    assert text_table(["run", "loss"], rows).splitlines() == [
+        *("run         loss", "-" * 16),
+        *("long name      1", "b          10.25"),
+    ]
+    assert text_table(["run", "of"], [["a", "xy"], ["b", "z"]], left=2).splitlines()[2:] == ["a    xy", "b    z"]
+    assert markdown_table(["a", "b"], [["<x>|&", "1"]]) == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
+    assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
+    assert [format_size(1_120_000), format_size(10**9)] == ["1.12 MB", "1 GB"]
+    assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
+
+
+# ---- progress
+@pytest.fixture
+def terminal(monkeypatch):
+    """terminal(columns): make stderr a terminal that wide; returns a function that reads what it shows."""
+    opened = []
+
+    def open_terminal(columns):
+        main, side = pty.openpty()
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+        monkeypatch.setattr(sys, "stderr", os.fdopen(side, "w"))
+        opened.extend([main, sys.stderr])
+        return lambda: read_lines(main)
+
+    yield open_terminal
+    for file in opened:
+        file.close() if hasattr(file, "close") else os.close(file)
+
+
+def read_lines(main):
+    """What a terminal shows up to the end of a line; it comes in pieces."""
+    text = ""
+    while not text.endswith("\n"):
+        text += os.read(main, 65536).decode()
+    return text
+
+
+def show(bar):
+    bar.set_postfix_str("loss 2.5", refresh=False)
+    for _ in range(3):
+        bar.update()
+    bar.close()
+
+
+@pytest.mark.parametrize("columns, environment, width", [(0, None, 79), (80, None, 79), (0, "60", 59)])
+def test_a_terminal_shows_a_bar_even_if_it_does_not_know_its_width(terminal, monkeypatch, columns, environment, width):
+    monkeypatch.setenv("COLUMNS", environment) if environment else monkeypatch.delenv("COLUMNS", raising=False)
+    read = terminal(columns)
+    show(progress_bar(every=10, desc="tiny", total=3, bar_format=progress.FORMAT))
+    last = read().rstrip().split("\r")[-1]
+    assert len(last) == width and last.startswith("tiny: 3/3")
+    assert environment or re.fullmatch(r"tiny: 3/3it \|█+\| 00:00, 00:00 left, loss 2.5", last)
+
+
+def test_a_file_gets_lines(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    form = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
+    bar = progress_bar(every=10, desc="tiny", initial=10, total=100, bar_format=form)
+    for step in range(11, 43):
+        now[0] += 1
+        bar.set_postfix_str(f"loss {step}", refresh=False)
+        bar.update()
+    bar.write("tiny: val loss 2.0")
+    bar.close()
+    bar.close()
+    assert capsys.readouterr() == (
+        "tiny: val loss 2.0\n",
+        "tiny: step 20/100, 00:10, 01:20 left, loss 20\n"
+        "tiny: step 30/100, 00:20, 01:10 left, loss 30\n"
+        "tiny: step 40/100, 00:30, 01:00 left, loss 40\n"
+        "tiny: step 42/100, 00:32, 00:58 left, loss 42\n",
+    )
+
+
+def test_a_file_gets_units_or_nothing(capsys):
+    with progress_bar(every=10, desc="books", total=2_000_000, unit="B", unit_scale=True) as bar:
+        bar.update(1_500_000)
+    assert capsys.readouterr().err == "books: 1.50M/2.00MB, 00:00, 00:00 left\n"
+    show(progress_bar(desc="scored", total=3, disable=False))  # without `every`
+    assert capsys.readouterr().err == ""
