@@ -325,9 +325,7 @@ class Pool:
                 elif code and not passed_on:
                     failed.append(job)
         self._report_failed(failed)
-        if stop.asked:
-            return EXIT_CODE
-        return 1 if failed else 0
+        return EXIT_CODE if stop.asked else int(len(failed) > 0)
 
     def _start_one(self) -> bool:
         """Start a point that no other process trains, if GPUs are free; whether one was started."""
