@@ -1,257 +1,53 @@
-"""Many ranks: the same run on any number of them, under DDP, FSDP2 and HSDP; idle experts, steps that are not finite,
-checkpoints that reshard, bytes as planned, ranks that die, refusals.
+"""Many ranks: the same run on any number of them, under DDP, FSDP2, ZeRO-2 and HSDP; ranks that die.
 
-Jobs of 2 and of 4 ranks (CPU, gloo) go through their cases, and each leaves a report per case and rank, which the tests
-read. What needs no numbers from the other ranks uses torch's fake process group. This file is the program of the ranks
-that end, too.
+Jobs of 2 and of 4 ranks (CPU, gloo) go through the cases of ranks.py, and each leaves a report per case and rank, which
+the tests read. Run as a program, this file is a rank that is ended.
 """
 
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
-import traceback
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import write_tiny
 from numerics import assert_near, tolerance
+from ranks import (
+    ALL,
+    ANY,
+    CASES,
+    COMPARED,
+    MODELS,
+    PEAK,
+    RATE,
+    RESHARDED,
+    RESUMED,
+    WAYS,
+    Case,
+    Watch,
+    be_a_rank,
+    config_of,
+)
 from runs import (
     assert_same_columns,
     column,
-    meet_in,
     run_torchrun,
     run_with_margin,
     start_ranks,
     untimed,
 )
-from torch.distributed.tensor import DTensor
 
 import configure
 import train
-from configure import ConfigError
 from eval.trained import load_model
 from model import flops_per_token
-from runtime import checkpoint, distributed, parallel
-from runtime import state as train_state
+from runtime import parallel
 from runtime.metrics import ARRAYS, read_metrics
-
-PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
-
-
-# ---- cases
-class Case(NamedTuple):
-    model: str  # of MODELS
-    way: str  # of WAYS
-    own: list[str] = []  # overrides of this case alone
-    copies: tuple[str, ...] = ()  # cases that resume from this one's checkpoint of step 3
-
-
-class Way(NamedTuple):
-    ranks: int
-    parallel: str
-    ranks_per_node: int
-
-
-WAYS = {
-    "alone": Way(1, "auto", 1),
-    "ddp-2": Way(2, "ddp", 2),
-    "fsdp-2": Way(2, "fsdp", 2),
-    "ddp-4": Way(4, "ddp", 4),
-    "fsdp-4": Way(4, "fsdp", 4),
-    "hsdp-2x2": Way(4, "hsdp", 2),
-    "zero2-2": Way(2, "zero2", 2),
-}
-# 4, 2 or 1 micro-batches a step
-ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
-SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", "train.keep_checkpoints=9"]
-SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
-MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
-    "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
-    "dense": ["model.router=dense"],
-    "kern": ["model.router=kern-norelu"],
-    "biased": [
-        *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
-        *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
-    ],
-    "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
-    "modern": [
-        *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
-        *("model.gated=true", "model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1"),
-    ],
-    # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
-    "idle": [
-        *("model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"),
-        *("train.batch_size=2", "train.micro_batch_size=1"),
-    ],
-    "windows": ["model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5", "train.max_steps=2"],
-    # Interpreted, so as little as can be: 16 tokens a step.
-    "triton": [
-        *("model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"),
-        *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
-    ],
-    "saved": [*SAVED, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"],
-    "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
-    "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
-    "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
-    # The most state to resume: dropout, a loss scale, a checkpoint in the middle of a log interval.
-    "again": [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"],
-    # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
-    "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
-}
-ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
-COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
-CASES = {
-    f"{model} {way}": Case(model, way)
-    for model, ways in {
-        "pair": ["ddp-2"],
-        "dense": ["ddp-2", "fsdp-2", "zero2-2"],
-        "kern": ["fsdp-2", "fsdp-4"],
-        "modern": ["ddp-2", "fsdp-2"],
-        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
-        "idle": ["ddp-2", "fsdp-2"],
-        "windows": ["fsdp-2"],
-        "muon": ["ddp-2", "hsdp-2x2"],
-        "inf": ["ddp-2", "fsdp-2"],
-    }.items()
-    for way in ways
-}
-CASES["cut ddp-2"] = Case("cut", "ddp-2", ["train.micro_batch_size=4"])
-CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
-for way in ("ddp-2", "fsdp-2"):
-    CASES[f"blocks {way}"] = Case("blocks", way)
-    CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
-RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
-for saved, ways in RESHARDED.items():
-    CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
-    CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
-RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
-RESUMED += [("again", "zero2-2")]
-for model, way in RESUMED:
-    CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
-    CASES[f"{model} {way} resumed"] = Case(model, way)
-
-
-# ---- what a rank does
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Watch:
-    """What a rank sees in the run of a case."""
-
-    def __init__(self, case, rank):
-        self.case, self.rank = case, rank
-        self.forget()
-
-    def forget(self):
-        """Be ready for another run."""
-        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
-
-    @contextmanager
-    def patches(self, after_save=lambda saver, step: None):
-        """Within this context, runs are seen; `after_save` is called with each save."""
-
-        def save(saver, step, model, *args):
-            SAVE(saver, step, model, *args)
-            after_save(saver, step)
-            full = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
-            self.seen["parameters"] = {key: p.clone() for key, p in full.items()}
-            self.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.Saver, "save", save)
-            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
-            patch.setattr(train, "learning_rate", self.learning_rate)
-            patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
-            yield
-
-    def build_optimizer(self, model, optim):
-        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
-        self.parameters = list(model.parameters())
-        model.register_forward_hook(self._after_forward)
-        model.blocks[0].ln_1.register_forward_hook(self._after_norm)
-        if self.case.model in ("pair", "idle"):
-            for block in model.blocks:
-                block.mlp.router.selection_bias[3] = -10 - self.rank
-        if self.case.model == "inf" and self.rank == 1:
-            model.blocks[0].mlp.experts.register_forward_pre_hook(self._before_experts)
-        return BUILD(model, optim)
-
-    def learning_rate(self, optim, max_steps, step):
-        """Between the seed of a step and its forward pass."""
-        self.seen["weights"].append([local(p).detach().clone() for p in self.parameters])
-        self.seen["gradients"].append([0 if p.grad is None else local(p.grad).data_ptr() for p in self.parameters])
-        self.seen["seeds"].append(torch.initial_seed())
-        return RATE(optim, max_steps, step)
-
-    def _after_forward(self, model, args, out):
-        if model.training:  # before the first step: the pass that warms up DDP's buckets
-            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(out.stats.loads.sum(1))
-
-    def _after_norm(self, *_):
-        self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
-
-    def _before_experts(self, experts, args):
-        """On the full parameter, which FSDP2 makes anew for every pass."""
-        if torch.is_grad_enabled() and len(self.seen["weights"]) == 3:
-            experts.w_in.register_hook(self._spoil)
-
-    def _spoil(self, gradient):
-        """In step 3 the gradient of expert 0, which is in rank 0's shard."""
-        if len(self.seen["weights"]) == 3:
-            gradient = gradient.clone()
-            gradient[0] = torch.inf
-        return gradient
-
-
-BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save
-
-
-def config_of(folder, name, seed):
-    """A case has its own run.dir; the runs that resume from another's checkpoint share its run.name."""
-    case = CASES[name]
-    ranks, way, _ = WAYS[case.way]
-    own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
-    return configure.load(folder / "tiny.toml", [*ALL, *MODELS[case.model], *own, *case.own], ranks)
-
-
-def work(folder, name, seed, rank):
-    """Train as the case says; returns what this rank saw."""
-    case = CASES[name]
-    watch = Watch(case, rank)
-
-    def copy_run(saver, step):
-        if step == 3 and case.copies:
-            saver.wait()
-            for copy in case.copies if rank == 0 else ():
-                shutil.copytree(folder / name, folder / copy)
-
-    with watch.patches(copy_run):
-        train.train(config_of(folder, name, seed))
-    return watch.seen
-
-
-def be_a_rank(folder, names, seeds):
-    """Cases of as many ranks, one after another; each meets in a file of its own."""
-    rank = int(os.environ["RANK"])
-    for name in names:
-        way = WAYS[CASES[name].way]
-        os.environ["LOCAL_WORLD_SIZE"] = str(way.ranks_per_node)
-        meet_in(folder / f"{name}.store")
-        try:
-            torch.save(work(folder, name, seeds.get(CASES[name].model, "run.seed=0"), rank), folder / f"{name}.{rank}")
-        except Exception:
-            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
 
 # ---- how the tests start them
@@ -336,7 +132,7 @@ def assert_same_on_all_ranks(outcome):
 
 # ---- two ranks under DDP
 @pytest.mark.numerics
-def test_pair_trains_like_one_rank(outcome, alone):
+def test_pair_trains_like_one_rank(outcome, alone, folder):
     """One expert is idle, and its selection bias differs: no rank's buffers go to the others."""
     ran = outcome("pair ddp-2")
     assert_same_run(ran, alone("pair")[1])
@@ -346,18 +142,14 @@ def test_pair_trains_like_one_rank(outcome, alone):
         assert not any(loads[:, 3].any() for loads in report["loads"])
         _, second, third = report["gradients"]
         assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice
-
-
-def test_pair_draws_different_dropout(outcome):
-    """Otherwise rows of several ranks would share a mask."""
-    seeds = [seed for report in outcome("pair ddp-2").reports for seed in report["seeds"]]
-    assert len(seeds) == len(set(seeds)) == 2 * 3  # one per rank and step
-
-
-def test_pair_reports_the_mfu_of_two_devices(outcome, folder):
+    seeds = [seed for report in ran.reports for seed in report["seeds"]]
+    assert len(seeds) == len(set(seeds)) == 2 * 3  # rows of several ranks do not share a mask of dropout
     flops = flops_per_token(config_of(folder, "pair ddp-2", "run.seed=0").model)
-    for line in [line for line in outcome("pair ddp-2").lines if "perf/mfu" in line]:
+    timed = [line for line in ran.lines if "perf/mfu" in line]
+    assert len(timed) == 3
+    for line in timed:  # of two devices; 8 rows of 32 tokens a step, over both ranks
         assert line["perf/mfu"] == pytest.approx(flops * line["perf/tokens_per_sec"] / (2 * PEAK))
+        assert line["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / line["perf/step_ms"])
 
 
 def test_gradients_are_averaged_in_the_last_micro_batch_alone():
@@ -461,14 +253,6 @@ def test_sharded_checkpoint_is_read_by_one_process(outcome):
         assert torch.equal(parameter, ran.reports[0]["parameters"][key])
     for key, buffer in model.named_buffers():
         assert torch.equal(buffer, ran.reports[0]["buffers"][key])
-
-
-def test_ranks_that_do_not_divide_the_batch_are_refused(tiny_file):
-    with pytest.raises(ConfigError, match="or start 1, 2, 4, 8 ranks") as caught:
-        configure.load(tiny_file, ["train.micro_batch_size=1"], 3)
-    assert "1 times 3 rank(s) = 3" in str(caught.value) and "--train.batch_size=9" in str(caught.value)
-    for ranks in (1, 2, 4, 8):
-        configure.load(tiny_file, ["train.micro_batch_size=1"], ranks)
 
 
 # ---- jobs of torchrun: ranks that end, and nodes
