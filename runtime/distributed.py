@@ -34,7 +34,7 @@ def print_once(text: str) -> None:
 
 
 def local_rank() -> int:
-    """Rank within this node, as torchrun tells it; 0 without it."""
+    """Rank within this node, from torchrun's environment; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -131,9 +131,9 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """`value` of each rank of `group` in rank order, on every rank; [value] if group is None."""
     if group is None:
         return [value]
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
@@ -145,20 +145,20 @@ def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
     return counts.bool().tolist()
 
 
-def check_agreement(what: str, ranks: Ranks) -> None:
-    """Raises RunError, on all ranks, if the text `what` differs between ranks."""
-    found = gather(what, ranks.control)
-    for rank, words in enumerate(found):
-        if words != found[0]:
+def check_agreement(plan: str, ranks: Ranks) -> None:
+    """Raises RunError, on all ranks, if the text `plan` differs between ranks."""
+    plans = gather(plan, ranks.control)
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
             raise RunError(
-                f"ranks disagree: {found[0]} (rank 0), {words} (rank {rank}). All nodes need the same config, the same "
+                f"ranks disagree: {plans[0]} (rank 0), {other} (rank {rank}). All nodes need the same config, the same "
                 f"run.dir on a shared file system, and the same GPUs; or set --train.parallel"
             )
 
 
 @contextmanager
 def share_errors(ranks: Ranks) -> Iterator[None]:
-    """What one rank does within, and may fail at, before all go on: its RunError is raised on every rank.
+    """Raise a RunError that one rank raises within this context on every rank.
 
     Otherwise the others would wait in their next collective for a rank that has ended.
     """
@@ -181,7 +181,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
-    """Within it, this rank belongs to the process group of its job: NCCL on CUDA, gloo on CPU; none on one rank.
+    """Join the process group of the job, while in this context: NCCL on CUDA, gloo on CPU; none on one rank.
 
     After an error another rank may be lost, so the group is aborted: that waits for none.
 

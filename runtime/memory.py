@@ -71,33 +71,16 @@ def estimate_memory(
         tasks: whether the model is scored on tasks while it trains.
         masks: whether documents are masked (data.document_mask). Compiled blocks on CUDA have no such tensor.
     """
-    sizes = {name: prod(shape) for name, shape in shapes.items()}
-    gathered = 4 * sum(sizes.values()) if tasks and parallel != "ddp" else 0
-    mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(model.n_layer)]
-    rests = [sum_sizes(sizes, f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]
-    outside = sum(sizes.values()) - sum(mlps) - sum(rests)
-    in_mlp, in_block = max(mlps), max(rests)
-    kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
-    b = CAST_BYTES[dtype]
-    copies = b * (outside + kept(rests))
-    if parallel == "ddp":
-        copies += b * kept(mlps)
-    else:
-        sizes = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # of this rank's
-        # The buffer that a block arrives in, its gradients, and those being reduced in fp32. Parameters outside of
-        # blocks stay gathered. FSDP2 holds two gathered blocks besides, ZeRO-2 all.
-        g = b or 4
-        copies += (2 * g + 4) * in_mlp + 3 * 4 * in_block + 2 * 4 * outside
-        copies += g * sum(mlps) + 4 * sum(rests) if parallel == "zero2" else 2 * g * in_mlp + 2 * 4 * in_block
-    parameters = sum(sizes.values())
-    by_muon = sum(size for name, size in sizes.items() if muon and is_for_muon(name, len(shapes[name])))
+    owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # by this rank
+    parameters = sum(owned.values())
+    by_muon = sum(size for name, size in owned.items() if muon and is_for_muon(name, len(shapes[name])))
     tokens = micro_batch_size * model.block_size
-    n_dense = dense_layers(model)
-    layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
-    inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
-    activations = inputs + max(layers) if checkpointing else sum(layers)
-    activations += masks * (b or 4) * tokens * model.block_size
+    copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing)
+    activations = kept_activation_bytes(model, tokens, dtype, checkpointing)
+    if masks:
+        activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
+    gathered = 4 * sum(map(prod, shapes.values())) if tasks and parallel != "ddp" else 0
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
@@ -105,9 +88,38 @@ def estimate_memory(
         copies=copies,
         activations=activations,
         logits=logits,
-        ema=4 * parameters * ema,
+        ema=4 * parameters if ema else 0,
         scoring=max(0, gathered - copies - activations - logits),
     )
+
+
+def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool) -> int:
+    """Bytes of `Memory.copies`; the arguments are those of `estimate_memory`."""
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(n_layer)]
+    rests = [sum_sizes(sizes, f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]  # of each block
+    outside = sum(sizes.values()) - sum(mlps) - sum(rests)
+    kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
+    b = CAST_BYTES[dtype]
+    casts = b * (outside + kept(rests))
+    if parallel == "ddp":
+        return casts + b * kept(mlps)
+    # The buffer that a block arrives in, its gradients, and those being reduced in fp32. Parameters outside of blocks
+    # stay gathered.
+    g = b or 4
+    arriving = (2 * g + 4) * max(mlps) + 3 * 4 * max(rests) + 2 * 4 * outside
+    if parallel == "zero2":  # holds all blocks gathered
+        return casts + arriving + g * sum(mlps) + 4 * sum(rests)
+    return casts + arriving + 2 * g * max(mlps) + 2 * 4 * max(rests)  # FSDP2 holds two
+
+
+def kept_activation_bytes(model: Model, tokens: int, dtype: str, checkpointing: bool) -> int:
+    """Bytes that autograd saves of all blocks; with checkpointing each block's fp32 input and one whole block."""
+    n_dense = dense_layers(model)
+    layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
+    if checkpointing:
+        return model.n_layer * 4 * tokens * model.n_embd + max(layers)
+    return sum(layers)
 
 
 def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
@@ -130,25 +142,27 @@ def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
     C, H, K, E, shared = model.n_embd, model.expert_hidden, model.top_k, model.n_expert, model.n_shared_expert
     # First norm: input (fp32), output. Attention, its output. Second norm: input, output.
     bytes_per_token = (4 + b) * C + attention_bytes(model, b) + (4 + b) * C
-    of_mlp = (4 if model.gated else 2) * b * H  # an MLP's pre-activations, activated gate, activations per n
+    per_unit = (4 if model.gated else 2) * b * H  # an MLP's pre-activations, activated gate, activations per H
     if dense:
-        return tokens * (bytes_per_token + of_mlp * (K + shared))
-    bytes_per_token += 4 * C * (b != 4)  # the router's fp32 input
+        return tokens * (bytes_per_token + per_unit * (K + shared))
     bytes_per_token += 4 * 4 * E  # logits, scores, probabilities and what their losses keep
-    bytes_per_token += (1 + model.gated) * b * K * H + 20 * K  # pre-activations, gates and indices
-    if shared:
-        bytes_per_token += of_mlp * shared + b * C * (b != 4)  # also a cast of the input
+    bytes_per_token += (2 if model.gated else 1) * b * K * H + 20 * K  # pre-activations, gates and indices
+    bytes_per_token += per_unit * shared
+    if b != 4:
+        bytes_per_token += 4 * C  # the router's fp32 input
+        bytes_per_token += b * C if shared else 0  # the shared experts' cast of it
     return tokens * bytes_per_token
 
 
 def attention_bytes(model: Model, b: int) -> int:
     """Bytes per token that autograd saves of attention without its input; `b` bytes per element."""
     C, kv = model.n_embd, model.n_embd // model.n_head * kv_heads(model)
-    normed = model.qk_norm != "off"
-    separate = normed or model.pos == "rope"  # queries and keys are no longer a part of the product qkv
-    saved = b * C * (1 + separate)  # output, queries
-    saved += b * C * (model.pos == "rope")  # the output in the order of tokens: rotated queries lie in that of heads
-    saved += b * (kv * separate + C + 2 * kv)  # keys; qkv, which queries, values or the norms' inputs are parts of
+    normed, rotated = model.qk_norm != "off", model.pos == "rope"
+    saved = b * (C + C + 2 * kv)  # output; qkv, which queries, values or the norms' inputs are parts of
+    if normed or rotated:
+        saved += b * (C + kv)  # queries and keys, no longer a part of the product qkv
+    if rotated:
+        saved += b * C  # the output in the order of tokens: rotated queries lie in that of heads
     if normed and b != 4:
         saved += 4 * (C + kv)  # the norms' inputs in fp32
     return saved
@@ -191,16 +205,31 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    name, muon, ema = str(dtype).removeprefix("torch."), config.optim.name == "muon", train.ema_decay > 0
-    options = train.activation_checkpointing, muon, ema, bool(config.eval.task_names), config.data.document_mask
-    estimates = {
-        parallel: estimate_memory(shapes, config.model, train.micro_batch_size, name, parallel, shards, *options)
-        for parallel, shards in possible.items()
-        if train.parallel in ("auto", parallel)
-    }
+    if train.parallel != "auto":
+        possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
+    name = str(dtype).removeprefix("torch.")
+    estimates = estimate_each(config, shapes, name, possible, train.activation_checkpointing)
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
+
+
+def estimate_each(
+    config: Config, shapes: Shapes, dtype: str, possible: Mapping[str, int], checkpointing: bool
+) -> dict[str, Memory]:
+    """`estimate_memory` of a config under each of the `possible` values of train.parallel (`list_parallelisms`)."""
+    options = {
+        "checkpointing": checkpointing,
+        "muon": config.optim.name == "muon",
+        "ema": config.train.ema_decay > 0,
+        "tasks": bool(config.eval.task_names),
+        "masks": config.data.document_mask,
+    }
+    size = config.train.micro_batch_size
+    return {
+        parallel: estimate_memory(shapes, config.model, size, dtype, parallel, shards, **options)
+        for parallel, shards in possible.items()
+    }
 
 
 def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:
@@ -212,7 +241,8 @@ def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str
 def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
     """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
     if capacity is not None and memory.state > capacity:
-        least = (STATE_BYTES + 4 * bool(memory.ema)) * sum(map(prod, shapes.values())) / (USABLE * capacity)
+        per_parameter = STATE_BYTES + 4 if memory.ema else STATE_BYTES
+        least = per_parameter * sum(map(prod, shapes.values())) / (USABLE * capacity)
         mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
         raise RunError(
             f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this one has "

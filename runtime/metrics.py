@@ -10,7 +10,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,43 +49,50 @@ class Metrics:
             folder: of the run.
             resume_step: lines and arrays after this step are dropped; below 0 all are, into metrics.old.jsonl and
                 arrays.old. Of lines with the same step and names the last is kept.
-            trackers: each a runtime.tracker.Tracker or a runtime.tensorboard.TensorBoard.
+            trackers: of runtime.tracker.
             on_error: "stop" or "warn".
 
         Raises:
             RunError: the file cannot be written, or has lines of another kind.
         """
-        self.path = Path(folder, "metrics.jsonl")
-        self.arrays = Path(folder, "arrays")
-        self.trackers, self.on_error, self.waiting = [*trackers], on_error, b""
-        self.rows: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}, not yet written
-        self.late = False  # they could not be written
-        lines, old = read_metrics(self.path), self.path.with_suffix(".old.jsonl")
+        self.path, self.arrays = Path(folder, "metrics.jsonl"), Path(folder, "arrays")
+        self.trackers, self.on_error = [*trackers], on_error
+        self.pending_lines = b""
+        self.pending_arrays: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}
+        self.failing: set[str] = set()  # of "lines" and "arrays": what could not be written
+        lines = read_metrics(self.path)
         kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
-        done, last = max(resume_step, 0), max((line["step"] for line in lines), default=0)
-        if last > done:
-            where = f"resumed from the checkpoint of step {done}" if done else "no checkpoint"
-            print(f"{self.path}: {where}, so its steps {done + 1:,} to {last:,} begin again")
+        first, last = max(resume_step, 0) + 1, max((line["step"] for line in lines), default=0)
+        if last >= first:
+            reason = f"resumed from the checkpoint of step {first - 1}" if first > 1 else "no checkpoint"
+            print(f"{self.path}: {reason}, so its steps {first:,} to {last:,} begin again")
         with describe_write_errors(self.path):
-            if resume_step < 0 and len(lines) > len(read_metrics(old)):
-                write_atomic(old, self.path.read_bytes())
-                if self.arrays.is_dir():
-                    shutil.rmtree(self.arrays.with_suffix(".old"), ignore_errors=True)
-                    self.arrays.rename(self.arrays.with_suffix(".old"))
-            late = [file for file in list_arrays(self.path) if int(file.stem[-8:]) > resume_step]
-            for file in [*late, *self.arrays.glob("*.tmp")]:
+            if resume_step < 0:
+                self._keep_old(len(lines))
+            dropped = [file for file in list_arrays(self.path) if int(file.stem[-8:]) > resume_step]
+            for file in [*dropped, *self.arrays.glob("*.tmp")]:
                 file.unlink()
             write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True)
             self.file = self.path.open("ab", buffering=0)
         self._tell("recall", list(kept.values()))
+
+    def _keep_old(self, lines: int) -> None:
+        """Keep the files of a run that starts over, unless those kept before have as many `lines` or more."""
+        old = self.path.with_suffix(".old.jsonl")
+        if lines <= len(read_metrics(old)):
+            return
+        write_atomic(old, self.path.read_bytes())
+        if self.arrays.is_dir():
+            shutil.rmtree(self.arrays.with_suffix(".old"), ignore_errors=True)
+            self.arrays.rename(self.arrays.with_suffix(".old"))
 
     def log(self, step: int, tokens: int, **values: "Tensor | float") -> None:
         """Append a line. Tensors are copied to the host; those of ARRAYS wait for an evaluation, `sync` or `close`."""
         line: dict[str, Any] = {"step": step, "tokens": tokens}
         line |= {name: value if isinstance(value, int | float) else value.tolist() for name, value in values.items()}
         for name in line.keys() & ARRAYS:
-            self.rows.setdefault(_section(name), {}).setdefault(step, {})[name] = line[name]
-        if "val" in self.rows:
+            self.pending_arrays.setdefault(_section(name), {}).setdefault(step, {})[name] = line[name]
+        if "val" in self.pending_arrays:
             self._write_arrays()  # before its line, which says that this evaluation is done
         self._write(json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n")
         self._tell("log", line)
@@ -95,7 +103,7 @@ class Metrics:
         self._write(b"", sync=True)
 
     def close(self, failed: bool = False) -> None:
-        """Write what is waiting, close the file and end the trackers' run, which is marked as `failed`."""
+        """Write what is pending, close the file and end the trackers' run, which is marked as `failed`."""
         self.on_error = "stop"
         try:
             self.sync()
@@ -106,44 +114,48 @@ class Metrics:
             self.file.close()
             self._tell("finish", int(failed))
 
-    def _write_arrays(self) -> None:
-        """Write the waiting arrays, a file per section; where that fails they go on waiting."""
+    @contextmanager
+    def _warn_once(self, kind: str) -> Iterator[None]:
+        """With on_error "warn" print a RunError raised within, unless the last attempt to write this `kind` failed."""
         try:
-            for section, rows in [*self.rows.items()]:
-                file, columns = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
+            yield
+            self.failing.discard(kind)
+        except RunError as error:
+            if self.on_error == "stop":
+                raise
+            if kind not in self.failing:
+                tqdm.write(f"warning: {error}")
+            self.failing.add(kind)
+
+    def _write_arrays(self) -> None:
+        """Write the pending arrays, a file per section; where that fails they stay pending."""
+        with self._warn_once("arrays"):
+            for section, rows in [*self.pending_arrays.items()]:
+                file, data = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
                 names = {name for row in rows.values() for name in row}
                 arrays = {name: np.array([row[name] for row in rows.values()]) for name in sorted(names)}
-                np.savez_compressed(columns, allow_pickle=False, step=[*rows], **arrays)
+                np.savez_compressed(data, allow_pickle=False, step=[*rows], **arrays)
                 with describe_write_errors(file):
                     self.arrays.mkdir(exist_ok=True)
-                    write_atomic(file, columns.getvalue(), durable=True)
-                del self.rows[section]
-            self.late = False
-        except RunError as error:
-            if self.on_error == "stop":
-                raise
-            if not self.late:
-                tqdm.write(f"warning: {error}")
-            self.late = True
+                    write_atomic(file, data.getvalue(), durable=True)
+                del self.pending_arrays[section]
 
-    def _write(self, lines: bytes, sync: bool = False) -> None:
-        """Append the waiting lines and these; no line at all rather than half of one."""
-        lines, length = self.waiting + lines, os.fstat(self.file.fileno()).st_size
-        try:
-            with describe_write_errors(self.path):
-                rest = memoryview(lines)
-                while rest:
-                    rest = rest[self.file.write(rest) :]
-                if sync:
-                    os.fsync(self.file.fileno())
-            self.waiting = b""
-        except RunError as error:
-            self.file.truncate(length)
-            if self.on_error == "stop":
+    def _write(self, line: bytes, sync: bool = False) -> None:
+        """Append the pending lines and this one, all or nothing; where that fails they stay pending."""
+        self.pending_lines += line
+        length = os.fstat(self.file.fileno()).st_size
+        with self._warn_once("lines"):
+            try:
+                with describe_write_errors(self.path):
+                    rest = memoryview(self.pending_lines)
+                    while rest:
+                        rest = rest[self.file.write(rest) :]
+                    if sync:
+                        os.fsync(self.file.fileno())
+            except RunError:
+                self.file.truncate(length)  # no half of a line
                 raise
-            if not self.waiting:
-                tqdm.write(f"warning: {error}")
-            self.waiting = lines
+            self.pending_lines = b""
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for tracker in [*self.trackers]:
@@ -151,8 +163,8 @@ class Metrics:
                 getattr(tracker, method)(*arguments)
             except Exception as error:  # whatever it is: the numbers are in the file
                 self.trackers.remove(tracker)
-                words = f"{tracker.name}: {method} failed ({first_line(error)}): continuing without it. "
-                tqdm.write(f"{words}{self.path} has every number{tracker.remedy}")
+                problem = f"{tracker.name}: {method} failed ({first_line(error)})"
+                tqdm.write(f"{problem}: continuing without it. {self.path} has every number{tracker.remedy}")
 
 
 def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -173,23 +185,30 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str,
     lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n") if Path(path).is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line.decode())
-            if type(record["step"]) is not int or "tokens" not in record or not _are_numbers(record.values()):
-                raise ValueError
+        record = _parse_line(line)
+        if record is not None:
             records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            if number < len(lines):
-                raise RunError(
-                    f"{path}, line {number} is not a JSON object of numbers with step and tokens; remove that line"
-                ) from None
+        elif number < len(lines):
+            problem = "is not a JSON object of numbers with step and tokens; remove that line"
+            raise RunError(f"{path}, line {number} {problem}")
     for section in {_section(name) for name in arrays}:
-        names = [name for name in arrays if _section(name) == section]
-        found = {step: row for file in list_arrays(path, section) for step, row in load_arrays(file, names).items()}
+        rows: dict[int, dict[str, np.ndarray]] = {}
+        for file in list_arrays(path, section):
+            rows |= load_arrays(file, [name for name in arrays if _section(name) == section])
         for record in records:
             if LINES[section] in record:
-                record |= {name: value.tolist() for name, value in found.get(record["step"], {}).items()}
+                record |= {name: value.tolist() for name, value in rows.get(record["step"], {}).items()}
     return records
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, or None if it is of another kind."""
+    try:
+        record = json.loads(line.decode())
+        is_record = isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record
+        return record if is_record and _are_numbers(record.values()) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def list_arrays(path: str | Path, section: str = "*") -> list[Path]:
@@ -200,9 +219,9 @@ def list_arrays(path: str | Path, section: str = "*") -> list[Path]:
 def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
     """{step: {name: array}} of a file of arrays, of those `names` that it has. Raises RunError if it is damaged."""
     try:
-        with np.load(file) as found:
-            columns = {name: found[name] for name in names if name in found}
-            return {int(step): {name: columns[name][i] for name in columns} for i, step in enumerate(found["step"])}
+        with np.load(file) as data:
+            columns = {name: data[name] for name in names if name in data}
+            return {int(step): {name: columns[name][i] for name in columns} for i, step in enumerate(data["step"])}
     except Exception as error:  # numpy and zipfile raise many kinds
         raise RunError(f"{file} is damaged ({first_line(error)}); remove it: the run does without it") from error
 
@@ -239,9 +258,9 @@ def gate_metrics(square: "Tensor", total: "Tensor") -> "dict[str, Tensor]":
     """
     if not len(square):
         return {}
-    of_layers = {"gate_norm": square.sqrt(), "gate_sum": total}
-    means = {name: values.mean() for name, values in of_layers.items()}
-    return means | {f"{name}_of_layers": values for name, values in of_layers.items()}
+    norm = square.sqrt()
+    means = {"gate_norm": norm.mean(), "gate_sum": total.mean()}
+    return means | {"gate_norm_of_layers": norm, "gate_sum_of_layers": total}
 
 
 def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":

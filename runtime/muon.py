@@ -76,19 +76,18 @@ class Muon(torch.optim.AdamW):
         gradient, weight, before = (local_part(part) for part in (p.grad, p, mean))
         gradient = gradient / self.grad_scale
         after = before.lerp(gradient, 1 - momentum)
-        ahead = _orthogonalize_sharded(gradient.lerp(after, momentum), p)
-        moved = weight * (1 - lr * group["weight_decay"]) - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * ahead
+        direction = _orthogonalize_sharded(gradient.lerp(after, momentum), p)
+        moved = weight * (1 - lr * group["weight_decay"]) - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * direction
         before.copy_(torch.where(take, after, before))
         weight.copy_(torch.where(take, moved, weight))
 
 
 def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:
     """`orthogonalize` of x, this rank's part of a tensor that is sharded like p along its first dimension."""
-    kind = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
     if x.dim() > 2 or not isinstance(p, DTensor):
-        return orthogonalize(x.to(kind)).to(x.dtype)
-    of = {"device_mesh": p.device_mesh, "run_check": False}
-    whole = DTensor.from_local(x, placements=p.placements, shape=p.shape, stride=p.stride(), **of).full_tensor()
-    everywhere = [Replicate()] * p.device_mesh.ndim
-    whole = DTensor.from_local(orthogonalize(whole.to(kind)).to(x.dtype), placements=everywhere, **of)
-    return whole.redistribute(placements=p.placements).to_local()
+        return orthogonalize(x.to(dtype)).to(x.dtype)
+    mesh, replicated = p.device_mesh, [Replicate()] * p.device_mesh.ndim
+    sharded = DTensor.from_local(x, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    full = orthogonalize(sharded.full_tensor().to(dtype)).to(x.dtype)
+    return DTensor.from_local(full, mesh, replicated, run_check=False).redistribute(placements=p.placements).to_local()

@@ -91,11 +91,11 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
     problems = gather(problem, ranks.control)
-    failed = [rank for rank, words in enumerate(problems) if words]
+    failed = [rank for rank, problem in enumerate(problems) if problem]
     if failed:
         torch._dynamo.reset()
-        where = f" on rank {', '.join(map(str, failed))}" if ranks.world_size > 1 else ""
-        print_once(f"warning: train.compile = auto: compiling failed{where}, so nothing is: {problems[failed[0]]}")
+        which = f" on rank {', '.join(map(str, failed))}" if ranks.world_size > 1 else ""
+        print_once(f"warning: train.compile = auto: compiling failed{which}, so nothing is: {problems[failed[0]]}")
     return not failed
 
 
@@ -110,7 +110,7 @@ def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
     if parallel == "hsdp":
         shape, names = (ranks.world_size // ranks.local_size, ranks.local_size), ("replicate", "shard")
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
-    keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     free = False if parallel == "zero2" else None  # None: all but the root, which is needed again at once
     for block in model.blocks:
@@ -119,8 +119,8 @@ def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
         for part in parts:
             if part is not None:
                 fully_shard(part, mesh=mesh, mp_policy=cast, reshard_after_forward=free)
-        fully_shard(block, mesh=mesh, mp_policy=keep, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=keep, reshard_after_forward=free)
+        fully_shard(block, mesh=mesh, mp_policy=fp32, reshard_after_forward=free)
+    fully_shard(model, mesh=mesh, mp_policy=fp32, reshard_after_forward=free)
 
 
 def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
@@ -134,7 +134,7 @@ def warm_up_ddp_buckets(runner: nn.Module, x: Tensor) -> None:
 
 
 def set_gradient_sync(runner: nn.Module, parallel: str, last: bool) -> None:
-    """Say whether the next backward pass is the step's `last`: only then DDP averages gradients over ranks.
+    """Set whether the next backward pass is the step's `last`: only then DDP averages gradients over ranks.
 
     FSDP2 averages in every pass, since no rank has room for the full gradients. ZeRO-2 frees its weights in the last.
     """

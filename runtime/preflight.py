@@ -13,7 +13,7 @@ from runtime import RunError, distributed, initial, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
 from runtime.task_scores import TaskScores, open_tasks
-from runtime.tensorboard import require_tensorboard
+from runtime.tracker import require_tensorboard
 
 
 class Plan(NamedTuple):

@@ -1,4 +1,4 @@
-"""What rank 0 says of a run: the header, the progress bar, lines of metrics. Other ranks have a silent one."""
+"""What rank 0 reports of a run: the header, the progress bar, lines of metrics. Other ranks have a silent reporter."""
 
 import time
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from runtime.metrics import Metrics, gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.statistics import Statistics
-from runtime.tensorboard import start_tensorboard
-from runtime.tracker import start_wandb
+from runtime.tracker import start_tensorboard, start_wandb
 from runtime.updates import Counters
 
 BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
@@ -46,10 +45,10 @@ class SilentReporter:
         """Nothing to time."""
         yield
 
-    def say_nothing(self, *_: object) -> None:
-        """Stands for every message."""
+    def ignore(self, *_: object) -> None:
+        """In place of every method that reports."""
 
-    log_evaluation = log_steps = count_step = sync = say_nothing
+    log_evaluation = log_steps = count_step = sync = ignore
 
 
 class Reporter:
@@ -73,11 +72,11 @@ class Reporter:
         _print_header(plan, ranks, state.step, *parameters)
         sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
         tags = (config.model.router, *config.data.sets, sizes[0], f"{sizes[1]} active")
-        tracker = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
-        self.metadata = {"wandb": tracker.id} if tracker else {}
-        trackers = [tracker, start_tensorboard(config, plan.folder, state.step or -1)]
-        trackers = [tracker for tracker in trackers if tracker]
-        self.metrics = Metrics(plan.folder, state.step or -1, trackers, config.train.on_save_error)
+        resume_step = state.step or -1
+        wandb = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
+        self.metadata = {"wandb": wandb.id} if wandb else {}
+        trackers = [tracker for tracker in (wandb, start_tensorboard(config, plan.folder, resume_step)) if tracker]
+        self.metrics = Metrics(plan.folder, resume_step, trackers, config.train.on_save_error)
         total = config.train.max_steps
         self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first
@@ -111,12 +110,15 @@ class Reporter:
         """A line of validation metrics (`validation.evaluate`) after `step` steps."""
         values = values | {"val/window_documents": self.plan.validation.documents}
         self.metrics.log(step, step * self.plan.tokens_per_step, **values)
-        of_sets = [f"{name} {values[f'val/{name}/loss'].item():.4f}" for name in self.plan.config.data.mix]
-        words = f" ({', '.join(of_sets)})" * bool(of_sets)
-        words += f", EMA {values['val_ema/loss'].item():.4f}" if "val_ema/loss" in values else ""
-        self.bar.write(f"{self.plan.config.run.name}: step {step}, val loss {values['val/loss'].item():.4f}{words}")
-        if scores := describe_scores(values):
-            self.bar.write(f"{self.plan.config.run.name}: step {step}, {scores}")
+        text = f"val loss {values['val/loss'].item():.4f}"
+        if mix := self.plan.config.data.mix:
+            losses = [f"{name} {values[f'val/{name}/loss'].item():.4f}" for name in mix]
+            text += f" ({', '.join(losses)})"
+        if "val_ema/loss" in values:
+            text += f", EMA {values['val_ema/loss'].item():.4f}"
+        for line in (text, describe_scores(values)):
+            if line:
+                self.bar.write(f"{self.plan.config.run.name}: step {step}, {line}")
 
     def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, gammas: Tensor | None) -> None:
         """A line of training metrics; the device is idle, since `counters` were just read from it.
@@ -159,10 +161,10 @@ class Reporter:
         if not new:
             return
         count = f"{new:.0f} spikes, the last: " if new > 1 else ""
-        then = "skipped" if self.plan.config.train.loss_spike == "skip" else "taken all the same"
+        outcome = "skipped" if self.plan.config.train.loss_spike == "skip" else "taken all the same"
         self.bar.write(
             f"{self.plan.config.run.name}: {count}step {counters.spike_step + 1:.0f}, loss {counters.spike_loss:.4f} "
-            f"is a spike over {counters.spike_mean:.4f}: {then}"
+            f"is a spike over {counters.spike_mean:.4f}: {outcome}"
         )
 
 
@@ -173,15 +175,15 @@ def describe_scores(values: dict[str, Any]) -> str:
         _, task, metric = [*name.split("/", 2), "", ""][:3]
         if name.startswith("tasks/") and metric in ("acc", "bits_per_byte"):
             tasks.setdefault(task, []).append(f"acc {value:.4f}" if metric == "acc" else f"{value:.4f} bits/byte")
-    return "; ".join(f"{task} {', '.join(words)}" for task, words in tasks.items())
+    return "; ".join(f"{task} {', '.join(scores)}" for task, scores in tasks.items())
 
 
 def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> None:
     """A few lines: the model, the machine, the length of the run; the memory; the sets; what has changed."""
     config = plan.config
-    where = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    devices = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
     print(
-        f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {where}, "
+        f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {devices}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
         f"{len(plan.validation.windows)} validation windows of "
         f"{plural(len(np.unique(plan.validation.documents)), 'document')}"

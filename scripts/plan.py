@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configure
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from common.text import text_table
-from configure import Config
+from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
-from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
+from runtime.memory import USABLE, Memory, estimate_each, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
 
 
@@ -46,18 +46,22 @@ def parse_mfu(text: str) -> float:
     try:
         mfu = float(text)
     except ValueError:
-        values = [line["perf/mfu"] for line in read_metrics(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
-        if values:
-            return statistics.median(values)
-        message = f"{text} has no perf/mfu in its metrics.jsonl: name another run, or a number"
-        raise configure.ConfigError(message) from None
+        return measured_mfu(Path(text))
     if not 0 < mfu <= 1:
-        raise configure.ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
+        raise ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
     return mfu
 
 
+def measured_mfu(run: Path) -> float:
+    """Median perf/mfu in a run's folder. Raises ConfigError if it has none."""
+    values = [line["perf/mfu"] for line in read_metrics(run / "metrics.jsonl") if "perf/mfu" in line]
+    if not values:
+        raise ConfigError(f"{run} has no perf/mfu in its metrics.jsonl: name another run, or a number")
+    return statistics.median(values)
+
+
 def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the size, length and cost of a run. Raises ConfigError of --mfu."""
+    """Lines on the size, length and cost of a run. Raises ConfigError for a wrong --mfu."""
     mfu, tokens, steps = parse_mfu(args.mfu), count_tokens(config), config.train.max_steps
     total, active = count_parameters(config.model)
     hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
@@ -77,39 +81,45 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     yield ""
 
 
-def describe_memory(config: Config, args: argparse.Namespace) -> Iterator[str]:
+def estimate_plans(config: Config, args: argparse.Namespace) -> dict[tuple[str, bool], Memory]:
+    """{(parallelism, activation checkpointing): memory of one GPU}, the options that cost least time first."""
+    shapes, dtype = parameter_shapes(config.model), config.train.dtype
+    if dtype == "auto":
+        dtype = "float16"  # as on any GPU
+    accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
+    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
+    plans = {}
+    for checkpointing in (False, True):
+        estimates = estimate_each(config, shapes, dtype, possible, checkpointing)
+        plans |= {(parallel, checkpointing): memory for parallel, memory in estimates.items()}
+    return plans
+
+
+def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
-    shapes, dtype = parameter_shapes(config.model), config.train.dtype.replace("auto", "float16")
-    size, muon = config.train.micro_batch_size, config.optim.name == "muon"
-    more = muon, config.train.ema_decay > 0, bool(config.eval.task_names), config.data.document_mask
-    several = config.train.batch_size > size * args.gpus  # micro-batches a step
-    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=several)
-    plans = {
-        parallel + ", checkpointing" * checkpointing: estimate_memory(
-            shapes, config.model, size, dtype, parallel, shards, checkpointing, *more
-        )
-        for checkpointing in (False, True)
-        for parallel, shards in possible.items()
-    }
-    fits = {name: sum(plan) <= USABLE * args.memory * 2**30 for name, plan in plans.items()}
-    used = {part for plan in plans.values() for part, size in plan._asdict().items() if size}
-    parts = [part for part in Memory._fields if part not in ("ema", "scoring") or part in used]
-    rows = [[part, *(format_bytes(getattr(plan, part)) for plan in plans.values())] for part in parts]
-    rows.append(["sum", *(format_bytes(sum(plan)) for plan in plans.values())])
-    rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits.values())])
-    yield f"memory on each of {args.gpus} GPUs, {size} sequences at a time:"
-    yield text_table(["", *plans], rows)
-    chosen = next((name for name, fit in fits.items() if fit), None)
-    if chosen:
-        parallel, *checkpointing = chosen.split(", ")
-        yield f"--train.parallel={parallel}" + " --train.activation_checkpointing=true" * bool(checkpointing)
-    else:
+    plans = estimate_plans(config, args)
+    fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
+    rows = []
+    for part in Memory._fields:
+        sizes = [getattr(memory, part) for memory in plans.values()]
+        if any(sizes) or part not in ("ema", "scoring"):
+            rows.append([part, *map(format_bytes, sizes)])
+    rows.append(["sum", *(format_bytes(sum(memory)) for memory in plans.values())])
+    rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits)])
+    names = [f"{parallel}, checkpointing" if checkpointing else parallel for parallel, checkpointing in plans]
+    yield f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
+    yield text_table(["", *names], rows)
+    if True not in fits:
         yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
+        return
+    parallel, checkpointing = [*plans][fits.index(True)]
+    yield f"--train.parallel={parallel}" + (" --train.activation_checkpointing=true" if checkpointing else "")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the plan of a config; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.split("\n")[0])
+@command
+def main(argv: list[str]) -> None:
+    """Print the plan of a config."""
+    parser = build_parser("scripts.plan", __doc__)
     parser.add_argument("config", help="config file; --section.key=value overrides it")
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
@@ -117,20 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for its peak FLOP/s (default: %(default)s)")
     parser.add_argument("--mfu", default="0.4", help="a number, or a run's folder (default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
-    try:
-        for name in ("gpus", "gpus_per_node", "memory"):
-            if getattr(args, name) <= 0:
-                raise configure.ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
-        config = configure.load(args.config, overrides, world_size=args.gpus)
-        for line in [*describe_run(config, args), *describe_memory(config, args)]:
-            print(line)
-    except BrokenPipeError:  # an OSError that is for run_command
-        raise
-    except (configure.ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for name in ("gpus", "gpus_per_node", "memory"):
+        if not getattr(args, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+    config = configure.load(args.config, overrides, world_size=args.gpus)
+    for line in [*describe_run(config, args), *describe_memory_plans(config, args)]:
+        print(line)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: main(sys.argv[1:]))

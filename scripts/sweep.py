@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 import torch
 
 import configure
-from common.command import run_command
-from common.text import text_table
+from common.command import build_parser, command, run_command
+from common.text import plural, text_table
 from configure import Config, ConfigError
-from data import DataError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
@@ -47,11 +46,12 @@ from scripts import plan
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
 SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
-# Multiplied by --scale; 0, which disables, and -1, a tenth of the run, stay
-SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps", "eval.interval", "eval.windows")
-SCALED += ("log.interval",)
+# Multiplied by --scale. 0, which disables, and -1, a tenth of the run, stay.
+SCALED = (
+    *("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps"),
+    *("eval.interval", "eval.windows", "log.interval"),
+)
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-SPEED = "perf/tokens_per_sec"
 
 
 class Point(NamedTuple):
@@ -86,11 +86,20 @@ class Point(NamedTuple):
             return 0
         return self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
 
+    def last_values(self) -> dict[str, Any]:
+        """The last value of each name in its metrics.jsonl, but the median tokens/s; empty if the file is broken."""
+        values, speeds = {}, []
+        with suppress(RunError):
+            for line in read_metrics(self.folder / "metrics.jsonl"):
+                values |= line
+                speeds += [line["perf/tokens_per_sec"]] if "perf/tokens_per_sec" in line else []
+        return values | {"perf/tokens_per_sec": median(speeds)} if speeds else values
+
     def progress(self) -> str:
         """`runs/name: step 300 of 1,000, train/loss 2.3456`."""
-        seen = {key: value for line in read_metrics(self.folder / "metrics.jsonl") for key, value in line.items()}
-        losses = (f", {key} {seen[key]:.4f}" for key in ("train/loss", "val/loss") if key in seen)
-        return f"{self.folder}: step {seen.get('step', 0):,} of {self.config.train.max_steps:,}{''.join(losses)}"
+        values = self.last_values()
+        losses = [f", {name} {values[name]:.4f}" for name in ("train/loss", "val/loss") if name in values]
+        return f"{self.folder}: step {values.get('step', 0):,} of {self.config.train.max_steps:,}{''.join(losses)}"
 
 
 class Job(NamedTuple):
@@ -130,8 +139,8 @@ class Job(NamedTuple):
         ranks = []
         if len(self.gpus) > 1:
             with suppress(OSError):
-                found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
-                ranks = [int(line) for line in found.stdout.split()]
+                pgrep = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
+                ranks = [int(pid) for pid in pgrep.stdout.split()]
         for pid in ranks or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1 if ranks else signal.SIGTERM)
@@ -147,10 +156,8 @@ def end_with_parent(parent: int) -> None:
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The sweep's own options, and the rest for train.py."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False, usage="python -m scripts.sweep FILE [--section.key=value ...] [options]",
-    )  # fmt: skip
+    parser = build_parser("scripts.sweep", __doc__)
+    parser.usage, parser.allow_abbrev = "python -m scripts.sweep FILE [--section.key=value ...] [options]", False
     parser.add_argument("--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs")
     parser.add_argument("--scale", type=float, metavar="X", help="a rehearsal: steps and intervals times X, 0 < X < 1")
     parser.add_argument("--fresh", action="store_true", help="start every point over, in a new folder")
@@ -161,24 +168,20 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+@command
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """The command; returns the exit status."""
     args, rest = parse_arguments(argv)
-    try:
-        file, overrides = configure.split_command_line(rest)
-        points = list_points(file, overrides, args.scale, args.fresh)
-        left = [point for point in points if point.steps_done() < point.config.train.max_steps]
-        shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
-        if not args.slurm:
-            check_points(file, left, len(shares[0]), with_files=not args.dry_run)
-        print(format_totals(points, left, args, shares), flush=True)
-        if args.slurm:
-            return write_slurm_array(args.slurm, file, left, args.parallel)
-    except BrokenPipeError:  # an OSError that is for run_command
-        raise
-    except (ConfigError, DataError, RunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    file, overrides = configure.split_command_line(rest)
+    points = list_points(file, overrides, args.scale, args.fresh)
+    left = [point for point in points if point.steps_done() < point.config.train.max_steps]
+    shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
+    if not args.slurm:
+        check_points(file, left, len(shares[0]), with_files=not args.dry_run)
+    print(format_totals(points, left, args, shares), flush=True)
+    if args.slurm:
+        write_slurm_array(args.slurm, file, left, args.parallel)
+        return 0
     for point in points:
         if point not in left:
             print(f"[{point.number}] finished already: {point.folder}")
@@ -186,7 +189,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
     if args.dry_run:
         return 0
-    code = run_points(file, left, shares, stop or Stop())
+    code = Pool(file, left, shares).run(stop or Stop())
     if code != EXIT_CODE:
         print(f"\n{format_results(points)}", flush=True)
     return code
@@ -212,15 +215,16 @@ def list_points(file: str, overrides: list[str], scale: float | None = None, fre
     """
     if scale is not None and not 0 < scale < 1:
         raise ConfigError(f"--scale {scale:g}: expected a number between 0 and 1, such as 0.01")
-    found = configure.sweep_points(file, overrides)
-    if scale is not None:
-        found = [[*point, *scale_down(configure.load(file, point), scale)] for point in found]
+    combinations = configure.sweep_points(file, overrides)
     points = []
-    for i, point in enumerate(found, 1):
+    for number, point in enumerate(combinations, 1):
+        if scale is not None:
+            point = [*point, *scale_down(configure.load(file, point), scale)]
         plain = configure.load(file, point)
         config = folder.renamed(plain) if fresh else choose_folder(plain, file, point)
-        name = [f"--run.name={config.run.name}"] * (config.run.name != plain.run.name)
-        points.append(Point(f"{i}/{len(found)}", [*point, *name], config))
+        if config.run.name != plain.run.name:
+            point = [*point, f"--run.name={config.run.name}"]
+        points.append(Point(f"{number}/{len(combinations)}", point, config))
     return points
 
 
@@ -267,99 +271,124 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
 def format_totals(points: list[Point], left: list[Point], args: argparse.Namespace, shares: list[list[str]]) -> str:
     """What is left to do, in two lines: tokens, hours, disk. Raises ConfigError for a wrong --mfu."""
     peak, mfu = PEAK_FLOPS[args.gpu], plan.parse_mfu(args.mfu)
-    line = f"{len(points)} point{'s' * (len(points) != 1)}, {len(points) - len(left)} finished"
+    line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
         return line
-    sizes = [plan.checkpoint_bytes(point.config) for point in left]
     tokens = hours = disk = 0.0
-    for point, size in zip(left, sizes, strict=True):
-        config, done = point.config, max(point.steps_done(), point.config.train.branch_step)
-        part = 1 - done / config.train.max_steps
-        tokens += part * plan.count_tokens(config)
-        hours += part * plan.estimate_hours(config, 1, peak, mfu)
-        disk += size * (config.train.keep_checkpoints + len(config.train.kept_steps))
-    written = max(sizes) * min(len(shares), len(left))
-    gpus = len(set(sum(shares, [])))
-    here = f", {hours / gpus:,.1f} h on the {gpus} here" if gpus > 1 else ""
+    for point in left:
+        train = point.config.train
+        share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
+        tokens += share * plan.count_tokens(point.config)
+        hours += share * plan.estimate_hours(point.config, 1, peak, mfu)
+        disk += plan.checkpoint_bytes(point.config) * (train.keep_checkpoints + len(train.kept_steps))
+    largest = max(plan.checkpoint_bytes(point.config) for point in left)
+    in_writing = largest * min(len(shares), len(left))
+    gpus = len({gpu for share in shares for gpu in share})
     amount = f"{tokens / 1e9:,.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:,.2f} M"
+    line += f"; to do: {amount} tokens, {hours:,.1f} GPU hours ({args.gpu}, MFU {mfu:.2f}"
+    line += f", {hours / gpus:,.1f} h on the {gpus} here)" if gpus > 1 else ")"
     root = next(path for path in (Path(left[0].config.run.dir).absolute() / "_").parents if path.exists())
     free = shutil.disk_usage(root).free
-    line += f"; to do: {amount} tokens, {hours:,.1f} GPU hours ({args.gpu}, MFU {mfu:.2f}{here})\n"
-    line += f"checkpoints: {format_bytes(disk)} at the end, {format_bytes(written)} more while they are written; "
+    line += f"\ncheckpoints: {format_bytes(disk)} at the end, {format_bytes(in_writing)} more while they are written; "
     line += f"{format_bytes(free)} free"
-    return line + "\nwarning: too little disk: lower --train.keep_checkpoints" * (disk + written > free)
+    if disk + in_writing > free:
+        line += "\nwarning: too little disk: lower --train.keep_checkpoints"
+    return line
 
 
-def run_points(file: str, left: list[Point], shares: list[list[str]], stop: Stop) -> int:
-    """Train the points of `left`, as many at once as there are shares of the GPUs; returns the exit status."""
-    waiting, free, failed, asked = list(left), list(shares), [], False
-    running: list[Job] = []
-    told: set[str] = set()
-    parallel = len(shares) > 1
-    threads = max(1, len(os.sched_getaffinity(0)) // len(shares)) if parallel else 0
-    while running or (waiting and not stop.asked):
-        if stop.asked and not asked:
-            asked = True
-            for job in running:
-                job.stop()
-        while waiting and free and not stop.asked:
-            point = next((point for point in waiting if not point.run.find_owner()), None)
-            if point is None:  # the rest of a sweep that was killed is saving, or someone trains them by hand
-                owners = {f"{point.run.find_owner()} trains {point.folder}" for point in waiting}
-                for line in sorted(owners - told):
-                    print(f"waiting: {line}", flush=True)
-                told |= owners
-                break
-            waiting.remove(point)
-            running.append(job := Job.start(point, file, free.pop(0), threads, log=parallel))
-            where = f"; log: {point.folder}/train.log" if parallel else ""
-            print(f"[{point.number}] {point.command(file, len(job.gpus))}{where}", flush=True)
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points have been asked already, so keep waiting
-            time.sleep(0.1)
-        for job in [job for job in running if job.process.poll() is not None]:
-            running.remove(job)
-            free.append(job.gpus)
-            code = job.process.returncode
-            if parallel:
-                how = {0: "finished", EXIT_CODE: "stopped"}.get(code, f"failed with exit code {code}")
-                print(f"[{job.point.number}] {how}: {job.point.progress()}", flush=True)
-            if code == EXIT_CODE:
-                stop.asked = True
-            elif code and not asked:
-                failed.append(job)
-    for job in failed:
-        log = f" ({job.point.folder}/train.log)" if parallel else ""
-        print(f"failed: {job.point.command(file, len(job.gpus))}{log}", file=sys.stderr)
-    return EXIT_CODE if stop.asked else 1 if failed else 0
+class Pool:
+    """Trains points, as many at once as there are shares of the GPUs."""
+
+    def __init__(self, file: str, points: list[Point], shares: list[list[str]]) -> None:
+        self.file, self.waiting, self.free = file, [*points], [*shares]
+        self.parallel = len(shares) > 1
+        self.threads = max(1, len(os.sched_getaffinity(0)) // len(shares)) if self.parallel else 0
+        self.running: list[Job] = []
+        self.reported: set[str] = set()  # lines about points that other processes train
+
+    def run(self, stop: Stop) -> int:
+        """Train all points, or until `stop`; returns the exit status."""
+        failed, passed_on = [], False
+        while self.running or (self.waiting and not stop.asked):
+            if stop.asked and not passed_on:
+                passed_on = True
+                for job in self.running:
+                    job.stop()
+            while not stop.asked and self._start_one():
+                pass
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points were asked already, so keep waiting
+                time.sleep(0.1)
+            for job in [job for job in self.running if job.process.poll() is not None]:
+                code = self._end(job)
+                if code == EXIT_CODE:
+                    stop.asked = True
+                elif code and not passed_on:
+                    failed.append(job)
+        self._report_failed(failed)
+        return EXIT_CODE if stop.asked else int(len(failed) > 0)
+
+    def _start_one(self) -> bool:
+        """Start a point that no other process trains, if GPUs are free; whether one was started."""
+        if not self.waiting or not self.free:
+            return False
+        owners = {point.number: point.run.find_owner() for point in self.waiting}
+        point = next((point for point in self.waiting if not owners[point.number]), None)
+        if point is None:  # the rest of a sweep that was killed is saving, or someone trains them by hand
+            lines = {f"waiting: {owners[point.number]} trains {point.folder}" for point in self.waiting}
+            for line in sorted(lines - self.reported):
+                print(line, flush=True)
+            self.reported |= lines
+            return False
+        self.waiting.remove(point)
+        job = Job.start(point, self.file, self.free.pop(0), self.threads, log=self.parallel)
+        self.running.append(job)
+        log = f"; log: {point.folder}/train.log" if self.parallel else ""
+        print(f"[{point.number}] {point.command(self.file, len(job.gpus))}{log}", flush=True)
+        return True
+
+    def _report_failed(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            log = f" ({job.point.folder}/train.log)" if self.parallel else ""
+            print(f"failed: {job.point.command(self.file, len(job.gpus))}{log}", file=sys.stderr)
+
+    def _end(self, job: Job) -> int:
+        """Take back the GPUs of a job that has ended, and report it; returns its exit code."""
+        self.running.remove(job)
+        self.free.append(job.gpus)
+        code = job.process.returncode
+        if self.parallel:
+            how = {0: "finished", EXIT_CODE: "stopped"}.get(code, f"failed with exit code {code}")
+            print(f"[{job.point.number}] {how}: {job.point.progress()}", flush=True)
+        return code
 
 
 def format_results(points: list[Point]) -> str:
     """A table of all points: router, values of the other axes, last losses, median tokens/s, folder."""
-    keys = dict.fromkeys(word.removeprefix("--").partition("=")[0] for point in points for word in point.overrides)
-    swept = [key for key in keys if len({attrgetter(key)(point.config) for point in points}) > 1]
-    swept = ["model.router", *(key for key in swept if key not in ("model.router", "run.name"))]
+    keys = ["model.router"]
+    for override in (override for point in points for override in point.overrides):
+        key = override.removeprefix("--").partition("=")[0]
+        values = {attrgetter(key)(point.config) for point in points}
+        if key not in (*keys, "run.name") and len(values) > 1:
+            keys.append(key)
     width = max(len(str(point.folder)) for point in points)
     rows = []
     for point in points:
-        lines: list[dict[str, Any]] = []
-        with suppress(RunError):  # the file is broken
-            lines = read_metrics(point.folder / "metrics.jsonl")
-        seen = {key: value for line in lines for key, value in line.items()}
-        speeds = [line[SPEED] for line in lines if SPEED in line]
-        step, max_steps = seen.get("step", 0), point.config.train.max_steps
-        row = [str(attrgetter(key)(point.config)) for key in swept]
-        row.append(f"{step:,}" + f" of {max_steps:,}" * (step < max_steps))
-        row += [f"{seen[key]:.4f}" if key in seen else "-" for key in ("train/loss", "val/loss")]
-        rows.append([*row, f"{median(speeds):,.0f}" if speeds else "-", f"{point.folder!s:<{width}}"])
-    axes = [key.split(".")[1] for key in swept]
+        values, max_steps = point.last_values(), point.config.train.max_steps
+        step = values.get("step", 0)
+        row = [str(attrgetter(key)(point.config)) for key in keys]
+        row.append(f"{step:,}" if step >= max_steps else f"{step:,} of {max_steps:,}")
+        row += [f"{values[name]:.4f}" if name in values else "-" for name in ("train/loss", "val/loss")]
+        row.append(f"{values['perf/tokens_per_sec']:,.0f}" if "perf/tokens_per_sec" in values else "-")
+        rows.append([*row, f"{point.folder!s:<{width}}"])
+    axes = [key.split(".")[1] for key in keys]
     return text_table([*axes, "step", "train loss", "val loss", "tokens/s", f"{'folder':<{width}}"], rows)
 
 
-def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> int:
+def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:
     """Write scripts/slurm/train.sbatch as an array with one task per point, `parallel` of them at a time."""
     if not left:
         print("nothing to do: no array written")
-        return 0
+        return
     head, mark, body = SBATCH.read_text().partition("set -uo pipefail\n")
     assert mark, f"{SBATCH} has changed"
     limit = "" if parallel is None else f"%{parallel}"
@@ -378,7 +407,6 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n" + body)
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
-    return 0
 
 
 if __name__ == "__main__":

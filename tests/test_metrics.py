@@ -348,7 +348,7 @@ def test_a_damaged_file_of_arrays_is_named(tmp_path, damage):
 
 
 def test_load_metrics_by_hand():
-    loads = torch.tensor([[4, 0, 0, 0], [1, 1, 0, 2]])  # busiest over mean: 4 and 2
+    loads = torch.tensor([[12, 0, 0, 0], [1, 1, 0, 2]])  # busiest over mean: 4 and 2
     values = load_metrics(loads)
     assert {name: value.item() for name, value in values.items()} == {"load_imbalance": 3.0, "dead_experts": 4}
     assert [part.tolist() for part in imbalance_and_dead(loads)] == [[4, 2], [3, 1]]

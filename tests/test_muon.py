@@ -12,7 +12,7 @@ from runtime.muon import COEFFICIENTS, Muon, orthogonalize
 from runtime.state import build_optimizer
 from runtime.updates import Updates
 
-SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (6, 6), "experts": (3, 4, 7), "tall experts": (3, 7, 4)}
+SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (6, 6), "experts": (9, 4, 7), "tall experts": (3, 7, 4)}
 
 
 def exact(x):

@@ -1,264 +1,53 @@
-"""Many ranks: the same run on any number of them, under DDP, FSDP2 and HSDP; idle experts, steps that are not finite,
-checkpoints that reshard, bytes as planned, ranks that die, refusals.
+"""Many ranks: the same run on any number of them, under DDP, FSDP2, ZeRO-2 and HSDP; ranks that die.
 
-Jobs of 2 and of 4 ranks (CPU, gloo) go through their cases, and each leaves a report per case and rank, which the tests
-read. What needs no numbers from the other ranks uses torch's fake process group. This file is the program of the ranks
-that end, too.
+Jobs of 2 and of 4 ranks (CPU, gloo) go through the cases of ranks.py, and each leaves a report per case and rank, which
+the tests read. Run as a program, this file is a rank that is ended.
 """
 
-import copy
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
-import traceback
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import write_tiny
-from numerics import Operators, assert_near, tolerance
+from numerics import assert_near, tolerance
+from ranks import (
+    ALL,
+    ANY,
+    CASES,
+    COMPARED,
+    MODELS,
+    PEAK,
+    RATE,
+    RESHARDED,
+    RESUMED,
+    WAYS,
+    Case,
+    Watch,
+    be_a_rank,
+    config_of,
+)
 from runs import (
-    REPO_ROOT,
     assert_same_columns,
     column,
-    meet_in,
-    run,
     run_torchrun,
     run_with_margin,
     start_ranks,
     untimed,
 )
-from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configure
 import train
-from configure import ConfigError
 from eval.trained import load_model
-from model import GPT, flops_per_token, parameter_shapes
-from runtime import RunError, checkpoint, distributed, memory, parallel
-from runtime import state as train_state
-from runtime.distributed import Ranks
+from model import flops_per_token
+from runtime import parallel
 from runtime.metrics import ARRAYS, read_metrics
-
-PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
-
-
-# ---- cases
-class Case(NamedTuple):
-    model: str  # of MODELS
-    way: str  # of WAYS
-    own: list[str] = []  # overrides of this case alone
-    copies: tuple[str, ...] = ()  # cases that resume from this one's checkpoint of step 3
-
-
-class Way(NamedTuple):
-    ranks: int
-    parallel: str
-    ranks_per_node: int
-
-
-WAYS = {
-    "alone": Way(1, "auto", 1),
-    "ddp-2": Way(2, "ddp", 2),
-    "fsdp-2": Way(2, "fsdp", 2),
-    "ddp-4": Way(4, "ddp", 4),
-    "fsdp-4": Way(4, "fsdp", 4),
-    "hsdp-2x2": Way(4, "hsdp", 2),
-    "zero2-2": Way(2, "zero2", 2),
-}
-# 4, 2 or 1 micro-batches a step
-ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
-SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", "train.keep_checkpoints=9"]
-SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
-MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
-    "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
-    "dense": ["model.router=dense"],
-    "kern": ["model.router=kern-norelu"],
-    "biased": [
-        *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
-        *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
-    ],
-    "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
-    "modern": [
-        *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
-        *("model.gated=true", "model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1"),
-    ],
-    # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
-    "idle": [
-        *("model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"),
-        *("train.batch_size=2", "train.micro_batch_size=1"),
-    ],
-    "windows": ["model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5", "train.max_steps=2"],
-    # Interpreted, so as little as can be: 16 tokens a step.
-    "triton": [
-        *("model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"),
-        *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
-    ],
-    "saved": [*SAVED, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"],
-    "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
-    "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
-    "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
-    # The most state to resume: dropout, a loss scale, a checkpoint in the middle of a log interval.
-    "again": [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"],
-    # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
-    "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
-}
-ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
-COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
-CASES = {
-    f"{model} {way}": Case(model, way)
-    for model, ways in {
-        "pair": ["ddp-2"],
-        "dense": ["ddp-2", "fsdp-2", "zero2-2"],
-        "kern": ["fsdp-2", "fsdp-4"],
-        "modern": ["ddp-2", "fsdp-2"],
-        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
-        "idle": ["ddp-2", "fsdp-2"],
-        "windows": ["fsdp-2"],
-        "muon": ["ddp-2", "hsdp-2x2"],
-        "inf": ["ddp-2", "fsdp-2"],
-    }.items()
-    for way in ways
-}
-CASES["cut ddp-2"] = Case("cut", "ddp-2", ["train.micro_batch_size=4"])
-CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
-for way in ("ddp-2", "fsdp-2"):
-    CASES[f"blocks {way}"] = Case("blocks", way)
-    CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
-RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
-for saved, ways in RESHARDED.items():
-    CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
-    CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
-RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
-RESUMED += [("again", "zero2-2")]
-for model, way in RESUMED:
-    CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
-    CASES[f"{model} {way} resumed"] = Case(model, way)
-
-
-# ---- what a rank does
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Watch:
-    """What a rank sees in the run of a case."""
-
-    def __init__(self, case, rank):
-        self.case, self.rank = case, rank
-        self.forget()
-
-    def forget(self):
-        """Be ready for another run."""
-        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
-
-    @contextmanager
-    def patches(self, after_save=lambda saver, step: None):
-        """Within this context, runs are seen; `after_save` is called with each save."""
-
-        def save(saver, step, model, *args):
-            SAVE(saver, step, model, *args)
-            after_save(saver, step)
-            full = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
-            self.seen["parameters"] = {key: p.clone() for key, p in full.items()}
-            self.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.Saver, "save", save)
-            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
-            patch.setattr(train, "learning_rate", self.learning_rate)
-            patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
-            yield
-
-    def build_optimizer(self, model, optim):
-        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
-        self.parameters = list(model.parameters())
-        model.register_forward_hook(self._after_forward)
-        model.blocks[0].ln_1.register_forward_hook(self._after_norm)
-        if self.case.model in ("pair", "idle"):
-            for block in model.blocks:
-                block.mlp.router.selection_bias[3] = -10 - self.rank
-        if self.case.model == "inf" and self.rank == 1:
-            model.blocks[0].mlp.experts.register_forward_pre_hook(self._before_experts)
-        return BUILD(model, optim)
-
-    def learning_rate(self, optim, max_steps, step):
-        """Between the seed of a step and its forward pass."""
-        self.seen["weights"].append([local(p).detach().clone() for p in self.parameters])
-        self.seen["gradients"].append([0 if p.grad is None else local(p.grad).data_ptr() for p in self.parameters])
-        self.seen["seeds"].append(torch.initial_seed())
-        return RATE(optim, max_steps, step)
-
-    def _after_forward(self, model, args, out):
-        if model.training:  # before the first step: the pass that warms up DDP's buckets
-            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(out.stats.loads.sum(1))
-
-    def _after_norm(self, *_):
-        self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
-
-    def _before_experts(self, experts, args):
-        """On the full parameter, which FSDP2 makes anew for every pass."""
-        if torch.is_grad_enabled() and len(self.seen["weights"]) == 3:
-            experts.w_in.register_hook(self._spoil)
-
-    def _spoil(self, gradient):
-        """In step 3 the gradient of expert 0, which is in rank 0's shard."""
-        if len(self.seen["weights"]) == 3:
-            gradient = gradient.clone()
-            gradient[0] = torch.inf
-        return gradient
-
-
-BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save
-
-
-def config_of(folder, name, seed):
-    """A case has its own run.dir; the runs that resume from another's checkpoint share its run.name."""
-    case = CASES[name]
-    ranks, way, _ = WAYS[case.way]
-    own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
-    return configure.load(folder / "tiny.toml", [*ALL, *MODELS[case.model], *own, *case.own], ranks)
-
-
-def work(folder, name, seed, rank):
-    """Train as the case says; returns what this rank saw."""
-    case = CASES[name]
-    watch = Watch(case, rank)
-
-    def copy_run(saver, step):
-        if step == 3 and case.copies:
-            saver.wait()
-            for copy in case.copies if rank == 0 else ():
-                shutil.copytree(folder / name, folder / copy)
-
-    with watch.patches(copy_run):
-        train.train(config_of(folder, name, seed))
-    return watch.seen
-
-
-def be_a_rank(folder, names, seeds):
-    """Cases of as many ranks, one after another; each meets in a file of its own."""
-    rank = int(os.environ["RANK"])
-    for name in names:
-        way = WAYS[CASES[name].way]
-        os.environ["LOCAL_WORLD_SIZE"] = str(way.ranks_per_node)
-        meet_in(folder / f"{name}.store")
-        try:
-            torch.save(work(folder, name, seeds.get(CASES[name].model, "run.seed=0"), rank), folder / f"{name}.{rank}")
-        except Exception:
-            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
 
 # ---- how the tests start them
@@ -343,7 +132,7 @@ def assert_same_on_all_ranks(outcome):
 
 # ---- two ranks under DDP
 @pytest.mark.numerics
-def test_pair_trains_like_one_rank(outcome, alone):
+def test_pair_trains_like_one_rank(outcome, alone, folder):
     """One expert is idle, and its selection bias differs: no rank's buffers go to the others."""
     ran = outcome("pair ddp-2")
     assert_same_run(ran, alone("pair")[1])
@@ -353,18 +142,14 @@ def test_pair_trains_like_one_rank(outcome, alone):
         assert not any(loads[:, 3].any() for loads in report["loads"])
         _, second, third = report["gradients"]
         assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice
-
-
-def test_pair_draws_different_dropout(outcome):
-    """Otherwise rows of several ranks would share a mask."""
-    seeds = [seed for report in outcome("pair ddp-2").reports for seed in report["seeds"]]
-    assert len(seeds) == len(set(seeds)) == 2 * 3  # one per rank and step
-
-
-def test_pair_reports_the_mfu_of_two_devices(outcome, folder):
+    seeds = [seed for report in ran.reports for seed in report["seeds"]]
+    assert len(seeds) == len(set(seeds)) == 2 * 3  # rows of several ranks do not share a mask of dropout
     flops = flops_per_token(config_of(folder, "pair ddp-2", "run.seed=0").model)
-    for line in [line for line in outcome("pair ddp-2").lines if "perf/mfu" in line]:
+    timed = [line for line in ran.lines if "perf/mfu" in line]
+    assert len(timed) == 3
+    for line in timed:  # of two devices; 8 rows of 32 tokens a step, over both ranks
         assert line["perf/mfu"] == pytest.approx(flops * line["perf/tokens_per_sec"] / (2 * PEAK))
+        assert line["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / line["perf/step_ms"])
 
 
 def test_gradients_are_averaged_in_the_last_micro_batch_alone():
@@ -470,265 +255,6 @@ def test_sharded_checkpoint_is_read_by_one_process(outcome):
         assert torch.equal(buffer, ran.reports[0]["buffers"][key])
 
 
-# ---- sharding and its memory: rank 0 of a fake process group, in which nothing is sent
-@contextmanager
-def fake_ranks_of(world_size, per_node):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield Ranks(0, world_size, torch.device("cpu"), per_node)
-    finally:
-        dist.destroy_process_group()
-
-
-SHARDED = [
-    ("zero2", 2, 2, 2, "adamw"),
-    ("fsdp", 2, 2, 2, "muon"),
-    ("fsdp", 4, 4, 4, "adamw"),
-    ("hsdp", 6, 2, 2, "adamw"),
-    ("hsdp", 6, 3, 3, "muon"),
-]
-
-
-@pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
-def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
-    """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config, muon = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}"), name == "muon"
-    shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
-    plan = memory.estimate_memory(shapes, config.model, 8, "float32", way, possible[way], False, muon)
-    with fake_ranks_of(world_size, per_node) as ranks:
-        model = GPT(config.model)
-        parallel.distribute(model, way, ranks, torch.float32)
-        optimizer = train_state.build_optimizer(model, config.optim)
-        experts = model.blocks[0].mlp.experts.w_in
-        assert possible[way] == shards and experts.to_local().shape[0] == -(-6 // shards)
-        assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == []
-        weights = sum(local(p).nbytes for p in model.parameters())
-        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-        assert (weights, sum(local(value).nbytes for value in states)) == (plan.weights, plan.optimizer)
-        assert plan.gradients == plan.weights < 4 * sum(p.numel() for p in model.parameters())
-
-
-def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in_fp32(tiny):
-    with fake_ranks_of(2, 2) as ranks:
-        model, dtypes = GPT(tiny().model), {}
-        parallel.distribute(model, "fsdp", ranks, torch.float16)
-        block = model.blocks[0]
-        for name, module in {"ln_1": block.ln_1, "router": block.mlp.router, "experts": block.mlp.experts}.items():
-            module.register_forward_pre_hook(
-                lambda m, _, name=name: dtypes.update({name: next(m.parameters(recurse=False)).dtype})
-            )
-        x = torch.zeros(2, 8, dtype=torch.int64)
-        with torch.autocast("cpu", torch.float16):
-            model(x, x)
-        assert dtypes == {"ln_1": torch.float32, "router": torch.float32, "experts": torch.float16}
-        for module in (model, block, block.mlp.experts):
-            assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
-
-
-@pytest.mark.parametrize("way, gathers", [("fsdp", 2 * 2 * 5 - 2), ("zero2", 5)])
-def test_zero2_gathers_weights_once_a_step(tiny, way, gathers):
-    """FSDP2 gathers the five groups (blocks, their experts, the rest) in two forward and two backward passes.
-
-    The rest stays gathered from a forward pass to its backward one.
-    """
-    with fake_ranks_of(2, 2) as ranks:
-        model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
-        parallel.distribute(model, way, ranks, torch.float32)
-        for _ in range(2):
-            with Operators() as operators:
-                for last in (False, True):
-                    parallel.set_gradient_sync(model, way, last)
-                    model(x, x).loss.backward()
-            assert operators.names.count("_allgather_base_") == gathers
-
-
-@pytest.mark.parametrize("way, world_size", [("ddp", 1), ("fsdp", 2)])
-def test_compile_compiles_each_block(tiny, monkeypatch, way, world_size):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    with fake_ranks_of(world_size, world_size) as ranks:
-        model = GPT(tiny().model)
-        parallel.distribute(model, way, ranks, torch.float32, compile=True)
-        assert list(map(id, compiled)) == list(map(id, model.blocks))
-
-
-def compile_by(backend, fails_on=()):
-    """In place of Module.compile: dynamo with `backend`; a forward pass that fails on some ranks."""
-
-    def compile(module):
-        if int(os.environ.get("RANK", 0)) in fails_on:
-            module.forward = mock.Mock(side_effect=RuntimeError("no C compiler\nset CC"))
-        else:
-            module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
-
-    return compile
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
-    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
-
-    def refuse(self, graph, *_, **__):
-        raise NotImplementedError("DDPOptimizer backend: Found a higher order op in the graph")
-
-    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer.compile_fn", refuse)
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(optimize_ddp=True), fake_ranks_of(2, 2) as ranks:
-        model = GPT(tiny("model.router=kern").model)
-        for block in model.blocks:
-            block.checkpointing = checkpointing
-        runner = parallel.distribute(model, "ddp", ranks, torch.bfloat16, compile=True)
-        x = torch.zeros(1, 8, dtype=torch.int64)
-        parallel.set_gradient_sync(runner, "ddp", last=False)  # a fake group cannot average
-        with torch.autocast("cpu", torch.bfloat16):
-            runner(x, x).loss.backward()
-        assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
-def test_dynamo_compiles_all_that_a_run_needs(tiny, monkeypatch):
-    """Blocks of two kinds in evaluations, whose last batch is smaller, for loads of a whole step, and in training."""
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
-    torch._dynamo.reset()
-    model, dtype = GPT(tiny("model.backend=triton", "model.n_dense_layer=1").model), torch.bfloat16
-    autocast, one = torch.autocast("cpu", dtype), distributed.Ranks(0, 1, torch.device("cpu"))
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
-        assert parallel.try_compiling(model, (4, 8), autocast, one)
-        parallel.compile_blocks(model)
-        for rows in (4, 3):
-            with torch.no_grad(), autocast:
-                model.eval()(*torch.zeros(2, rows, 8, dtype=torch.int64))
-        x = torch.zeros(4, 8, dtype=torch.int64)
-        with model.train().cast_once(dtype), autocast:
-            with torch.no_grad():
-                model(x, x)
-            model(x, x).loss.backward()
-
-
-@pytest.mark.parametrize("router, more", [("kern", []), ("kern", ["model.n_dense_layer=1"]), ("dense", [])])
-def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
-    """It runs both ways and without gradients, with a block of each kind."""
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
-    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    torch._dynamo.reset()  # another test's graphs would be taken
-    torch._dynamo.utils.counters.clear()
-    one = distributed.Ranks(0, 1, torch.device("cpu"))
-    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), one)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
-    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
-    assert capsys.readouterr().out == ""
-
-
-def test_compiling_that_fails_leaves_the_run_eager(tiny, tiny_file, monkeypatch, capsys):
-    """With one warning, and the losses of a run that does not try; train.compile = on fails and names the remedy."""
-
-    def fail(graph, inputs):
-        raise RuntimeError("no C compiler")
-
-    eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
-    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[0]))
-    capsys.readouterr()
-    assert column(run(tiny("run.name=auto")), "train/loss") == eager
-    printed = capsys.readouterr().out
-    warning = "warning: train.compile = auto: compiling failed, so nothing is: RuntimeError: no C compiler\n"
-    assert warning in printed and printed.count("warning") == 1
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by(fail))
-    with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
-        train.main([str(tiny_file), "--run.name=on", "--train.compile=on"])
-    assert error.value.__notes__ == ["torch cannot compile the model: set --train.compile=off and start again"]
-
-
-def train_where_one_rank_has_no_compiler(file, folder, way):
-    meet_in(folder / f"meet-{way}")
-    own = [f"--train.parallel={way}", f"--run.name={way}", "--train.compile=auto", "--train.micro_batch_size=4"]
-    with (
-        mock.patch.object(distributed, "pick_compile", lambda name, device: True),
-        mock.patch.object(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[1])),
-    ):
-        assert train.main([str(file), *own]) == 0
-    print("done")
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_one_rank_that_cannot_compile_leaves_all_eager(tiny_file, tmp_path, way):
-    first, second = start_ranks(2, train_where_one_rank_has_no_compiler, tiny_file, tmp_path, way)
-    (code, log), (other_code, other_log) = first.wait(120), second.wait(120)
-    assert (code, other_code) == (0, 0), log + other_log
-    assert log.count("warning") == 1 and "compiling failed on rank 1, so nothing is: RuntimeError: no C compiler" in log
-    assert "warning" not in other_log and "done" in other_log
-
-
-# ---- the choice of a parallelism
-
-SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
-
-
-def test_the_first_parallelism_that_fits_is_chosen():
-    plans = {"ddp": SMALL, "hsdp": SMALL._replace(activations=2**31), "fsdp": SMALL._replace(activations=0)}
-    # 92% of a device are usable
-    for gibibytes, chosen in ((9, "ddp"), (8.6, "hsdp"), (7, "hsdp"), (6.4, "fsdp"), (1, "fsdp")):
-        assert memory.select_fitting(plans, int(gibibytes * 2**30)) == chosen
-    assert memory.select_fitting(plans, None) == "ddp"
-
-
-@pytest.mark.parametrize(
-    "file, device, ranks, batch_size, chosen",
-    [
-        *(("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp")),
-        *(("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2")),
-        ("1b3", "cuda", 16, 512, "hsdp"),
-    ],
-)
-def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
-    """Eight a node."""
-    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
-    overrides = ["data.name=any", f"train.batch_size={batch_size}"]
-    config = configure.load(REPO_ROOT / "config" / f"{file}.toml", overrides, ranks)
-    shapes = parameter_shapes(config.model)
-    found = memory.choose_parallelism(config, shapes, torch.float16, ranks, 8, torch.device(device))
-    assert found[0] == chosen
-
-
-@pytest.mark.parametrize("way, ranks", [("hsdp", 2), ("hsdp", 3), ("fsdp", 1)])
-def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
-    """HSDP on one node, on nodes of unequal size; FSDP2 on one rank."""
-    config = tiny()
-    config = config.model_copy(update={"train": config.train.model_copy(update={"parallel": way})})
-    with pytest.raises(RunError, match=f"= {way} .* {ranks} rank.*set --train.parallel=auto"):
-        memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
-
-
-def test_device_known_to_be_too_small_is_refused():
-    shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
-    with pytest.raises(RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPU"):
-        memory.check_state_fits(SMALL, 3 * 2**30, shapes)
-    memory.check_state_fits(SMALL, 4 * 2**30, shapes)
-    memory.check_state_fits(SMALL, None, shapes)
-
-
-@pytest.mark.parametrize("overrides, words", [([], "--train.parallel=fsdp"), (["train.parallel=fsdp"], "1 rank")])
-def test_run_that_cannot_start_is_refused_before_anything_is_made(tiny, monkeypatch, overrides, words):
-    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 1000)
-    with pytest.raises(RunError, match=words):
-        train.train(tiny(*overrides))
-    assert not Path(tiny().run.dir).exists()
-
-
-def test_ranks_that_do_not_divide_the_batch_are_refused(tiny_file):
-    with pytest.raises(ConfigError, match="or start 1, 2, 4, 8 ranks") as caught:
-        configure.load(tiny_file, ["train.micro_batch_size=1"], 3)
-    assert "1 times 3 rank(s) = 3" in str(caught.value) and "--train.batch_size=9" in str(caught.value)
-    for ranks in (1, 2, 4, 8):
-        configure.load(tiny_file, ["train.micro_batch_size=1"], ranks)
-
-
 # ---- jobs of torchrun: ranks that end, and nodes
 def be_ended(folder, how):
     """A rank: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
@@ -781,29 +307,6 @@ def test_job_ends_when_a_rank_does(jobs, name):
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", job.output), job.output
     if name != "SIGKILL":  # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
         assert "Timed out waiting 30000ms" in job.output
-
-
-# ---- on a GPU
-@pytest.mark.gpu
-@pytest.mark.parametrize("micro_batch", [4, 16])
-def test_peak_on_a_gpu_is_as_planned(micro_batch):
-    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under DDP."""
-    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    model = GPT(config.model).cuda()
-    optimizer = train_state.build_optimizer(model, config.optim)
-    updates = train_state.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
-    x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
-    for _ in range(3):
-        with torch.autocast("cuda", torch.float16):
-            loss = model(x, x)[1]
-        (loss * updates.scale).backward()
-        updates.step(0, 1e-4, loss.detach())
-        optimizer.zero_grad(set_to_none=False)
-    shapes = parameter_shapes(config.model)
-    planned = memory.estimate_memory(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
-    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)
 
 
 if __name__ == "__main__":

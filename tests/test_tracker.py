@@ -28,8 +28,9 @@ from wandb.wandb_agent import Agent
 import configure
 import train
 from runtime import checkpoint, folder, tracker
+from runtime.load_pictures import draw_loads
 from runtime.metrics import read_metrics
-from runtime.tracker import Tracker, draw_loads, flatten_line, start_wandb
+from runtime.tracker import WandbTracker, flatten_line, start_wandb
 
 REPO_ROOT = Path(train.__file__).parent
 
@@ -53,7 +54,7 @@ def test_lists_by_layer_become_numbers():
 
 def test_summary_has_best_and_last_val_loss():
     run = SimpleNamespace(id="1", summary={}, log=lambda values, step: None)
-    sender = Tracker(run, None, None, Path())
+    sender = WandbTracker(run, None, Path())
     sender.recall([{"step": 0, "tokens": 0, "train/loss": 1.0}])
     assert run.summary == {}
     sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 2.0), (4, 3.0))])
@@ -68,7 +69,7 @@ def test_summary_has_best_and_last_val_loss():
 def test_summarize_adds_to_the_summary_and_a_table():
     lines, summary = [], {"val/loss_final": 3.0}
     run = SimpleNamespace(id="1", summary=summary, log=lambda values, step: lines.append((step, values)))
-    sender = Tracker(run, None, lambda columns, data: (columns, data), Path())
+    sender = WandbTracker(run, SimpleNamespace(Table=lambda columns, data: (columns, data)), Path())
     sender.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
     assert run.summary == {"val/loss_final": 3.0, "downstream/piqa/acc": 0.5}
     assert lines == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
@@ -80,7 +81,7 @@ BLUE = (0x00, 0x72, 0xB2)  # of histogram bars
 
 
 def draw(*loads):
-    return draw_loads({"step": 1000, "tokens": 0, "val/loads": [list(layer) for layer in loads]})
+    return draw_loads(1000, [list(layer) for layer in loads])
 
 
 def mask(pixels, colour):

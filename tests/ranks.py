@@ -1,0 +1,224 @@
+"""Jobs of several ranks for test_parallel.py: their cases, and what each rank sees while it trains."""
+
+import os
+import shutil
+import traceback
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import meet_in
+
+import configure
+import train
+from runtime import checkpoint, distributed, parallel
+from runtime import state as train_state
+from runtime.parallel import local_part
+
+PEAK = 1e9  # FLOP/s of a CPU, for perf/mfu
+
+
+# ---- cases
+class Case(NamedTuple):
+    model: str  # of MODELS
+    way: str  # of WAYS
+    own: list[str] = []  # overrides of this case alone
+    copies: tuple[str, ...] = ()  # cases that resume from this one's checkpoint of step 3
+
+
+class Way(NamedTuple):
+    ranks: int
+    parallel: str
+    ranks_per_node: int
+
+
+WAYS = {
+    "alone": Way(1, "auto", 1),
+    "ddp-2": Way(2, "ddp", 2),
+    "fsdp-2": Way(2, "fsdp", 2),
+    "ddp-4": Way(4, "ddp", 4),
+    "fsdp-4": Way(4, "fsdp", 4),
+    "hsdp-2x2": Way(4, "hsdp", 2),
+    "zero2-2": Way(2, "zero2", 2),
+}
+# 4, 2 or 1 micro-batches a step
+ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
+SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", "train.keep_checkpoints=9"]
+SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
+MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
+    "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
+    "dense": ["model.router=dense"],
+    "kern": ["model.router=kern-norelu"],
+    "biased": [
+        *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
+        *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
+    ],
+    "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
+    "modern": [
+        *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
+        *("model.gated=true", "model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1"),
+    ],
+    # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
+    "idle": [
+        *("model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"),
+        *("train.batch_size=2", "train.micro_batch_size=1"),
+    ],
+    "windows": ["model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5", "train.max_steps=2"],
+    # Interpreted, so as little as can be: 16 tokens a step.
+    "triton": [
+        *("model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"),
+        *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
+    ],
+    "saved": [*SAVED, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"],
+    "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
+    "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
+    "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
+    # The most state to resume: dropout, a loss scale, a checkpoint in the middle of a log interval.
+    "again": [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"],
+    # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
+    "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
+}
+ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
+COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
+CASES = {
+    f"{model} {way}": Case(model, way)
+    for model, ways in {
+        "pair": ["ddp-2"],
+        "dense": ["ddp-2", "fsdp-2", "zero2-2"],
+        "kern": ["fsdp-2", "fsdp-4"],
+        "modern": ["ddp-2", "fsdp-2"],
+        "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
+        "idle": ["ddp-2", "fsdp-2"],
+        "windows": ["fsdp-2"],
+        "muon": ["ddp-2", "hsdp-2x2"],
+        "inf": ["ddp-2", "fsdp-2"],
+    }.items()
+    for way in ways
+}
+CASES["cut ddp-2"] = Case("cut", "ddp-2", ["train.micro_batch_size=4"])
+CASES["triton fsdp-2"] = Case("triton", "fsdp-2", ["model.backend=triton"])
+for way in ("ddp-2", "fsdp-2"):
+    CASES[f"blocks {way}"] = Case("blocks", way)
+    CASES[f"recomputed {way}"] = Case("blocks", way, ["train.activation_checkpointing=true"])
+RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
+for saved, ways in RESHARDED.items():
+    CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
+    CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
+RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
+RESUMED += [("again", "zero2-2")]
+for model, way in RESUMED:
+    CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
+    CASES[f"{model} {way} resumed"] = Case(model, way)
+
+
+# ---- what a rank does
+class Watch:
+    """What a rank sees in the run of a case."""
+
+    def __init__(self, case, rank):
+        self.case, self.rank = case, rank
+        self.forget()
+
+    def forget(self):
+        """Be ready for another run."""
+        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
+
+    @contextmanager
+    def patches(self, after_save=lambda saver, step: None):
+        """Within this context, runs are seen; `after_save` is called with each save."""
+
+        def save(saver, step, model, *args):
+            SAVE(saver, step, model, *args)
+            after_save(saver, step)
+            full = {key: parallel.full_tensor(p.detach()) for key, p in model.named_parameters()}
+            self.seen["parameters"] = {key: p.clone() for key, p in full.items()}
+            self.seen["buffers"] = {key: buffer.clone() for key, buffer in model.named_buffers()}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.Saver, "save", save)
+            patch.setattr(train_state, "build_optimizer", self.build_optimizer)
+            patch.setattr(train, "learning_rate", self.learning_rate)
+            patch.setattr(distributed, "peak_flops", lambda device, dtype: PEAK)
+            yield
+
+    def build_optimizer(self, model, optim):
+        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
+        self.parameters = list(model.parameters())
+        model.register_forward_hook(self._after_forward)
+        model.blocks[0].ln_1.register_forward_hook(self._after_norm)
+        if self.case.model in ("pair", "idle"):
+            for block in model.blocks:
+                block.mlp.router.selection_bias[3] = -10 - self.rank
+        if self.case.model == "inf" and self.rank == 1:
+            model.blocks[0].mlp.experts.register_forward_pre_hook(self._before_experts)
+        return BUILD(model, optim)
+
+    def learning_rate(self, optim, max_steps, step):
+        """Between the seed of a step and its forward pass."""
+        self.seen["weights"].append([local_part(p).detach().clone() for p in self.parameters])
+        self.seen["gradients"].append([0 if p.grad is None else local_part(p.grad).data_ptr() for p in self.parameters])
+        self.seen["seeds"].append(torch.initial_seed())
+        return RATE(optim, max_steps, step)
+
+    def _after_forward(self, model, args, out):
+        if model.training:  # before the first step: the pass that warms up DDP's buckets
+            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(out.stats.loads.sum(1))
+
+    def _after_norm(self, *_):
+        self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
+
+    def _before_experts(self, experts, args):
+        """On the full parameter, which FSDP2 makes anew for every pass."""
+        if torch.is_grad_enabled() and len(self.seen["weights"]) == 3:
+            experts.w_in.register_hook(self._spoil)
+
+    def _spoil(self, gradient):
+        """In step 3 the gradient of expert 0, which is in rank 0's shard."""
+        if len(self.seen["weights"]) == 3:
+            gradient = gradient.clone()
+            gradient[0] = torch.inf
+        return gradient
+
+
+BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint.Saver.save
+
+
+def config_of(folder, name, seed):
+    """A case has its own run.dir; the runs that resume from another's checkpoint share its run.name."""
+    case = CASES[name]
+    ranks, way, _ = WAYS[case.way]
+    own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
+    return configure.load(folder / "tiny.toml", [*ALL, *MODELS[case.model], *own, *case.own], ranks)
+
+
+def work(folder, name, seed, rank):
+    """Train as the case says; returns what this rank saw."""
+    case = CASES[name]
+    watch = Watch(case, rank)
+
+    def copy_run(saver, step):
+        if step == 3 and case.copies:
+            saver.wait()
+            for copy in case.copies if rank == 0 else ():
+                shutil.copytree(folder / name, folder / copy)
+
+    with watch.patches(copy_run):
+        train.train(config_of(folder, name, seed))
+    return watch.seen
+
+
+def be_a_rank(folder, names, seeds):
+    """Cases of as many ranks, one after another; each meets in a file of its own."""
+    rank = int(os.environ["RANK"])
+    for name in names:
+        way = WAYS[CASES[name].way]
+        os.environ["LOCAL_WORLD_SIZE"] = str(way.ranks_per_node)
+        meet_in(folder / f"{name}.store")
+        try:
+            torch.save(work(folder, name, seeds.get(CASES[name].model, "run.seed=0"), rank), folder / f"{name}.{rank}")
+        except Exception:
+            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,265 @@
+"""scripts.plan and runtime/memory.py: sizes and hours by hand, activations against autograd, the parallelism chosen."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from runs import REPO_ROOT
+
+import configure
+import train
+from model import GPT, count_parameters, flops_per_token, parameter_shapes
+from runtime import RunError, distributed, memory
+from runtime import state as train_state
+from scripts import plan
+
+LARGE = REPO_ROOT / "config/1b3.toml"
+P = 6_952_353_792  # its parameters (docs/paper.md: 6.9B)
+
+
+# ---- the command
+def read_table(out):
+    """{column: {row: cell}} of the memory table."""
+    lines = out.splitlines()
+    rule = next(i for i, line in enumerate(lines) if line.startswith("---"))
+    rows = [re.split("  +", line) for line in lines[rule + 1 : -1]]
+    names = re.split("  +", lines[rule - 1].strip())
+    return {name: {row[0]: row[1 + i] for row in rows} for i, name in enumerate(names)}
+
+
+def gibibytes(text):
+    number, unit = text.split()
+    return float(number) / (1024 if unit == "MiB" else 1)
+
+
+@pytest.mark.parametrize("gpus, per_node", [(8, 8), (4, 8), (8, 2), (1, 8)])
+def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
+    """16 bytes a parameter under DDP, a part of them under ZeRO-2 and FSDP2 (of all ranks) and HSDP (of a node's)."""
+    words = ["--gpus", gpus, "--gpus-per-node", per_node, "--mfu", 0.25, "--gpu", "A100"]
+    out = call(plan.main, LARGE, *words)
+    facts = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
+    assert facts["parameters"] == "6,952.4 M in all, 1,315.3 M active"
+    assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072"
+    assert facts["checkpoint"].startswith(f"{12 * P / 2**30:.1f} GiB, 2 kept")
+    assert facts["host memory"].startswith(f"{4 * P * min(gpus, per_node) / 2**30:.1f} GiB per node")
+    hours = 50_000 * 131_072 * flops_per_token(configure.load(LARGE).model) / (gpus * 312e12 * 0.25) / 3600
+    assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25, {hours * gpus:,.0f} GPU hours"
+    table = read_table(out)
+    shards = {"ddp": 1} | ({} if gpus == 1 else {"zero2": gpus, "fsdp": gpus}) | ({"hsdp": 2} if per_node == 2 else {})
+    assert {*table} == {name + more for name in shards for more in ("", ", checkpointing")}
+    for name, n in shards.items():
+        state = sum(gibibytes(table[name][part]) for part in ("weights", "gradients", "optimizer"))
+        assert state == pytest.approx(16 * P / n / 2**30, rel=0.01)
+        total = sum(gibibytes(table[name][part]) for part in memory.Memory._fields if part in table[name])
+        assert gibibytes(table[name]["sum"]) == pytest.approx(total, abs=0.5)
+        assert (table[name]["in 80 GiB"] == "fits") == (gibibytes(table[name]["sum"]) <= 0.92 * 80)
+
+
+@pytest.mark.parametrize(
+    "words, last_line",
+    [
+        ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
+        ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
+        ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
+        ("--gpus=4 --memory=24", "none fits"),
+        # 43.2 GiB without checkpointing are more than 92%
+        ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
+        ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
+    ],
+)
+def test_plan_ends_with_what_to_choose(call, words, last_line):
+    assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
+
+
+def test_options_that_need_memory_are_planned(call):
+    """Muon has one moment for the blocks' matrices; the mean of weights and scoring on tasks have rows of their own."""
+    words = ["--gpus", 4, "--train.micro_batch_size=1"]
+    plain = read_table(call(plan.main, LARGE, *words))
+    more = ["--optim.name=muon", "--train.ema_decay=0.9", "--eval.tasks=sciq", "--data.document_mask=true"]
+    full = read_table(call(plan.main, LARGE, *words, *more))
+    assert not {"ema", "scoring"} & plain["fsdp"].keys()
+    for name in ("ddp", "fsdp"):
+        assert full[name]["ema"] == full[name]["weights"] == plain[name]["weights"]
+        assert gibibytes(full[name]["optimizer"]) < 0.52 * gibibytes(plain[name]["optimizer"])
+        mask = 2 * 512 * 512 / 2**30  # float16
+        change = gibibytes(full[name]["activations"]) - gibibytes(plain[name]["activations"])
+        assert change == pytest.approx(mask, abs=0.06)
+    assert gibibytes(full["ddp"]["scoring"]) == 0 < gibibytes(full["fsdp"]["scoring"])
+    mean = call(plan.main, LARGE, *words, "--train.ema_decay=0.9")
+    assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
+
+
+def test_plan_takes_the_mfu_of_a_run(tmp_path, call):
+    file = REPO_ROOT / "config/125m.toml"
+    lines = [f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert "at an MFU of 0.20" in call(plan.main, file, "--mfu", tmp_path)  # the median
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n')
+    assert "has no perf/mfu" in call(plan.main, file, "--mfu", tmp_path, code=2)
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--gpus=16"], "set --train.batch_size=512 or --train.micro_batch_size=16, or start 1, 2, 4, 8 ranks"),
+        (["--gpus=0"], "--gpus 0: expected more than 0"),
+        (["--gpus-per-node=-1"], "--gpus-per-node -1: expected more than 0"),
+        (["--memory=nan"], "--memory nan: expected more than 0"),
+        (["--mfu=0"], "--mfu 0: expected a number above 0"),
+        (["--mfu=40"], "--mfu 40: expected a number above 0"),
+    ],
+)
+def test_plan_refuses_bad_input(call, words, error):
+    assert error in call(plan.main, LARGE, *words, code=2)
+
+
+# ---- activations
+HEADS = ["--model.n_kv_head=2", "--model.pos=rope"]
+GATED = ["--model.gated=true", "--model.activation=silu"]
+
+
+def planned_and_kept(router, more, dtype):
+    """Bytes of one block more: planned, and of tensors kept for its backward pass but weights and their casts."""
+
+    def measure(n_layer):
+        sizes = "vocab_size=64 n_embd=192 block_size=256 expert_hidden=192 n_expert=16 top_k=4"
+        words = [f"--model.{word}" for word in f"router={router} n_layer={n_layer} {sizes}".split()] + more
+        model = configure.load(REPO_ROOT / "config/125m.toml", words).model
+        gpt, sizes, alive = GPT(model), {}, []
+        shapes = {tuple(p.shape) for p in gpt.parameters() if p.dim() > 1}
+        shapes |= {shape[::-1] for shape in shapes}
+
+        def pack(tensor):
+            if tuple(tensor.shape) not in shapes:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)  # so that no address comes twice
+            return tensor
+
+        x = torch.zeros(8, 256, dtype=torch.int64).random_(64)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            gpt(x, x)
+        return sum(sizes.values()), model
+
+    (two, model), (one, _) = measure(2), measure(1)
+    return memory.activation_bytes(model, 8 * 256, dtype, router == "dense"), two - one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "router, more",
+    [("dense", []), ("kern", []), ("dense", GATED)]
+    + [("kern", [*GATED, "--model.n_shared_expert=2"]), ("kern", ["--model.n_shared_expert=1"])]
+    + [("dense", HEADS[1:]), ("dense", HEADS[:1]), ("dense", ["--model.qk_norm=all"])]
+    + [("kern", [*HEADS, *GATED, "--model.qk_norm=head"]), ("dense", [HEADS[1], "--model.qk_norm=head"])],
+)
+def test_activations_are_what_autograd_keeps(router, more, dtype):
+    planned, kept = planned_and_kept(router, more, dtype)
+    assert planned == pytest.approx(kept, rel=0.05)
+
+
+def test_activations_with_more_experts_than_channels():
+    planned, kept = planned_and_kept("softmax", ["--model.n_expert=256"], "float32")
+    assert planned == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("router", ["kern-mc", "dense"])
+def test_shapes_without_the_model(router):
+    model = configure.load(REPO_ROOT / "config/quickstart.toml", [f"--model.router={router}"]).model
+    gpt = GPT(model)
+    assert parameter_shapes(model) == {name: tuple(p.shape) for name, p in gpt.named_parameters()}
+    assert count_parameters(model)[0] == sum(p.numel() for p in gpt.parameters())
+
+
+# ---- the choice of a parallelism
+SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
+
+
+@pytest.mark.parametrize(
+    "world_size, local_size, ddp_first, wanted",
+    [
+        (1, 1, False, {"ddp": 1}),
+        (4, 4, True, {"ddp": 1, "zero2": 4, "fsdp": 4}),
+        (4, 4, False, {"zero2": 4, "ddp": 1, "fsdp": 4}),
+        (16, 8, False, {"ddp": 1, "hsdp": 8, "zero2": 16, "fsdp": 16}),
+        (6, 4, True, {"ddp": 1, "zero2": 6, "fsdp": 6}),  # nodes of unequal size
+        (2, 1, True, {"ddp": 1, "zero2": 2, "fsdp": 2}),  # a node has one rank
+    ],
+)
+def test_possible_parallelisms_in_order(world_size, local_size, ddp_first, wanted):
+    possible = memory.list_parallelisms(world_size, local_size, ddp_first)
+    assert [*possible.items()] == [*wanted.items()]
+
+
+def test_the_first_parallelism_that_fits_is_chosen():
+    plans = {"ddp": SMALL, "hsdp": SMALL._replace(activations=2**31), "fsdp": SMALL._replace(activations=0)}
+    # 92% of a device are usable
+    for capacity, chosen in ((9, "ddp"), (8.6, "hsdp"), (7, "hsdp"), (6.4, "fsdp"), (1, "fsdp")):
+        assert memory.select_fitting(plans, int(capacity * 2**30)) == chosen
+    assert memory.select_fitting(plans, None) == "ddp"
+
+
+@pytest.mark.parametrize(
+    "file, device, ranks, batch_size, chosen",
+    [
+        *(("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp")),
+        *(("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2")),
+        ("1b3", "cuda", 16, 512, "hsdp"),
+    ],
+)
+def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
+    """Eight a node."""
+    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
+    overrides = ["data.name=any", f"train.batch_size={batch_size}"]
+    config = configure.load(REPO_ROOT / "config" / f"{file}.toml", overrides, ranks)
+    shapes = parameter_shapes(config.model)
+    assert memory.choose_parallelism(config, shapes, torch.float16, ranks, 8, torch.device(device))[0] == chosen
+
+
+@pytest.mark.parametrize("way, ranks", [("hsdp", 2), ("hsdp", 3), ("fsdp", 1)])
+def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
+    """HSDP on one node, on nodes of unequal size; FSDP2 on one rank."""
+    config = tiny()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"parallel": way})})
+    with pytest.raises(RunError, match=f"= {way} .* {ranks} rank.*set --train.parallel=auto"):
+        memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
+
+
+def test_device_known_to_be_too_small_is_refused():
+    shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
+    with pytest.raises(RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPU"):
+        memory.check_state_fits(SMALL, 3 * 2**30, shapes)
+    memory.check_state_fits(SMALL, 4 * 2**30, shapes)
+    memory.check_state_fits(SMALL, None, shapes)
+
+
+@pytest.mark.parametrize("overrides, words", [([], "--train.parallel=fsdp"), (["train.parallel=fsdp"], "1 rank")])
+def test_run_that_cannot_start_is_refused_before_anything_is_made(tiny, monkeypatch, overrides, words):
+    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 1000)
+    with pytest.raises(RunError, match=words):
+        train.train(tiny(*overrides))
+    assert not Path(tiny().run.dir).exists()
+
+
+# ---- on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_peak_on_a_gpu_is_as_planned(micro_batch):
+    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under DDP."""
+    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = GPT(config.model).cuda()
+    optimizer = train_state.build_optimizer(model, config.optim)
+    updates = train_state.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
+    x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
+    for _ in range(3):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x, x)[1]
+        (loss * updates.scale).backward()
+        updates.step(0, 1e-4, loss.detach())
+        optimizer.zero_grad(set_to_none=False)
+    shapes = parameter_shapes(config.model)
+    planned = memory.estimate_memory(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

@@ -1,0 +1,219 @@
+"""runtime/parallel.py on rank 0 of a fake process group, in which nothing is sent: sharding, its bytes, compiling.
+
+Where one rank cannot compile two real ranks are started.
+"""
+
+import copy
+import os
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics import Operators
+from runs import column, meet_in, run, start_ranks
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from model import GPT, parameter_shapes
+from runtime import distributed, memory, parallel
+from runtime import state as train_state
+from runtime.distributed import Ranks
+from runtime.parallel import local_part
+
+
+@contextmanager
+def fake_ranks_of(world_size, per_node):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield Ranks(0, world_size, torch.device("cpu"), per_node)
+    finally:
+        dist.destroy_process_group()
+
+
+SHARDED = [
+    ("zero2", 2, 2, 2, "adamw"),
+    ("fsdp", 2, 2, 2, "muon"),
+    ("fsdp", 4, 4, 4, "adamw"),
+    ("hsdp", 6, 2, 2, "adamw"),
+    ("hsdp", 6, 3, 3, "muon"),
+]
+
+
+@pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
+def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
+    """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
+    config, muon = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}"), name == "muon"
+    shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
+    plan = memory.estimate_memory(shapes, config.model, 8, "float32", way, possible[way], False, muon)
+    with fake_ranks_of(world_size, per_node) as ranks:
+        model = GPT(config.model)
+        parallel.distribute(model, way, ranks, torch.float32)
+        optimizer = train_state.build_optimizer(model, config.optim)
+        experts = model.blocks[0].mlp.experts.w_in
+        assert possible[way] == shards and experts.to_local().shape[0] == -(-6 // shards)
+        assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == []
+        weights = sum(local_part(p).nbytes for p in model.parameters())
+        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        assert (weights, sum(local_part(value).nbytes for value in states)) == (plan.weights, plan.optimizer)
+        assert plan.gradients == plan.weights < 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in_fp32(tiny):
+    with fake_ranks_of(2, 2) as ranks:
+        model, dtypes = GPT(tiny().model), {}
+        parallel.distribute(model, "fsdp", ranks, torch.float16)
+        block = model.blocks[0]
+        for name, module in {"ln_1": block.ln_1, "router": block.mlp.router, "experts": block.mlp.experts}.items():
+            module.register_forward_pre_hook(
+                lambda m, _, name=name: dtypes.update({name: next(m.parameters(recurse=False)).dtype})
+            )
+        x = torch.zeros(2, 8, dtype=torch.int64)
+        with torch.autocast("cpu", torch.float16):
+            model(x, x)
+        assert dtypes == {"ln_1": torch.float32, "router": torch.float32, "experts": torch.float16}
+        for module in (model, block, block.mlp.experts):
+            assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+
+
+@pytest.mark.parametrize("way, gathers", [("fsdp", 2 * 2 * 5 - 2), ("zero2", 5)])
+def test_zero2_gathers_weights_once_a_step(tiny, way, gathers):
+    """FSDP2 gathers the five groups (blocks, their experts, the rest) in two forward and two backward passes.
+
+    The rest stays gathered from a forward pass to its backward one.
+    """
+    with fake_ranks_of(2, 2) as ranks:
+        model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
+        parallel.distribute(model, way, ranks, torch.float32)
+        for _ in range(2):
+            with Operators() as operators:
+                for last in (False, True):
+                    parallel.set_gradient_sync(model, way, last)
+                    model(x, x).loss.backward()
+            assert operators.names.count("_allgather_base_") == gathers
+
+
+@pytest.mark.parametrize("way, world_size", [("ddp", 1), ("fsdp", 2)])
+def test_compile_compiles_each_block(tiny, monkeypatch, way, world_size):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    with fake_ranks_of(world_size, world_size) as ranks:
+        model = GPT(tiny().model)
+        parallel.distribute(model, way, ranks, torch.float32, compile=True)
+        assert list(map(id, compiled)) == list(map(id, model.blocks))
+
+
+def compile_by(backend, fails_on=()):
+    """In place of Module.compile: dynamo with `backend`; a forward pass that fails on some ranks."""
+
+    def compile(module):
+        if int(os.environ.get("RANK", 0)) in fails_on:
+            module.forward = mock.Mock(side_effect=RuntimeError("no C compiler\nset CC"))
+        else:
+            module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+
+    return compile
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
+    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
+
+    def refuse(self, graph, *_, **__):
+        raise NotImplementedError("DDPOptimizer backend: Found a higher order op in the graph")
+
+    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer.compile_fn", refuse)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=True), fake_ranks_of(2, 2) as ranks:
+        model = GPT(tiny("model.router=kern").model)
+        for block in model.blocks:
+            block.checkpointing = checkpointing
+        runner = parallel.distribute(model, "ddp", ranks, torch.bfloat16, compile=True)
+        x = torch.zeros(1, 8, dtype=torch.int64)
+        parallel.set_gradient_sync(runner, "ddp", last=False)  # a fake group cannot average
+        with torch.autocast("cpu", torch.bfloat16):
+            runner(x, x).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+def test_dynamo_compiles_all_that_a_run_needs(tiny, monkeypatch):
+    """Blocks of two kinds in evaluations, whose last batch is smaller, for loads of a whole step, and in training."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    model, dtype = GPT(tiny("model.backend=triton", "model.n_dense_layer=1").model), torch.bfloat16
+    autocast, one = torch.autocast("cpu", dtype), distributed.Ranks(0, 1, torch.device("cpu"))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        assert parallel.try_compiling(model, (4, 8), autocast, one)
+        parallel.compile_blocks(model)
+        for rows in (4, 3):
+            with torch.no_grad(), autocast:
+                model.eval()(*torch.zeros(2, rows, 8, dtype=torch.int64))
+        x = torch.zeros(4, 8, dtype=torch.int64)
+        with model.train().cast_once(dtype), autocast:
+            with torch.no_grad():
+                model(x, x)
+            model(x, x).loss.backward()
+
+
+@pytest.mark.parametrize("router, more", [("kern", []), ("kern", ["model.n_dense_layer=1"]), ("dense", [])])
+def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
+    """It runs both ways and without gradients, with a block of each kind."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    torch._dynamo.reset()  # another test's graphs would be taken
+    torch._dynamo.utils.counters.clear()
+    one = distributed.Ranks(0, 1, torch.device("cpu"))
+    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), one)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
+    assert capsys.readouterr().out == ""
+
+
+def test_compiling_that_fails_leaves_the_run_eager(tiny, tiny_file, monkeypatch, capsys):
+    """With one warning, and the losses of a run that does not try; train.compile = on fails and names the remedy."""
+
+    def fail(graph, inputs):
+        raise RuntimeError("no C compiler")
+
+    eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
+    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[0]))
+    capsys.readouterr()
+    assert column(run(tiny("run.name=auto")), "train/loss") == eager
+    printed = capsys.readouterr().out
+    warning = "warning: train.compile = auto: compiling failed, so nothing is: RuntimeError: no C compiler\n"
+    assert warning in printed and printed.count("warning") == 1
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by(fail))
+    with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
+        train.main([str(tiny_file), "--run.name=on", "--train.compile=on"])
+    assert error.value.__notes__ == ["torch cannot compile the model: set --train.compile=off and start again"]
+
+
+def train_where_one_rank_has_no_compiler(file, folder, way):
+    meet_in(folder / f"meet-{way}")
+    own = [f"--train.parallel={way}", f"--run.name={way}", "--train.compile=auto", "--train.micro_batch_size=4"]
+    with (
+        mock.patch.object(distributed, "pick_compile", lambda name, device: True),
+        mock.patch.object(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[1])),
+    ):
+        assert train.main([str(file), *own]) == 0
+    print("done")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_rank_that_cannot_compile_leaves_all_eager(tiny_file, tmp_path, way):
+    first, second = start_ranks(2, train_where_one_rank_has_no_compiler, tiny_file, tmp_path, way)
+    (code, log), (other_code, other_log) = first.wait(120), second.wait(120)
+    assert (code, other_code) == (0, 0), log + other_log
+    assert log.count("warning") == 1 and "compiling failed on rank 1, so nothing is: RuntimeError: no C compiler" in log
+    assert "warning" not in other_log and "done" in other_log
