@@ -65,13 +65,13 @@ def test_any_value_of_a_known_key(config_file, setting, world_size):
     key, value = setting
     section, name = key.split(".")
     config_file.write_text(tomli_w.dumps({section: {name: value}}), encoding="utf-8")
-    found = outcome(config_file, (), world_size)
-    if isinstance(found, Config):
-        kept = getattr(getattr(found, section), name)
-        assert kept == type(kept)(value) or not value  # a run without a name gets one
-        assert not isinstance(kept, float) or math.isfinite(kept)
+    result = outcome(config_file, (), world_size)
+    if isinstance(result, Config):
+        value_read = getattr(getattr(result, section), name)
+        assert value_read == type(value_read)(value) or not value  # a run without a name gets one
+        assert not isinstance(value_read, float) or math.isfinite(value_read)
     else:
-        assert key in found
+        assert key in result
 
 
 SIZES = {key: schema for key, schema in KEYS.items() if schema["type"] == "integer"}
@@ -84,8 +84,8 @@ SIZE = st.sampled_from(list(SIZES)).flatmap(
 @given(sizes=st.lists(SIZE, max_size=4), world_size=st.integers(1, 4096))
 def test_sizes_each_valid_alone(config_file, sizes, world_size):
     config_file.write_text("")
-    found = outcome(config_file, [f"--{key}={size}" for key, size in sizes], world_size)
-    assert isinstance(found, Config) or any(f"set --{key}=" in found for key in KEYS)
+    result = outcome(config_file, [f"--{key}={size}" for key, size in sizes], world_size)
+    assert isinstance(result, Config) or any(f"set --{key}=" in result for key in KEYS)
 
 
 @fuzz
@@ -101,8 +101,8 @@ def test_any_table(config_file, table):
 )
 def test_any_override(config_file, key, value):
     config_file.write_text("")
-    found = outcome(config_file, [f"--{key}={value}"])
-    assert isinstance(found, Config) or "command line: " in found or any(key in found for key in KEYS)
+    result = outcome(config_file, [f"--{key}={value}"])
+    assert isinstance(result, Config) or "command line: " in result or any(key in result for key in KEYS)
 
 
 @fuzz
@@ -150,15 +150,15 @@ def try_set(folder, meta: bytes):
     """The data set under another meta.json: either it works, or a DataError names it; nothing else may happen."""
     (folder / "meta.json").write_bytes(meta)
     try:
-        found = check_dataset(folder, 50304)
+        checked = check_dataset(folder, 50304)
     except DataError as error:
         assert str(folder) in str(error) and "repare" in str(error)
         return None
-    assert isinstance(found, Meta) and found == read_meta(folder)
-    assert {split: found.splits[split].tokens for split in found.splits} == {"train": 60, "val": 20}
-    assert all(isinstance(value, str) for value in fingerprint(found).values())
+    assert isinstance(checked, Meta) and checked == read_meta(folder)
+    assert {split: checked.splits[split].tokens for split in checked.splits} == {"train": 60, "val": 20}
+    assert all(isinstance(value, str) for value in fingerprint(checked).values())
     assert Loader(open_tokens(folder, "train"), 4, 3, 0).batch(0)[0].shape == (3, 4)
-    return found
+    return checked
 
 
 @fuzz
@@ -277,9 +277,9 @@ def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, payload):
     for key in ("run.name", "run.dir", "model.router", "model.n_layer", "x"):
         file.write_text(f"{key} = {json.dumps(payload)}\nsweep.run.seed = [1, 2]")
         for overrides in ([], ["--run.seed=1"], [f"--{key}={payload}", "--run.seed=1"]):
-            found = outcome(file, overrides)
-            if isinstance(found, Config):  # text stays text
-                assert found.run.dir == payload and key == "run.dir"
+            result = outcome(file, overrides)
+            if isinstance(result, Config):  # text stays text
+                assert result.run.dir == payload and key == "run.dir"
         file.write_text(f"{key} = {payload}")
         assert isinstance(outcome(file), str)
         assert {path.name for path in tmp_path.iterdir()} == {"config.toml"}
