@@ -334,7 +334,7 @@ def configs(draw):
     return Config.model_validate(values)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(old=configs(), new=configs())
 def test_dumps_gives_every_value_again(old, new):
     assert Config.model_validate(tomllib.loads(dumps(old))) == old
@@ -346,13 +346,6 @@ def test_dumps_gives_every_value_again(old, new):
 def value_of(config, key):
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
-
-
-def test_any_text_survives_a_config_file():
-    odd = 'quote " back \\ \u00e9 \U0001f41d # [x] = 1e-8'
-    config = Config(log={"project": odd})
-    assert tomllib.loads(dumps(config)) == config.model_dump()
-    assert tomllib.loads(dumps(config))["optim"]["eps"] == 1e-8
 
 
 def test_differences_names_what_changed(write):

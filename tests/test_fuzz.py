@@ -184,15 +184,6 @@ def test_any_value_anywhere_in_meta(fuzzed_set, data):
     try_set(folder, json.dumps(meta[""]).encode())
 
 
-@fuzz
-@given(data=st.data())
-def test_meta_with_replaced_bytes(fuzzed_set, data):
-    folder, valid = fuzzed_set
-    start = data.draw(st.integers(0, len(valid)))
-    stop = data.draw(st.integers(start, len(valid)))
-    try_set(folder, valid[:start] + data.draw(st.binary(max_size=6) | st.just(b"9" * 5000)) + valid[stop:])
-
-
 @pytest.mark.parametrize(
     "meta", [b"", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"NaN", b"null", b"\xff\xfe", b'"\\ud800"']
 )
@@ -200,9 +191,9 @@ def test_invalid_meta(fuzzed_set, meta):
     assert try_set(fuzzed_set[0], meta) is None and try_set(*fuzzed_set) is not None
 
 
-@pytest.fixture(params=[0, 2, 5])
-def pickled(request, canary):
-    payload = pickle.dumps(Payload(canary), request.param)
+@pytest.fixture
+def pickled(canary):
+    payload = pickle.dumps(Payload(canary))
     pickle.loads(payload)
     canary.unlink()  # raises if the payload did not work
     return payload
@@ -211,13 +202,6 @@ def pickled(request, canary):
 @pytest.fixture
 def copied(tmp_path, corpus):
     return shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-
-
-def test_a_pickle_as_meta_runs_nothing(copied, pickled):
-    (copied / "meta.json").write_bytes(pickled)
-    for use, *more in ([read_meta], [open_tokenizer], [check_dataset, 257], [open_tokens, "val"]):
-        with pytest.raises(DataError, match="tiny/meta.json: cannot be read"):
-            use(copied, *more)
 
 
 def test_a_pickle_as_ranks_runs_nothing(copied, pickled):
@@ -283,8 +267,3 @@ def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, payload):
         file.write_text(f"{key} = {payload}")
         assert isinstance(outcome(file), str)
         assert {path.name for path in tmp_path.iterdir()} == {"config.toml"}
-
-
-def test_a_pickle_as_a_config_runs_nothing(tmp_path, pickled):
-    (tmp_path / "config.toml").write_bytes(pickled)
-    assert "is not TOML" in outcome(tmp_path / "config.toml")
