@@ -90,6 +90,12 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
     assert "optim.warmup_steps = 200 is more than train.max_steps = 100" in message(both)
 
 
+def test_ranks_other_than_0_print_no_notes(write, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert load(write(), ["--train.max_steps=99"]).optim.warmup_steps == 9
+    assert not capsys.readouterr().err
+
+
 def test_a_decay_without_a_schedule_that_has_one_is_noted(write, capsys):
     load(write(), ["--optim.decay=sqrt"])
     assert "optim.decay changes nothing with optim.schedule = cosine" in capsys.readouterr().err

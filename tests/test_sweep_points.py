@@ -97,6 +97,10 @@ def test_points_never_share_a_folder(write, text, overrides):
     assert "two points would write to runs/" in text and "leave run.name unset" in text
 
 
+def test_points_of_one_name_may_go_to_different_folders(write):
+    assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
+
+
 def test_linked_keys_take_their_values_row_by_row(write):
     file = write(LINKED + 'sweep.data.name = ["books3", "arxiv"]', "g.toml")
     configs = [load(file, point) for point in sweep_points(file)]
