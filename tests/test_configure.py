@@ -14,10 +14,16 @@ from pydantic import ValidationError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from configure import Config, ConfigError, differences, dumps, from_command_line, is_name_chosen, load
+from configure.load import _print_note
 from configure.schema import FILE_NAME, KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def notes_not_printed_yet():
+    _print_note.cache_clear()
 
 
 @pytest.fixture
