@@ -114,6 +114,7 @@ def test_two_settings_of_a_branch_give_the_third(write):
     for override, step, fraction in (("max_steps=777", 660, 0.15), ("branch_step=600", 600, 177 / 777)):
         config = load(file, ["--train.branch_from=runs/x/", f"--train.{override}", "--run.seed=3"])
         assert (config.train.branch_step, config.optim.decay_fraction) == (step, fraction)
+        assert config.train.branch_from == "runs/x"  # with and without a slash: one trunk
         assert config.run.name == f"x-{step}to777" and config.optim.decay_start(777) == step
         assert load(write(dumps(config), "again.toml")) == config
 
@@ -244,6 +245,7 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
         ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),
         ("--model.n_dense_layer=12", 1, "leaves no layer with experts of model.n_layer = 12", 2),
         ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
+        ("--train.batch_size=24 --train.micro_batch_size=8", 4, "or start 1, 3 ranks", 2),
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
         ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
@@ -360,6 +362,11 @@ def value_of(config, key):
     return getattr(getattr(config, section), name)
 
 
+def test_a_mixture_is_sorted_and_its_parts_sum_to_1():
+    config = Config(data={"mix": {"b": 3, "a": 1}})
+    assert config.data.sets == {"b": 0.75, "a": 0.25} and config.data.label == "a 1 + b 3"
+
+
 def test_differences_names_what_changed(write):
     file = write("run.name = 'x'")
     old, new = load(file), load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
@@ -420,7 +427,7 @@ def test_ways_to_write_a_command_line(write, command):
         ("a.toml --optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
         ("a.toml --train.compile --optim.lr=1", "--train.compile has no value; write --train.compile=VALUE"),
         ("FILE --train.lr=1", "error: command line: train.lr = 1: unknown key; did you mean 'optim.lr'?"),
-        ("FILE --train.micro_batch_size=100", "error: train.batch_size = 256 is not a multiple of"),
+        ("FILE --train.micro_batch_size=256", "error: train.batch_size = 256 is not a multiple of"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys, monkeypatch, tmp_path, command, says):
