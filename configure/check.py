@@ -1,87 +1,109 @@
-"""One setting at a time: what is wrong with it, in words, and its value as text."""
+"""One setting at a time: the error that names it with a remedy, and its value as text."""
 
 import difflib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from configure.schema import FILE_NAME, KEYS, SECTIONS
+from configure.schema import KEYS, SECTIONS, Config
+
+COMMON_NAMES = {  # key -> what other projects call it
+    "optim.lr": "learning_rate max_lr",
+    "optim.min_lr_ratio": "min_lr",
+    "optim.warmup_steps": "warmup warmup_iters",
+    "optim.grad_clip": "clip max_grad_norm",
+    "optim.name": "optimizer",
+    "train.batch_size": "batch global_batch_size",
+    "train.micro_batch_size": "gradient_accumulation_steps",
+    "train.max_steps": "steps max_iters num_steps",
+    "model.n_layer": "layers num_layers depth",
+    "model.n_head": "heads num_heads",
+    "model.n_embd": "hidden hidden_size d_model dim",
+    "model.n_expert": "experts num_experts",
+    "model.vocab_size": "vocab",
+    "model.block_size": "seq_len context_length",
+    "data.name": "dataset",
+    "run.dir": "out_dir",
+    "log.wandb": "wandb_log",
+    "log.project": "wandb_project",
+}
 
 
 def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
-    """List what is wrong with settings by dotted key, each checked alone."""
-    return [error for key, value in settings.items() if (error := find_error(key, value, source))]
+    """List what is wrong with settings by dotted key, each checked alone: `SOURCE: section.key = value: reason`."""
+    errors = []
+    for key, value in settings.items():
+        if key in SECTIONS:
+            remedy = f"write [{key}] in a file, or --{key}.KEY=VALUE"
+            errors.append(f"{source}: {key} = {show(value)}: is a section; {remedy}")
+            continue
+        section, dot, name = key.partition(".")
+        try:
+            Config.model_validate({section: {name: value} if dot else value})
+        except ValidationError as invalid:
+            errors += [f"{source}: {_describe(key, value, error)}" for error in invalid.errors(include_url=False)]
+    return errors
 
 
-def find_error(key: str, value: Any, source: str | Path) -> str | None:
-    """Describe what is wrong with one setting; None if it is valid."""
-    if key in SECTIONS:
-        return f"{source}: {key}: found {shown(value)}, expected a section: [{key}] in a file, or --{key}.KEY=VALUE"
-    table = key.rpartition(".")[0]
+def _describe(key: str, value: Any, error: Any) -> str:
+    """Describe one of pydantic's errors on a key, with a remedy where there is a good guess."""
+    place = error["loc"][2:]  # in the table that the key holds: the name of an entry
+    subject = ".".join(map(show_key, [key, *place[:1]]))
+    if place:
+        value = place[0] if len(place) > 1 else error["input"]  # the name itself is wrong, or its number
+    reason = error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            reason = f"unknown key{_suggest_key(key)}"
+        case "literal_error" if isinstance(value, str):
+            reason += _suggest(value, KEYS[key]["enum"])
+        case "dict_type":
+            reason += f"; write {key} = {{books = 0.5, arxiv = 0.5}}"
+    return f"{subject} = {show(value)}: {reason}"
+
+
+def _suggest_key(key: str) -> str:
+    """`; did you mean 'optim.lr'?` for `train.lr`: the key's other name or section first, then the nearest text."""
+    table, _, name = key.rpartition(".")
+    for known, names in COMMON_NAMES.items():
+        if name.lower().replace("-", "_") in names.split():
+            return f"; did you mean {known!r}?"
     if KEYS.get(table, {}).get("type") == "object":
-        return f"{source}: {quoted(key)}: {table} is set as a whole, as --{table}='{{books = 0.5, arxiv = 0.5}}'"
-    if key not in KEYS:
-        return f"{source}: {quoted(key)}: unknown key{_did_you_mean(key, [*KEYS, *SECTIONS])}"
-    section, name = key.split(".")
-    try:
-        SECTIONS[section].model_validate({name: value})
-    except ValidationError as error:
-        where = error.errors()[0]["loc"]
-        if len(where) > 1:  # one entry of a table
-            return f"{source}: {_describe_entry(key, str(where[1]), value, is_name=len(where) > 2)}"
-        found = f"found {shown(value)} ({type(value).__name__}), expected {describe_type(key)}"
-        hint = _did_you_mean(value, KEYS[key].get("enum", [])) if isinstance(value, str) else ""
-        return f"{source}: {key}: {found}{hint}"
-    return None
+        return f"; {table} is set as a whole, as --{table}='{{books = 0.5, arxiv = 0.5}}'"
+    if same_name := [other for other in KEYS if other.split(".")[1] == name]:
+        return _suggest(key, same_name, cutoff=0.0)
+    return _suggest(key, [*KEYS, *SECTIONS])
 
 
-def _describe_entry(key: str, name: str, table: dict, is_name: bool) -> str:
-    """What is wrong with one entry of a table: its name, or its number."""
-    if is_name:
-        return f"{key}: found the name {shown(name)}, expected letters, digits, '.', '_' and '-'"
-    value = table[name]
-    return f"{key}.{quoted(name)}: found {shown(value)} ({type(value).__name__}), expected finite float > 0"
+def _suggest(text: str, known: list[str], cutoff: float = 0.6) -> str:
+    nearest = difflib.get_close_matches(text, known, n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def quoted(key: str) -> str:
-    """A key, quoted where its characters would not show."""
+def show_key(key: str) -> str:
+    """Show a key, quoted if it is empty or has characters that do not print."""
     return key if key and key.isprintable() else repr(key)
 
 
-def shown(value: Any) -> str:
-    """Show the value as Python writes it, cut to 200 characters."""
+def show(value: Any) -> str:
+    """Show a value as Python writes it, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'optim.lr'?` for `train.lr`: the right key in the wrong section first, then the nearest text."""
-    same_key = [other for other in known if other.split(".")[-1] == name.split(".")[-1]]
-    near = difflib.get_close_matches(name, same_key or known, n=1, cutoff=0 if same_key else 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def describe_type(key: str) -> str:
-    """Describe a key's type and range, such as `int >= 1` or `one of learned, rope`."""
+    """Describe a key's type and range for --help, such as `int >= 1` or `one of learned, rope`."""
     schema = KEYS[key]
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
-    if schema["type"] == "string":
-        pattern = schema.get("pattern", "")
-        if FILE_NAME in pattern:
-            return "string of letters, digits, '.', '_' and '-'"
-        words = "names" if "A-Z" in pattern else "numbers"
-        return f"{words} with ',' between" if pattern else "printable string"
     if schema["type"] == "object":
         return "table of names and numbers > 0, such as {books = 0.5, arxiv = 0.5}"
-    if schema["type"] == "boolean":
-        return "bool, true or false"
-    bounds = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
-    limits = [f"{sign} {schema[bound]}" for sign, bound in bounds.items() if bound in schema]
-    return " ".join(["int" if schema["type"] == "integer" else "finite float", ", ".join(limits)])
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+    limits = [f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema]
+    kind = {"boolean": "true or false", "integer": "int", "number": "float", "string": "text"}[schema["type"]]
+    return " ".join([kind, ", ".join(limits)]).strip()
 
 
 def format_toml(value: Any) -> str:

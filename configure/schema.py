@@ -57,42 +57,29 @@ class Model(Section):
 
     n_layer: int = Field(12, ge=1, le=2**10, description="transformer blocks")
     n_head: int = Field(12, ge=1, le=2**10, description="attention heads per block")
-    n_kv_head: int = Field(
-        0, ge=0, le=2**10, description="heads of keys and values, each shared by n_head / n_kv_head heads; 0: n_head"
-    )
-    qk_norm: Literal["off", "head", "all"] = Field(
-        "off", description="norm of queries and keys: over each head (Qwen3) or over all heads together (OLMoE)"
-    )
+    n_kv_head: int = Field(0, ge=0, le=2**10, description="heads of keys and values, shared by query heads; 0: n_head")
+    qk_norm: Literal["off", "head", "all"] = Field("off", description="norm of queries and keys: per head or over all")
     n_embd: int = Field(768, ge=1, le=2**17, description="width of the residual stream")
     block_size: int = Field(512, ge=1, le=2**20, description="context length in tokens")
     vocab_size: int = Field(50304, ge=2, le=2**16, description="vocabulary; GPT-2's 50257 padded to a multiple of 64")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
     router: Literal[*read_router_names()] = Field(  # pyrefly: ignore[invalid-literal]  # known at run time only
         "kern",
-        description="how tokens choose experts; dense: one MLP instead, of hidden width (top_k + n_shared_expert) * "
-        "expert_hidden",
+        description="how tokens choose experts; dense: one MLP of width (top_k + n_shared_expert) * expert_hidden",
     )
     n_expert: int = Field(64, ge=1, le=2**14, description="experts per block; ignored by dense")
     top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
     expert_hidden: int = Field(384, ge=1, le=2**17, description="hidden width of one expert")
     activation: Literal["gelu", "silu"] = Field("gelu", description="activation of MLPs and experts; gelu is exact")
     gated: bool = Field(False, description="MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU")
-    n_shared_expert: int = Field(
-        0, ge=0, le=2**10, description="experts that every token takes, as one MLP; dense: added to its width"
-    )
-    n_dense_layer: int = Field(
-        0,
-        ge=0,
-        le=2**10,
-        description="first blocks with an MLP instead of experts, as wide as that of dense; ignored by dense",
-    )
+    n_shared_expert: int = Field(0, ge=0, le=2**10, description="experts that every token takes, computed as one MLP")
+    n_dense_layer: int = Field(0, ge=0, le=2**10, description="first blocks that have the MLP of dense, no experts")
     gate_scale: float = Field(1.0, gt=0, le=2**16, description="constant factor on all gates, times the router's own c")
     gate_norm: float = Field(
         0.0,
         ge=0,
         le=2**16,
-        description="initial sqrt(E|g|^2), g the gates of a token: sets their constant factor, so that all routers "
-        "begin at one scale; 0: as the router is; ignored by dense",
+        description="initial size sqrt(E|g|^2) of a token's gates g, set by a constant factor; 0: the router's own",
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="rmsnorm: without mean and bias")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
@@ -127,15 +114,9 @@ class Data(Section):
     ] = Field(
         {},
         validate_default=True,
-        description="several prepared corpora instead of data.name, each with its weight: its part of the windows is "
-        "the weight over the sum of weights",
+        description="several corpora instead of data.name: each gives weight / (sum of weights) of the windows",
     )
-
-    document_mask: bool = Field(
-        False,
-        description="attention sees its own document only, and positions begin anew at each; false: windows cross "
-        "documents, as the paper's",
-    )
+    document_mask: bool = Field(False, description="attention and positions restart at each document of a window")
 
     @property
     def sets(self) -> dict[str, float]:
@@ -163,41 +144,32 @@ class Train(Section):
     max_steps: int = Field(50_000, ge=1, description="optimizer steps of the run")
     init_from: str = Field(
         "",
-        description="folder of the initial weights: GPT-2, OLMoE, Qwen3-MoE or Mixtral of Hugging Face, an export or a "
-        "run; empty: random weights",
+        description="folder of initial weights: GPT-2, OLMoE, Qwen3-MoE, Mixtral, an export or a run; empty: random",
     )
-    branch_from: str = Field(
-        "",
-        description="folder of a run with schedule wsd, the trunk: this run takes its state at branch_step, and its "
-        "decay alone follows; empty: no branch",
-    )
-    branch_step: int = Field(
-        0, ge=0, description="step of the branch; sets decay_fraction. 0: where max_steps and decay_fraction put it"
-    )
+    branch_from: str = Field("", description="run with schedule wsd whose state at branch_step this run decays")
+    branch_step: int = Field(0, ge=0, description="step of the branch, sets decay_fraction; 0: where the decay begins")
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
         "auto",
-        description="autocast dtype; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32; a run keeps "
-        "what it began with",
+        description="autocast dtype; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32",
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="torch.compile every block; auto: on CUDA, with a warning and without where compiling fails; true "
-        "and false mean on and off",
+        description="torch.compile every block; auto: on CUDA, unless compiling fails",
     )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
-        description="ddp: a full copy per rank, zero2: optimizer and gradients sharded over all ranks, fsdp: weights, "
-        "too, hsdp: sharded within a node and replicated across nodes; auto: the first of ddp, hsdp, zero2, fsdp that "
-        "fits; zero2 before ddp on the GPUs of one node with one micro-batch a step",
+        description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
+        "within a node, ddp across nodes; auto: the first of ddp, hsdp, zero2, fsdp that fits (zero2 before ddp on one "
+        "node with one micro-batch per step)",
     )
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0 disables")
     balance_loss_scope: Literal["global", "sequence", "micro_batch"] = Field(
         "global",
-        description="loads in the balance loss: of the step, over all micro-batches and ranks (a forward pass more if "
-        "a rank has several), of each sequence, or of each micro-batch",
+        description="tokens whose loads are balanced: of the step (a forward pass more if a rank has several "
+        "micro-batches), of each sequence, or of each micro-batch",
         json_schema_extra={"before": "micro_batch", "with": "train.balance_loss_coef"},
     )
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
@@ -207,9 +179,7 @@ class Train(Section):
     )
     spike_sigma: float = Field(6.0, gt=0, description="threshold of a spike, in standard deviations above their mean")
     max_skipped_steps: int = Field(20, ge=1, description="consecutive skipped steps that stop the run")
-    checkpoint_interval: int = Field(
-        -1, ge=-1, description="steps between checkpoints; -1: a tenth of max_steps, 0 disables"
-    )
+    checkpoint_interval: int = Field(-1, ge=-1, description="steps between checkpoints; -1: max_steps / 10, 0 disables")
     checkpoint_minutes: float = Field(10.0, ge=0, description="minutes between checkpoints; 0 disables")
     keep_checkpoints: int = Field(2, ge=1, description="number of latest checkpoints kept on disk")
     keep_steps: str = Field(
@@ -218,12 +188,7 @@ class Train(Section):
     on_save_error: Literal["stop", "warn"] = Field(
         "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"
     )
-    ema_decay: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="decay per step of a running mean of the weights, evaluated as val_ema/loss; 0: none",
-    )
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="decay per step of the weights' running mean; 0 disables")
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
 
     @field_validator("branch_from")
@@ -248,24 +213,14 @@ class Train(Section):
 class Optim(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: the blocks' matrices but routers by Muon, at AdamW's step size; all else by AdamW"
-    )
+    name: Literal["adamw", "muon"] = Field("adamw", description="muon: for the blocks' matrices, routers excepted")
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     momentum: float = Field(0.95, ge=0, lt=1, description="decay of Muon's running mean of gradients; Nesterov's form")
     router_lr_ratio: float = Field(1.0, ge=0, description="routers' learning rate as a fraction of lr; 0 freezes them")
-    expert_out_lr_ratio: float = Field(
-        1.0, ge=0, description="learning rate of the routed experts' w_out as a fraction of lr"
-    )
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine",
-        description="after the warm-up: a cosine to the end, or the constant rate lr and then a decay (warm-up, "
-        "stable, decay)",
-    )
+    expert_out_lr_ratio: float = Field(1.0, ge=0, description="learning rate of experts' w_out as a fraction of lr")
+    schedule: Literal["cosine", "wsd"] = Field("cosine", description="after warm-up: a cosine, or constant, then decay")
     decay_fraction: float = Field(0.2, ge=0, le=1, description="wsd: steps of the decay, as a fraction of max_steps")
-    decay: Literal["linear", "sqrt"] = Field(
-        "linear", description="wsd: form of the decay at its part p: 1 - p, or 1 - sqrt(p)"
-    )
+    decay: Literal["linear", "sqrt"] = Field("linear", description="wsd: factor after a part p: 1 - p or 1 - sqrt(p)")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate of the schedule, as a fraction of lr")
     warmup_steps: int = Field(500, ge=0, description="steps of linear warm-up")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's running mean")
@@ -286,8 +241,7 @@ class Eval(Section):
     windows: int = Field(2048, ge=1, description="validation windows of block_size tokens, the same every time")
     spread: Literal["documents", "tokens"] = Field(
         "documents",
-        description="how windows are chosen: as few as possible of one document, or evenly over the split, most of "
-        "them then of a few long documents",
+        description="windows from as many documents as possible, or evenly over the tokens of the split",
         json_schema_extra={"before": "tokens"},
     )
     tasks: str = Field(

@@ -4,6 +4,7 @@ Expected numbers are those of the project's digest of the paper (results.json, n
 experiments, parameters without the position table, printed settings.
 """
 
+import itertools
 import tomllib
 from pathlib import Path
 
@@ -108,16 +109,57 @@ def test_parameters_are_the_digests(stem):
 def test_runs_are_those_of_the_paper(stem):
     routers, sets, length, shapes = PAPER[stem]
     seeds = [0, 1, 2] if stem == "seeds" else [0]
-    found = []
+    expanded = []
     for c in runs(stem):
         shape = (c.model.n_expert, c.model.top_k, c.model.expert_hidden)
-        found.append((c.model.router, c.data.name, shape, c.run.seed))
-    assert sorted(found) == sorted((r, d, s, seed) for r in routers for d in sets for s in shapes for seed in seeds)
+        expanded.append((c.model.router, c.data.name, shape, c.run.seed))
+    assert sorted(expanded) == sorted(itertools.product(routers, sets, shapes, seeds))
     assert {c.model.block_size for c in runs(stem)} == {length}
 
 
 def test_every_file_is_an_experiment_or_beyond_the_paper():
     assert FILES.keys() == PAPER.keys() | BEYOND
+
+
+DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
+    "model": {"n_layer": 12, "n_head": 12, "n_kv_head": 0, "n_embd": 768, "block_size": 512, "vocab_size": 50304}
+    | {"router": "kern", "n_expert": 64, "top_k": 8, "expert_hidden": 384, "n_shared_expert": 0, "n_dense_layer": 0}
+    | {"activation": "gelu", "gated": False, "norm": "layernorm", "norm_eps": 1e-5, "pos": "learned", "bias": False}
+    | {"tie_embeddings": True, "dropout": 0.0, "init_std": 0.02, "gate_scale": 1.0, "gate_norm": 0.0, "qk_norm": "off"},
+    "train": {"batch_size": 256, "micro_batch_size": 32, "max_steps": 50_000, "dtype": "auto", "loss_spike": "off"}
+    | {"balance_loss_coef": 0.0, "balance_loss_scope": "global", "z_loss_coef": 0.0, "bias_update_rate": 0.0}
+    | {"ema_decay": 0.0, "branch_from": "", "init_from": ""},
+    "optim": {"name": "adamw", "lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    | {"grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 500, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+    | {"router_lr_ratio": 1.0, "expert_out_lr_ratio": 1.0},
+    "data": {"name": "books3", "document_mask": False},
+    "eval": {"interval": 1000, "windows": 2048, "spread": "documents", "tasks": ""},
+    "run": {"seed": 0, "dir": "runs"},
+}
+
+
+def test_defaults_are_the_papers():
+    values = configure.Config().model_dump()
+    assert {section: {key: values[section][key] for key in keys} for section, keys in DEFAULTS.items()} == DEFAULTS
+
+
+SIZES = {"125m": (12, 12, 768, 6e-4), "350m": (24, 16, 1024, 3e-4), "1b3": (24, 16, 2048, 2e-4)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_files_of_one_size_match_the_papers_table(name):
+    """Layers, heads, width, learning rate; 1b3: configs/1-3B.yml of the DAPE repository."""
+    config = configure.load(CONFIGS / f"{name}.toml", world_size=8)
+    model = config.model
+    assert (model.n_layer, model.n_head, model.n_embd, config.optim.lr) == SIZES[name]
+    assert model.expert_hidden * model.top_k == 4 * model.n_embd  # equal active parameters with the dense model
+    assert (config.train.batch_size, config.train.micro_batch_size) == (32 * 8, 32)
+
+
+def test_quickstart_compares_dense_softmax_and_kern():
+    file = CONFIGS / "quickstart.toml"
+    names = [configure.load(file, point).run.name for point in configure.sweep_points(file)]
+    assert names == ["quickstart-dense", "quickstart-softmax", "quickstart-kern"]
 
 
 def test_controls():

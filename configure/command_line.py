@@ -1,0 +1,91 @@
+"""The command line of train.py: FILE and overrides in, a Config or one line per error out."""
+
+import json
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from configure.check import describe_type
+from configure.load import ConfigError, load
+from configure.schema import KEYS, SECTIONS, Config
+
+USAGE = """\
+usage: python train.py FILE [--section.key=value ...]
+
+Trains the model described by FILE (TOML, such as config/quickstart.toml). FILE holds what differs from the defaults
+below; --section.key=value overrides both. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
+
+
+def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
+    """Load the Config of the command line `FILE [--section.key=value ...]`; `argv` excludes the program's name.
+
+    `--config FILE` and `--section.key value` work too. `--help` prints every key and exits with 0; a wrong command line
+    or config prints the errors to stderr and exits with 2. Ranks other than 0 exit silently.
+    """
+    if "-h" in argv or "--help" in argv:
+        _exit(0, f"{USAGE}\n\n{help_text()}")
+    try:
+        return load(*split_command_line(argv), world_size)
+    except ConfigError as error:
+        tell_torchrun(str(error))
+        _exit(2, f"error: {error}")
+
+
+def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Split a command line into the config file and `--key=value` overrides.
+
+    Raises:
+        ConfigError: not exactly one file, or an override without a value.
+    """
+    files, overrides = [], []
+    arguments = iter(argv)
+    for argument in arguments:
+        if not argument.startswith("--"):
+            files.append(argument)
+            continue
+        key, equals, value = argument.partition("=")
+        if not equals:
+            value = next(arguments, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{key} has no value; write {key}=VALUE")
+        if key == "--config":
+            files.append(value)
+        else:
+            overrides.append(f"{key}={value}")
+    if len(files) != 1:
+        given = f"found {len(files)}: {', '.join(files)} (overrides start with --)" if files else "found none"
+        raise ConfigError(f"one config file is needed, {given}\n{USAGE}\nevery key: python train.py --help")
+    return files[0], overrides
+
+
+def help_text() -> str:
+    """Describe every key by default, meaning and type, grouped by section, at most 120 columns wide."""
+    wide = max(map(len, KEYS)) + len("--")
+    lines = []
+    for section in SECTIONS:
+        lines += ["", f"[{section}]"]
+        for key, schema in KEYS.items():
+            if key.startswith(section + "."):
+                start = f"  {'--' + key:{wide}}  {json.dumps(schema['default']):10}  "
+                indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+                meaning = f"{schema['description']} ({describe_type(key)})"
+                lines.append(textwrap.fill(meaning, 120, **indents, break_on_hyphens=False))
+    return "\n".join(lines[1:])
+
+
+def _exit(status: int, text: str) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr if status else sys.stdout)
+    raise SystemExit(status)
+
+
+def tell_torchrun(error: str) -> None:
+    """Leave an error for torchrun, which prints it after its own trace."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))

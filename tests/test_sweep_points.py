@@ -1,0 +1,142 @@
+"""The [sweep] of a config file: its points, their names, linked axes, and what is wrong with one."""
+
+import re
+
+import pytest
+
+from configure import ConfigError, dumps, load, sweep_points
+
+SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
+LINKED = 'sweep."model.n_expert, model.top_k,model.expert_hidden" = [[32, 4, 768], [64, 8, 384], [256, 32, 96]]\n'
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="s.toml"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+def refuse(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def test_points_are_the_product_in_file_order(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=1"])
+    pairs = [("dense", "0.001"), ("dense", "1"), ("kern", "0.001"), ("kern", "1")]
+    assert points == [["--run.seed=1", f"--model.router={router}", f"--optim.lr={lr}"] for router, lr in pairs]
+    config = load(file, points[1])
+    assert (config.run.name, config.log.group) == ("s-dense-lr1-seed1", "s")
+    assert (config.model.router, config.optim.lr, config.run.seed) == ("dense", 1.0, 1)
+    assert load(write(dumps(config), "config.toml")) == config
+    assert load(file, [*points[0], "--log.group=mine"]).log.group == "mine"
+
+
+def test_load_refuses_open_axes_and_names_both_commands(write):
+    file = write(SWEEP)
+    text = refuse(load, file)
+    assert "sweeps model.router, optim.lr" in text and f"python -m scripts.sweep {file}" in text
+    command = re.search(r"python train.py (.*)", text)[1].split()
+    assert command == [str(file), "--model.router=dense", "--optim.lr=0.001"]
+    load(command[0], command[1:])
+    assert "sweeps optim.lr," in refuse(load, file, ["--model.router=kern"])
+
+
+def test_an_axis_wins_over_the_same_key_in_the_file(write):
+    file = write('model.router = "tanh"\n[sweep]\n"model.router" = ["dense", "kern"]')
+    assert "sweeps model.router" in refuse(load, file)
+    assert [load(file, point).model.router for point in sweep_points(file)] == ["dense", "kern"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "names"),
+    [
+        ("sweep = 3", "sweep = 3: is a section"),
+        ("sweep.model = [{}]", "model = {}: is a section"),
+        ('sweep."model.router" = []', "model.router = []: expected a list of values"),
+        ('sweep."model.router" = "kern"', "model.router = 'kern': expected a list of values"),
+        ('sweep."model.routr" = ["kern"]', "unknown key; did you mean 'model.router'?"),
+        ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
+        ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
+        ("sweep.run.seed = [1, 2.5]", "run.seed = 2.5: "),
+        ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "model.top_k = [64]: expected a list of 2 values"),
+        ('sweep."model.n_expert, model.top_k" = [[32, 4, 768]]', " = [32, 4, 768]: expected a list of 2 values"),
+        ('sweep."model.n_expert, model.top_k" = [32, 4]', " = 32: expected a list of 2 values"),
+        ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of values"),
+        ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
+        ('sweep."model.n_experts, model.top_k" = [[32, 4]]', "did you mean 'model.n_expert'?"),
+        ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
+        ('sweep."model.n_expert" = [[32]]', "model.n_expert = [32]: "),
+        ('sweep."model.top_k, model.top_k" = [[4, 4]]', "model.top_k: is in the axes more than once"),
+        ('sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: is in the axes more than once"),
+    ],
+)
+def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
+    file = write(axis)
+    for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
+        assert text.startswith(str(file)) and names in text
+
+
+def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
+    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more than")
+
+
+@pytest.mark.parametrize(
+    "text, overrides",
+    [("sweep.run.seed = [1, 1]", []), ("", ["--optim.lr=[1e-3,2e-3]"]), ("run.name = 'x'\nsweep.run.seed = [1, 2]", [])]
+    + [('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', [])],
+    ids=["twice the same", "an axis of the command line", "a name is given", "linked keys"],
+)
+def test_points_never_share_a_folder(write, text, overrides):
+    text = refuse(sweep_points, write(text), overrides)
+    assert "two points would write to runs/" in text and "leave run.name unset" in text
+
+
+def test_points_of_one_name_may_go_to_different_folders(write):
+    assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
+
+
+def test_linked_keys_take_their_values_row_by_row(write):
+    file = write(LINKED + 'sweep.data.name = ["books3", "arxiv"]', "g.toml")
+    configs = [load(file, point) for point in sweep_points(file)]
+    shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
+    assert shapes == [(32, 4, 768), (64, 8, 384), (256, 32, 96)]
+    names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
+    assert [c.run.name for c in configs] == names
+
+
+def test_linked_keys_are_overridden_together(write):
+    file = write(LINKED)
+    command = re.search(r"python train.py (.*)", refuse(load, file))[1].split()
+    assert load(command[0], command[1:]).model.expert_hidden == 768
+    text = refuse(load, file, ["--model.top_k=2"])
+    assert "linked, but the command line sets only model.top_k" in text
+    remedy = text.partition("; add ")[2].replace("VALUE", "16").split()
+    assert load(file, ["--model.top_k=2", *remedy]).model.n_expert == 16
+    assert len(sweep_points(file, ["--model.top_k=2", *remedy])) == 1
+
+
+def test_a_list_on_the_command_line_is_an_axis(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
+    rows = [("dense", 0), ("dense", 1), ("kern", 0), ("kern", 1)]
+    point = "--log.interval=3 --model.router={} --optim.lr=0.5 --run.seed={}"
+    assert [" ".join(overrides) for overrides in points] == [point.format(*row) for row in rows]
+    names = [load(file, point).run.name for point in points]
+    assert names == ["s-dense-lr0.5", "s-dense-lr0.5-seed1", "s-kern-lr0.5", "s-kern-lr0.5-seed1"]
+    assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
+    for override, names in (('[0, "x"]', "run.seed = 'x': "), ("[]", "run.seed = []: expected a list of values")):
+        text = refuse(sweep_points, file, [f"--run.seed={override}"])
+        assert text.startswith("command line: ") and names in text
+
+
+def test_values_of_axes_are_in_the_name_also_where_the_file_has_them(write):
+    axes = SWEEP + 'data.name = ["arxiv", "books3"]\nrun.seed = [0, 1]'
+    file = write(f'data.name = "arxiv"\nrun.seed = 1\n{axes}')
+    names = [load(file, point).run.name for point in sweep_points(file, ["--model.router=kern", "--optim.lr=1"])]
+    assert names == [f"s-kern-lr1-{text}{end}" for text in ("arxiv", "books3") for end in ("-seed0", "")]
