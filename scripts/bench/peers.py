@@ -1,9 +1,8 @@
-"""What a user would pick instead, for `scripts.bench step`: other implementations in the shape of a config.
+"""Other implementations in the shape of a config, for `scripts.bench step`: a module whose forward(x, y) has a `.loss`.
 
-One function each, from the section [model] to a module whose forward(x, y) has a `.loss`. A gated expert has three
-matrices and gets two thirds of the hidden width of ours without a gate, so that a token meets as many weights, rounded
-up to a multiple of 8, which grouped_mm asks for: weights are equal if `expert_hidden` is a multiple of 12. Positions
-are learned in the plain GPT and rotary in transformers' models.
+A gated expert has three matrices and gets two thirds of the hidden width of ours without a gate, so that a token meets
+as many weights, rounded up to a multiple of 8, which grouped_mm asks for: weights are equal if `expert_hidden` is a
+multiple of 12. Positions are learned in the plain GPT and rotary in transformers' models.
 """
 
 from collections.abc import Callable
