@@ -6,8 +6,8 @@
     python -m scripts.bench moe [--tokens N] [--n-embd C] [--expert-hidden H] [--n-expert E] [--top-k K] [--dtype ...]
 
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch of random tokens, of
-         dense, each router, and other implementations: a plain dense GPT as nanoGPT has it, and transformers' OLMoE and
-         Mixtral where installed
+         dense, each router, and other implementations: a plain dense GPT as nanoGPT has it, and transformers' OLMoE
+         where installed
 router   every router alone, forward and backward, and its share of a training step
 experts  a step with more and more experts, of which equally many are active
 moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one dense MLP of as many FLOPs: TFLOP/s, the
