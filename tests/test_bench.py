@@ -3,12 +3,9 @@
 import gzip
 import json
 import math
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -235,24 +232,6 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
     assert rows[2]["M total"] == pytest.approx((289 * 32 + 2 * layer + 2 * 32) / 1e6) and rows[2]["M active"] is None
 
 
-def test_step_with_document_masks(tiny_file, run_bench, timed):
-    timed(lambda name: {"dense": 0.25, "dense, masks": 0.5, "kern": 1.0, "kern, masks": 2.0}[name[0]])
-    rows, _ = run_bench("step", tiny_file, "--routers", "dense", "kern", "--peers", "--data.document_mask=true")
-    assert [(row["router"], row["ratio"]) for row in rows] == [
-        ("dense", 1), ("dense, masks", 2), ("kern", 4), ("kern, masks", 8)
-    ]  # fmt: skip
-
-
-def test_step_compiled(tiny_file, run_bench, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model, *more, **still: compiled.append(model) or model)
-    arguments = ["--routers", "dense", "--peers", "nanogpt", "--compile", "on", "off", "--rounds=1"]
-    rows, _ = run_bench("step", tiny_file, *arguments)
-    wanted = [("off", "dense"), ("off", "nanogpt"), ("on", "dense"), ("on", "nanogpt")]
-    assert [(row["compile"], row["router"]) for row in rows] == wanted
-    assert len(compiled) == 2 + 1  # our blocks, and another's model as a whole
-
-
 def test_steps_leave_the_weights_where_they_are(tiny):
     """So that routing, and with it the time, is the same from the first step to the last; AdamW runs all the same."""
     config = tiny("model.router=kern")
@@ -424,26 +403,6 @@ def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path):
         _, errors = script.communicate(timeout=HANG)
         assert script.returncode == 2 and message in errors
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.integration
-def test_gpu_check_stops_at_ctrl_c(tmp_path):
-    fake = f"""\
-#!/usr/bin/env bash
-[ "$1" = -c ] && {{ echo x; exit 0; }}
-exec {sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(7200)'
-"""
-    script = start_check(tmp_path, "bench", fake=fake, LIMIT="7200")
-    log = tmp_path / "out/gpu_check.log"
-    while not (log.is_file() and re.search(r"^\d+\n", log.read_text(), flags=re.M)):
-        assert script.poll() is None
-        time.sleep(0.1)
-    os.killpg(script.pid, signal.SIGINT)
-    _, errors = script.communicate(timeout=HANG)
-    assert script.returncode == 130 and "stopped: figures and logs so far are in" in errors
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(read_logs(tmp_path / "out")["moe"].split()[0]), 0)
-    assert list(read_logs(tmp_path / "out")) == ["moe"]
 
 
 # ---- peers
