@@ -144,6 +144,17 @@ def test_small_probabilities_in_float16(backend):
         assert_near(d_weight[others] / scale, wanted[others], limit, "W, others")
 
 
+@pytest.mark.numerics
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_large_sums_in_float16(backend, small_chunks):
+    """One token is the target of every row: its weight's gradient is a sum that float16 cannot hold."""
+    x, weight, targets = make_inputs(140, 8, 20)
+    x, weight, targets = (4 + x).half().float(), weight.half().float(), torch.full_like(targets, 3)
+    assert 256 * 140 * 4 > torch.finfo(torch.float16).max
+    got = run_backend(x, weight, targets, backend, autocast=torch.float16)
+    assert_exact(got, x, weight, targets, torch.float16)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_without_gradients_none_are_computed(backend, monkeypatch):
     x, weight, targets = make_inputs(20, 16, 257)
