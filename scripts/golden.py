@@ -11,7 +11,6 @@ in tests/golden.toml has one of the two widest margins: over all routers, steps 
 scores at least 5e-6 (relative) above the first one left. If a change of rounding alone flips one, update.
 """
 
-import argparse
 import io
 import json
 import math
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 import configure
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from router import ROUTERS
@@ -47,11 +46,11 @@ def write_corpus(folder: Path) -> None:
     with Writer(folder / "golden", ByteTokenizer()) as writer:
         for split, sentences in {"train": 1500, "val": 60}.items():
             for _ in range(sentences):
-                words = []
+                sentence = []
                 for _ in range(8):
                     state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-                    words.append(vocabulary[(state >> 33) % len(vocabulary)])
-                writer.write(split, np.frombuffer((" ".join(words) + "\n").encode(), np.uint8).astype(np.uint16))
+                    sentence.append(vocabulary[(state >> 33) % len(vocabulary)])
+                writer.write(split, np.frombuffer((" ".join(sentence) + "\n").encode(), np.uint8).astype(np.uint16))
         writer.finish("golden", {}, "python -m scripts.golden")
 
 
@@ -81,9 +80,10 @@ def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> tuple[
     return max(differences.values()), next((name for name, d in differences.items() if d > TOLERANCE), None)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
-    """Compare, or update; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.golden", description=__doc__.split("\n")[0])
+    """Compare, or update."""
+    parser = build_parser("scripts.golden", __doc__)
     parser.add_argument("--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         for router in ROUTERS:
             losses[router] = train_router(router, Path(folder))
             largest, first = compare_losses(losses[router], golden.get(router, {}))
-            differing += [router] if first else []
+            if first:
+                differing.append(router)
             print(f"{router:15} {largest:8.1e}  {f'differs, first at {first}' if first else 'ok'}", flush=True)
     if args.update:
         machine = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -4,9 +4,8 @@
 #   bash scripts/gpu_check.sh [PART ...]               on one GPU; all parts unless some are named
 #   bash scripts/gpu_check.sh --rehearse [PART ...]    the same commands at tiny sizes on the CPU
 #
-#   bench    scripts.bench limits, tune of weight_grad, moe, step, router, experts, length; peers: step with other
-#            implementations
-#   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps; tune
+#   bench    scripts.bench moe, step, router, experts; peers: step with other implementations
+#   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps
 #   tests    pytest -m gpu: kernels in full size and three types, compile, no waiting host, DDP, FSDP2, resume; with
 #            pytest-xdist in four processes, since compiling takes most of the time
 #   train    scripts.sweep: kern, dense, softmax, sigmoid, tanh at 125M active, STEPS steps each; compare the runs
@@ -41,7 +40,7 @@ if [ -n "$rehearse" ]; then
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
     config=(config/quickstart.toml --model.n_layer=1 --train.batch_size=1)
     few=(--train.micro_batch_size=1) many=(--train.micro_batch_size=1)
-    rounds=(--rounds 1) lengths=(--lengths 64 128 256)
+    rounds=(--rounds 1)
     sizes=(--tokens 16 --n-embd 16 --expert-hidden 16 --n-expert 2 --top-k 1 --rounds 1)
     dtypes=(float32 bfloat16) dtype=float32 compiled=(dense)
     training=(config/quickstart.toml --train.micro_batch_size=1 --train.batch_size=1 --eval.windows=2)
@@ -51,7 +50,7 @@ else
     [ -n "$roots" ] || refuse "torch finds no CUDA device here; --rehearse tries the commands on the CPU"
     config=(config/125m.toml --model.block_size=1024)
     few=(--train.micro_batch_size=8) many=(--train.micro_batch_size=32)
-    rounds=(--rounds 30) lengths=() sizes=()
+    rounds=(--rounds 30) sizes=()
     dtypes=(float16 bfloat16) dtype=float16 compiled=(dense kern)
     training=(config/125m.toml --train.micro_batch_size=64 "--train.batch_size=${BATCH:-256}" --eval.windows=512)
     steps=${STEPS:-80} set=packages roots=$(dirname "$roots") held_out=0.02
@@ -110,13 +109,10 @@ bench() {
 
 part_bench() {
     local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off)
-    bench limits 25 limits "${rounds[@]}"
-    bench weight_grad 50 tune --kernels weight_grad "${sizes[@]}" --dtype float16
     bench moe 70 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
     bench step 75 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
     bench router 45 router "${step[@]}" --dtype $dtype
     bench experts 50 experts "${step[@]}" --model.router=kern --dtype $dtype
-    bench length 40 length "${step[@]}" "${lengths[@]}" --dtype $dtype
     bench peers 60 step "${config[@]}" "${few[@]}" "${rounds[@]}" --compile off --routers dense kern --dtype $dtype
 }
 
@@ -128,7 +124,6 @@ part_trace() {
     for router in "${compiled[@]}"; do
         bench "compiled-$router" 130 step "${step[@]}" "${rounds[@]}" --routers "$router" --peers nanogpt --compile on
     done
-    bench tune 100 tune "${sizes[@]}" --dtype float16
 }
 
 part_tests() {

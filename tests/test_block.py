@@ -1,15 +1,10 @@
 """The block's variants (norms, shared heads, gated and shared experts, dense layers) against models of transformers."""
 
-import json
-import shutil
-
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from numerics import assert_near, seeded, tolerance
-from runs import checkpoints, column, modules_in, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -24,16 +19,11 @@ from transformers import (
 )
 
 import attention
-import eval.routing.__main__ as routing
-import scripts.export.__main__ as export
 from attention import KVCache
 from configure import Config
 from configure.conflicts import find_conflicts
 from model import GPT, MoE, count_parameters, flops_per_token
-from router import ROUTERS
-from runtime import checkpoint, folder
-from runtime.names import from_hf, to_hf
-from scripts import sample
+from runtime.names import to_hf
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
@@ -304,35 +294,6 @@ def test_cache_equals_the_full_forward_pass(update):
             assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
 
 
-@variants
-@pytest.mark.parametrize("router", ["dense", "kern"])
-def test_names_round_trip_and_train(update, router):
-    model = GPT(settings(router=router, **update))
-    state = model.state_dict()
-    there = to_hf(state)
-    back = from_hf(there)
-    assert back.keys() == state.keys() and all(back[name].equal(state[name]) for name in state)
-    assert any(".gate_proj." in name or ".gate_up_proj" in name for name in there) == model.config.gated
-    idx = tokens()
-    out = model(idx, idx)
-    out.loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    n_moe = 0 if router == "dense" else 3 - model.config.n_dense_layer
-    assert out.stats.loads.shape[0] == n_moe == len(out.stats.entropy)
-    if n_moe:
-        assert (out.stats.loads.sum((1, 2)) == B * T * 2).all()
-
-
-def test_init_is_gpt2s():
-    model = GPT(settings(n_embd=64, expert_hidden=64, n_shared_expert=2, n_dense_layer=1, qk_norm="all", router="kern"))
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            residual = name.endswith(("proj.weight", "w_out", "w_out.weight"))
-            assert p.std().item() == pytest.approx(0.02 / 6**0.5 if residual else 0.02, rel=0.15), name
-        else:
-            assert (p == (0 if name.endswith("bias") else 1)).all(), name
-
-
 def test_defaults_are_the_papers():
     config = Config().model
     with torch.device("meta"):
@@ -373,39 +334,4 @@ def test_dense_ignores_what_is_of_experts():
     assert count_parameters(model) == count_parameters(settings(router="dense"))
 
 
-def test_routers_all_take_the_modern_block():
-    idx = tokens()
-    for router in ROUTERS:
-        loss = GPT(settings(router=router, qk_norm="head", n_shared_expert=1, n_dense_layer=1))(idx, idx).loss
-        assert loss.isfinite()
-
-
 # a run
-
-
-def test_run_of_a_modern_block(tiny, tmp_path, monkeypatch, capsys):
-    """Train, resume bit for bit, evaluate, sample, export and check: layers keep their numbers after a dense one."""
-    words = ["model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope", "model.gated=true"]
-    words += ["model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1", "model.n_layer=3"]
-    words += ["model.router=kern", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.01"]
-    lines = run(config := tiny(*words, "train.checkpoint_interval=2"))
-    assert np.shape(column(lines, "router/entropy_of_layers")) == (4, 2)
-    loads = column(lines, "val/loads")[-1]
-    assert np.shape(loads) == (2, 8)
-    shutil.rmtree(checkpoint.folder_of(checkpoints(config), 4))
-    again = run(config)
-    for name in ("train/loss", "val/loss", "optim/grad_norm"):
-        assert column(again, name)[-2:] == column(lines, name)[-2:]
-
-    monkeypatch.setattr("eval.routing.pictures.plot_routing", lambda found, out: None)
-    monkeypatch.setattr("eval.routing.page.build_page", lambda found: [("p", "")])
-    place = str(folder.path_of(config))
-    assert routing.main([place, "--windows", "6"]) == 0
-    (file,) = (folder.path_of(config) / "eval").rglob("routing.json")
-    found = json.loads(file.read_text())["layers"]
-    assert [layer["layer"] for layer in found] == [1, 2]
-    assert [layer["loads"] for layer in found] == loads
-    assert sample.main([place, "--tokens", "9", "--prompt", "a bee"]) == 0
-    with modules_in(tmp_path / "modules"):
-        assert export.main([place, str(tmp_path / "out"), "--check"]) == 0
-    assert "generated with a cache: at most" in capsys.readouterr().out

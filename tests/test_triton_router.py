@@ -7,12 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import Operators, assert_near, guarded_buffers, seeded, tolerance
+from numerics import assert_near, guarded_buffers, seeded, tolerance
 
 import kernels
 import router as router_module
 from configure.schema import Model
-from eval.routing.counts import record_routing
 from kernels import route
 from model import GPT
 from router import ROUTERS, Router, Stats, measure, top_k_indices
@@ -123,13 +122,6 @@ def test_equals_router(name):
 def test_equals_router_in_other_shapes(B, T, E, K):
     for name in ("kern", "softmax-renorm"):  # of few experts, gradients along a normalised row cancel
         assert_equals_router(name, B, T, E, K, floor=3.0)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_of_one_loss_alone(loss):
-    _, gradients = assert_equals_router("kern", *TYPICAL, losses=[loss])
-    assert gradients[0].any() and gradients[1].any() == (loss == "weights")
 
 
 @pytest.mark.numerics
@@ -253,38 +245,6 @@ def test_model_with_the_kernel_and_without(router):
         size = wanted.abs() + (0.1 if wanted.shape == (1,) else 0)  # γ's gradient: terms of about 0.1 that cancel
         assert_near(got, wanted, tolerance(torch.float32, 64, 64), size=size)
         assert torch.equal(got, again)
-
-
-def test_hooks_see_what_the_kernel_decided():
-    """eval.routing records it so; in evaluation too."""
-    (model, idx), (reference, _) = build("triton"), build(None)
-    with (
-        torch.no_grad(),
-        mock.patch.object(triton_router, "route_forward", wraps=triton_router.route_forward) as kernel,
-    ):
-        seen, wanted = record_routing(model, idx), record_routing(reference, idx)
-    assert kernel.call_count == len(seen) == 2
-    for mine, theirs in zip(seen, wanted, strict=True):
-        assert torch.equal(mine.experts, theirs.experts) and torch.equal(mine.stats.loads, theirs.stats.loads)
-        assert_near(mine.scores, theirs.scores, tolerance(torch.float32, 64, 16))
-        assert mine.logits.shape == theirs.logits.shape
-
-
-@pytest.mark.parametrize("name, more", [("softmax", 0), ("kern", 1)])
-def test_number_of_operators(name, more):
-    """A router's launches decide its time at small sizes: kern's may be but the sum of its bias's gradient more."""
-    router = make_router(name, 6, 2).to(DEVICE)
-    router.fused = lambda *inputs: route(*inputs, "triton")
-    x, d_weights = torch.randn(8, 1, device=DEVICE, requires_grad=True), torch.ones(8, 2, device=DEVICE)
-    with Operators() as forward:
-        routing = router(x, n_sequence=2)
-    assert routing.stats.z_loss._base is None  # FSDP2 warns of views
-    with Operators() as backward:
-        routing.weights.backward(d_weights)
-    assert sorted(forward.names)[-1:] == ["route"] and len(forward.names) <= 3  # linear, route, a cast on some
-    assert "route_backward" in backward.names
-    ours = [name for name in backward.names if name not in ("detach", "new_empty_strided", "copy_", "clone")]
-    assert len(ours) <= 3 + more, ours  # route_backward and two products
 
 
 @on_cpu

@@ -47,30 +47,21 @@ class Kernel(NamedTuple):
         name: the function's, with the names of the switches that are on.
         tile: its block sizes, rows x columns x depth of a product.
         warps: per block.
-        stages: of Triton's software pipeline, as asked for.
         registers: per thread.
         shared: bytes of shared memory per block.
         spilled: bytes of registers per thread that went to local memory.
         blocks: how many a multiprocessor holds at once.
-        buffers: tiles of a step of its product that fit in its shared memory; 0 for no product.
         loop: what the main loop of a product does; None of other kernels.
     """
 
     name: str
     tile: str
     warps: int
-    stages: int
     registers: int
     shared: int
     spilled: int
     blocks: int
-    buffers: float
     loop: Loop | None
-
-    @property
-    def other(self) -> int | None:
-        """Instructions of the main loop besides matrix products, per 4 of those; None where there are none."""
-        return round(4 * self.loop.n_other / self.loop.n_mma) if self.loop and self.loop.n_mma else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -116,22 +107,16 @@ def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) ->
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     tile = [values[side] for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values]
     switches = [key.lower() for key, value in values.items() if value is True]
-    buffers, loop = 0.0, None
-    if "DEPTH" in values:
-        loop = find_loop(run_tool(triton.knobs.nvidia.nvdisasm, "-c", cubin))
-        size = next(v.dtype if isinstance(v, torch.Tensor) else v.base.dtype for v in values.values()).itemsize
-        buffers = shared / ((tile[0] + tile[1]) * tile[2] * size)
+    is_product = "DEPTH" in values
     return Kernel(
         name="+".join([name, *switches]),
         tile="x".join(map(str, tile)),
         warps=warps,
-        stages=compiled.metadata.num_stages,
         registers=used["REG"],
         shared=shared,
         spilled=used["STACK"] + used["LOCAL"],
         blocks=count_blocks(sm, used["REG"], shared, warps),
-        buffers=round(buffers, 1),
-        loop=loop,
+        loop=find_loop(run_tool(triton.knobs.nvidia.nvdisasm, "-c", cubin)) if is_product else None,
     )
 
 
@@ -150,18 +135,18 @@ def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_
 @contextmanager
 def launches_compiled(sm: int) -> Iterator[dict[Kernel, None]]:
     """Within it launches compile for compute capability `sm` instead, each kernel once; yields those so far."""
-    found: dict[Kernel, None] = {}
+    kernels: dict[Kernel, None] = {}
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = inspect.signature(kernel.fn).bind(*arguments).arguments
         compiled = compile_launch(kernel, values, options, sm)
-        found[read_kernel(kernel.__name__.removesuffix("_kernel"), compiled, values, sm)] = None
+        kernels[read_kernel(kernel.__name__.removesuffix("_kernel"), compiled, values, sm)] = None
 
     with (
         mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(triton_experts, "major", lambda device: sm // 10),
     ):
-        yield found
+        yield kernels
 
 
 def compile_kernels(
@@ -172,7 +157,7 @@ def compile_kernels(
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    with launches_compiled(sm) as found:
+    with launches_compiled(sm) as kernels:
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
         weights = meta(N, K, dtype=torch.float32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
@@ -180,4 +165,4 @@ def compile_kernels(
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
         compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K, min(N, 32))
-    return list(found)
+    return list(kernels)

@@ -18,12 +18,20 @@ class Loop(NamedTuple):
         n_other: how many other instructions.
         wait: the fewest groups of asynchronous copies (cp.async) that a wait in it leaves in flight: 0 drains the
             pipeline. None where it waits for none: tiles that TMA loads, all tiles at once, or no pipeline at all.
+        n_drain: how many waits let no earlier HGMMA still run. ptxas puts one after each HGMMA where other instructions
+            write its accumulators within the loop (C7510 to C7515); the PTX does not show it.
     """
 
     mma: str = ""
     n_mma: int = 0
     n_other: int = 0
     wait: int | None = None
+    n_drain: int = 0
+
+    @property
+    def serialized(self) -> bool:
+        """Whether each of several products waits for the one before."""
+        return self.n_mma > 1 and self.n_drain >= self.n_mma
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
@@ -60,7 +68,8 @@ def find_loop(text: str) -> Loop:
     copies = [i for i, instruction in enumerate(body) if "LDGSTS" in instruction]
     end = max(copies, default=0) if unrolled else len(body)  # after the last copy a wait for all is right
     waits = [int(match[1], 16) for i in body[:end] if (match := re.search(r"\bDEPBAR\.LE SB\d, (0x[0-9a-f]+)", i))]
-    return Loop(name, n_mma, len(body) - n_mma, min(waits, default=None))
+    n_drain = sum(bool(re.search(r"\bDEPBAR\.LE gsb0, 0x0", instruction)) for instruction in body)
+    return Loop(name, n_mma, len(body) - n_mma, min(waits, default=None), n_drain)
 
 
 def count_blocks(sm: int, registers: int, shared: int, warps: int) -> int:

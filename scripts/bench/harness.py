@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -23,21 +22,14 @@ from runtime import RunError, distributed
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP = 2  # rounds
 FLUSH_BYTES = 2**28  # more than any L2 cache
-FORMATS = {
-    "tokens/s": ",.0f",
-    "MFU": ".1%",
-    "H100 MFU": ".1%",
-    "H200 MFU": ".1%",
-    "of ceiling": ".1%",
-    "share of step": ".1%",
-}
+FORMATS = {"tokens/s": ",.0f", "MFU": ".1%", "of ceiling": ".1%"}  # of columns; others have three decimals
 
 
 class Benchmark:
     """Times functions, prints tables, and writes their figures to --json FILE.
 
     Args:
-        args: the command line: `what`, `words`, `rounds`, `json` and, where the command has it, `profile`.
+        args: the command line: `what`, `command`, `rounds`, `json` and, where the command has it, `profile`.
         device: where the functions compute.
         title: what is measured, for the line above the first table.
         notes: what its columns mean, a line each.
@@ -57,14 +49,14 @@ class Benchmark:
         machine = describe_machine(device)
         self.data: dict[str, Any] = {
             "what": args.what,
-            "command": shlex.join(["python", "-m", "scripts.bench", *args.words]),
+            "command": args.command,
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": machine,
             "rows": [],
             "skipped": {},
         }
         named = "{device}, {threads} threads, torch {torch}, Python {python}".format_map(machine)
-        self.head = ["; ".join([named, title, *[f"{args.rounds} rounds"] * (args.rounds > 0)]), *notes]
+        self.head = [f"{named}; {title}; {args.rounds} rounds", *notes]
         self.write_json()
 
     def write_json(self) -> None:
@@ -104,16 +96,20 @@ class Benchmark:
                         if not (isinstance(error, torch.OutOfMemoryError) or name in may_fail and not turn):
                             raise
                         del seconds[name]
-                        words = " ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-                        self.data["skipped"][words] = reason = f"{type(error).__name__}: {first_line(error)}"
-                        print(f"skipped {words}: {reason}", flush=True)
+                        self._skip(name, error)
                     else:
-                        seconds[name] += [taken] * (turn >= warm_up)
+                        if turn >= warm_up:
+                            seconds[name].append(taken)
         except KeyboardInterrupt:
             if not all(seconds.values()):
                 raise
             self.interrupted = f"interrupted after {turn - warm_up} of {self.args.rounds} rounds"
         return {name: statistics.median(times) for name, times in seconds.items()}
+
+    def _skip(self, name: Any, error: Exception) -> None:
+        label = " ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+        self.data["skipped"][label] = reason = f"{type(error).__name__}: {first_line(error)}"
+        print(f"skipped {label}: {reason}", flush=True)
 
     def add_table(self, columns: list[str], rows: list[list[Any]]) -> None:
         """Print a table of texts, numbers and None (a dash), and add its rows to the JSON file.
@@ -177,7 +173,7 @@ def divide(a: float | None, b: float | None) -> float | None:
 
 
 def format_cell(column: str, value: str | float | None) -> str:
-    """Format a table's cell by its type and, with more or less than three decimals, its column."""
+    """Format a table's cell by its type and its column."""
     if value is None or isinstance(value, str):
         return value or "-"
     return format(value, ",d" if isinstance(value, int) else FORMATS.get(column, ".3f"))

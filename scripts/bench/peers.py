@@ -1,12 +1,12 @@
-"""What a user would pick instead, for `scripts.bench step`: other implementations in the shape of a config.
+"""Other implementations in the shape of a config, for `scripts.bench step`: a module whose forward(x, y) has a `.loss`.
 
-One function each, from the section [model] to a module whose forward(x, y) has a `.loss`. A gated expert has three
-matrices and gets two thirds of the hidden width of ours without a gate, so that a token meets as many weights, rounded
-up to a multiple of 8, which grouped_mm asks for: weights are equal if `expert_hidden` is a multiple of 12. Positions
-are learned in the plain GPT and rotary in transformers' models.
+A gated expert has three matrices and gets two thirds of the hidden width of ours without a gate, so that a token meets
+as many weights, rounded up to a multiple of 8, which grouped_mm asks for: weights are equal if `expert_hidden` is a
+multiple of 12. Positions are learned in the plain GPT and rotary in transformers' OLMoE.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,35 +72,30 @@ class Labelled(nn.Module):
         return functional_call(self.model, cast, (x,), {"labels": x, "use_cache": False})
 
 
-def make_builder(name: str, experts: str) -> Callable[[Model], nn.Module]:
-    """Make a builder of transformers' `name`, with experts computed as `experts`: "eager", a loop, or "grouped_mm"."""
+def build_olmoe(config: Model, experts: str) -> nn.Module:
+    """Build transformers' OLMoE, with experts computed as `experts`: "eager", a loop, or "grouped_mm"."""
+    import transformers
 
-    def build(config: Model) -> nn.Module:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        settings = {
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.n_embd,
-            "intermediate_size": config.expert_hidden if config.gated else -(-config.expert_hidden * 2 // 24) * 8,
-            "num_hidden_layers": config.n_layer,
-            "num_attention_heads": config.n_head,
-            "num_key_value_heads": kv_heads(config),
-            "max_position_embeddings": config.block_size,
-            "num_experts_per_tok": config.top_k,
-            "num_local_experts" if name == "Mixtral" else "num_experts": config.n_expert,
-            "tie_word_embeddings": config.tie_embeddings,
-            "pad_token_id": None,
-            "experts_implementation": experts,
-        }
-        return Labelled(getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)))
-
-    return build
+    transformers.logging.set_verbosity_error()
+    settings = transformers.OlmoeConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.n_embd,
+        intermediate_size=config.expert_hidden if config.gated else -(-config.expert_hidden * 2 // 24) * 8,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=kv_heads(config),
+        max_position_embeddings=config.block_size,
+        num_experts_per_tok=config.top_k,
+        num_experts=config.n_expert,
+        tie_word_embeddings=config.tie_embeddings,
+        pad_token_id=None,
+        experts_implementation=experts,  # pyrefly: ignore[unexpected-keyword]
+    )
+    return Labelled(transformers.OlmoeForCausalLM(settings))
 
 
 PEERS: dict[str, Callable[[Model], nn.Module]] = {  # all but nanogpt need transformers
     "nanogpt": PlainGPT,
-    "olmoe-eager": make_builder("Olmoe", "eager"),
-    "olmoe-grouped": make_builder("Olmoe", "grouped_mm"),
-    "mixtral-grouped": make_builder("Mixtral", "grouped_mm"),
+    "olmoe-eager": partial(build_olmoe, experts="eager"),
+    "olmoe-grouped": partial(build_olmoe, experts="grouped_mm"),
 }

@@ -1,4 +1,4 @@
-"""`scripts.bench step`, `experts`, `length` and `router`: whole training steps, and parts of them."""
+"""`scripts.bench step`, `experts` and `router`: whole training steps, and routers alone."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -54,7 +54,6 @@ class Step:
     dtype: torch.dtype  # of autocast
     make: Callable[[Model], nn.Module] = GPT
     compile: bool = False
-    update: bool = True  # clip gradients and run AdamW, besides forward and backward
 
     @cached_property
     def parts(self) -> tuple[Callable[..., Any], Any, Updates, Tensor]:
@@ -78,8 +77,7 @@ class Step:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = runner(x, y).loss
             (loss * updates.scale).backward()
-            if self.update:  # at rate 0: weights, and with them the routing, stay those of the start
-                updates.step(0, 0.0, loss.detach())
+            updates.step(0, 0.0, loss.detach())  # at rate 0, so that weights and routing stay those of the start
         finally:  # also when memory ran out
             optimizer.zero_grad(set_to_none=True)
 
@@ -132,30 +130,28 @@ def start(
     return bench, {name: DTYPES[name] for name in getattr(args, "dtype", None) or [own]}
 
 
-def list_modes(args: Namespace, config: Config, device: torch.device) -> list[str]:
-    """List the modes "off" and "on" that --compile asks for, "off" first: a compiled model stays so."""
-    return sorted(args.compile or ["on" if distributed.pick_compile(config.train.compile, device) else "off"])
-
-
 def bench_step(args: Namespace, overrides: list[str]) -> None:
     """Time a training step of each of --routers and --peers, in each --dtype, with and without --compile.
 
     With data.document_mask each router's step is timed without masks, too.
     """
-    routers = [[*overrides, f"--model.router={router}"] for router in args.routers]
-    if configure.load(args.config, routers[0]).data.document_mask:
-        routers = [[*words, f"--data.document_mask={masks}"] for words in routers for masks in ("false", "true")]
-    configs = [configure.load(args.config, words) for words in routers]
-    bench, dtypes = start(args, overrides, configs[0], *NOTES)
-    for mode in list_modes(args, configs[0], bench.device):
-        for name, dtype in dtypes.items():
-            make = partial(Step, device=bench.device, dtype=dtype, compile=mode == "on")
-            steps = {
-                (config.model.router + ", masks" * config.data.document_mask, name, mode): make(config)
-                for config in configs
-            }
-            steps |= {(peer, name, mode): make(configs[0], make=PEERS[peer]) for peer in args.peers}
-            time_steps(bench, ["router", "dtype", "compile"], steps)
+    configs = [configure.load(args.config, [*overrides, f"--model.router={router}"]) for router in args.routers]
+    first, steps_of = configs[0], {}
+    for config in configs:
+        if config.data.document_mask:
+            unmasked = config.data.model_copy(update={"document_mask": False})
+            steps_of[config.model.router] = config.model_copy(update={"data": unmasked})
+            steps_of[f"{config.model.router}, masks"] = config
+        else:
+            steps_of[config.model.router] = config
+    bench, dtypes = start(args, overrides, first, *NOTES)
+    compiled = distributed.pick_compile(first.train.compile, bench.device)
+    modes = args.compile or ["on" if compiled else "off"]
+    for mode, (name, dtype) in product(sorted(modes), dtypes.items()):  # "off" first: a compiled model stays so
+        make = partial(Step, device=bench.device, dtype=dtype, compile=mode == "on")
+        steps = {(router, name, mode): make(config) for router, config in steps_of.items()}
+        steps |= {(peer, name, mode): make(first, make=PEERS[peer]) for peer in args.peers}
+        time_steps(bench, ["router", "dtype", "compile"], steps)
 
 
 def bench_experts(args: Namespace, overrides: list[str]) -> None:
@@ -166,37 +162,12 @@ def bench_experts(args: Namespace, overrides: list[str]) -> None:
     bench, dtypes = start(args, overrides, configs[0], *NOTES, "AdamW and clipping take all experts, active or not")
     compile = distributed.pick_compile(configs[0].train.compile, bench.device)
     for name, dtype in dtypes.items():
-        steps: dict[tuple, Step] = {}
-        for part, update in (("step", True), ("forward+backward", False)):
-            for config in configs:
-                step = Step(config, bench.device, dtype, compile=compile, update=update)
-                steps[part, config.model.n_expert, name] = step
-        time_steps(bench, ["part", "experts", "dtype"], steps)
-
-
-def bench_length(args: Namespace, overrides: list[str]) -> None:
-    """Time a training step of --routers at context --lengths, with equally many tokens each."""
-    given = configure.load(args.config, [*overrides, f"--model.router={args.routers[0]}"])
-    tokens = count_tokens(given)
-    if wrong := [T for T in args.lengths if tokens % T]:
-        raise RunError(
-            f"a micro-batch of {tokens} tokens does not divide into sequences of {wrong[0]}: set "
-            f"--train.micro_batch_size, or other --lengths"
-        )
-    bench, dtypes = start(args, overrides, given, *NOTES)
-    compile = distributed.pick_compile(given.train.compile, bench.device)
-    for name, dtype in dtypes.items():
-        steps: dict[tuple, Step] = {}
-        for router, T in product(args.routers, args.lengths):
-            shape = {"model.block_size": T, "train.micro_batch_size": tokens // T, "train.batch_size": tokens // T}
-            settings = [f"--{key}={value}" for key, value in shape.items()]
-            config = configure.load(args.config, [*overrides, f"--model.router={router}", *settings])
-            steps[router, T, name] = Step(config, bench.device, dtype, compile=compile)
-        time_steps(bench, ["router", "length", "dtype"], steps)
+        steps = {(c.model.n_expert, name): Step(c, bench.device, dtype, compile=compile) for c in configs}
+        time_steps(bench, ["experts", "dtype"], steps)
 
 
 def bench_router(args: Namespace, overrides: list[str]) -> None:
-    """Time each router alone, forward and with backward, with and without --compile, beside a training step of kern."""
+    """Time each router alone, forward and backward, beside a training step of kern; nothing is compiled."""
     specs = {router: spec for router in args.routers if (spec := ROUTERS[router])}
     if not specs:
         raise RunError("dense has no router: name others")
@@ -214,29 +185,25 @@ def bench_router(args: Namespace, overrides: list[str]) -> None:
     for module in modules.values():
         module.fused = partial(route, backend=model.backend)  # as in the model
 
-    def both(router: str) -> None:
-        torch.autograd.grad(modules[router](x).weights, [x, *modules[router].parameters()], d_weights)
-
-    for mode, (name, dtype) in product(list_modes(args, config, device), dtypes.items()):
-        if mode == "on":
-            torch._dynamo.config.recompile_limit = 1000
-            for module in modules.values():
-                module.compile()
-        functions: dict[tuple, Callable] = {(router, "both"): partial(both, router) for router in specs}
-        functions |= {(router, "forward"): partial(torch.no_grad()(modules[router]), x) for router in specs}
-        functions["step", "kern"] = Step(config, device, dtype, compile=mode == "on")
-        median = bench.time(functions, may_fail=functions if mode == "on" else ())
-        step, rows = median.get(("step", "kern")), []
-        for router in specs:
-            seconds = median.get((router, "both"))
-            if seconds is None:
-                continue
-            forward = median.get((router, "forward"))
-            row = [router, mode, divide(forward, 1e-3), 1000 * seconds, divide(seconds, median.get((base, "both")))]
-            rows.append([*row, 1000 * seconds * model.n_layer, divide(seconds * model.n_layer, step)])
-        if step:
-            rows.append([f"step, {name}", mode, None, None, None, 1000 * step, 1.0])
-        columns = ["router", "compile", "forward ms", "forward+backward ms", "ratio", "ms per step", "share of step"]
-        bench.add_table(columns, rows)
+    functions: dict[tuple, Callable] = {}
+    for router, module in modules.items():
+        leaves = [x, *module.parameters()]
+        functions["router", router] = partial(run_both_ways, module, x, leaves, d_weights)
+    for name, dtype in dtypes.items():
+        functions["step", name] = Step(config, device, dtype)
+    median = bench.time(functions)
+    rows = []
+    for (kind, name), seconds in median.items():
+        of_step = 1 if kind == "step" else model.n_layer
+        ratio = divide(seconds, median.get(("router", base))) if kind == "router" else None
+        shares = [divide(of_step * seconds, median.get(("step", dtype))) for dtype in dtypes]
+        rows.append([kind, name, 1000 * seconds, ratio, 1000 * of_step * seconds, *shares])
+    columns = ["part", "router or dtype", "ms", "ratio", "ms per step", *(f"share of {name} step" for name in dtypes)]
+    bench.add_table(columns, rows)
     profiled = "kern" if "kern" in specs else base
-    bench.profile(partial(both, profiled), f"router {profiled}, forward and backward")
+    bench.profile(functions["router", profiled], f"router {profiled}, forward and backward")
+
+
+def run_both_ways(module: Router, x: Tensor, leaves: list[Tensor], d_weights: Tensor) -> None:
+    """Run a router forward, and backward to its input and parameters."""
+    torch.autograd.grad(module(x).weights, leaves, d_weights)
