@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from itertools import product
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_tiny
-from corpora import BYTES, edit_meta, write_ids
+from corpora import BYTES, write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column, end, meet_in, metrics, run, start_ranks
 from torch.nn.attention.flex_attention import BlockMask
@@ -22,8 +21,7 @@ import scripts.export.__main__ as export
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
-from data import DataError, prepare
-from data.bins import read_meta
+from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
 from eval.routing.__main__ import main as routing
@@ -296,26 +294,6 @@ def test_a_set_of_one_document_is_refused(tmp_path):
     with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
         preflight(config)
     preflight(configure.load(write_tiny(tmp_path, tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["one", "shakespeare"])
-def test_the_command_that_prepares_documents_again_works(tmp_path, name):
-    ids = np.arange(2000) % 200
-    ids[-1] = 256  # the only end
-    made = f"python -m data.prepare text --source x.txt --tokenizer bytes --name {name} --out {tmp_path}"
-    edit_meta(write_ids(tmp_path / name, ids, ids), lambda meta: meta.update(prepare=made))
-    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED, f"data.name={name}"])
-    with pytest.raises(DataError, match="python -m data.prepare") as caught:
-        preflight(config)
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(f"{number} is a number. " * 20)
-    command = str(caught.value)[str(caught.value).index("python -m data.prepare") :].replace("FOLDER", str(texts))
-    assert prepare.main(shlex.split(command)[3:]) == 0
-    new = next(folder for folder in tmp_path.glob(f"{name}*") if read_meta(folder).splits["train"].documents > 1)
-    assert read_meta(new).tokenizer["name"] == "bytes"
-    preflight(configure.load(write_tiny(tmp_path, tmp_path), [MASKED, f"data.name={new.name}"]))
 
 
 def be_a_rank(file):

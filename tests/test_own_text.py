@@ -15,7 +15,6 @@ from configure import load
 from data import prepare, split, verify
 from data.bins import check_dataset, open_tokens, read_meta
 from data.sources import local_inputs
-from data.units import open_units
 
 pytest_plugins = ["corpora"]  # its fixtures
 LINES = "".join(f"line {i} of a naïve text\n" for i in range(100))
@@ -52,7 +51,7 @@ def test_one_document_is_cut(run, tmp_path, name):
     assert "already there" in out and "warning" not in out
 
 
-def test_a_few_documents_are_cut_each(run, tmp_path, small_units, many_workers):
+def test_a_few_documents_are_cut_each(run, tmp_path, small_batches, many_workers):
     """With end-of-text between the parts of different documents, and in the order of the documents."""
     texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
@@ -140,7 +139,7 @@ def test_val_source_needs_source(run):
     assert "--val-source needs --source, the files for training" in run("fineweb-edu", "--val-source", "x", code=2)
 
 
-def test_val_source(run, tmp_path, small_units, many_workers):
+def test_val_source(run, tmp_path, small_batches, many_workers):
     train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
     files = {"in/a.jsonl": jsonl(train), "val/b.jsonl.zst": zstd(jsonl(val[:11])), "c.txt": val[11].encode()}
     write_tree(tmp_path, files)
@@ -167,28 +166,6 @@ def test_val_source_of_one_document(run, tmp_path):
     assert "warning: validation has only 1 document: it says little of other text; name more with --val-source" in out
 
 
-def test_validation_of_one_source_only(run, tmp_path):
-    """A source is a file, or what is named after --source if that is several."""
-    parts = split_of([f"text {i}" for i in range(400)], 0.2)
-    val, train = parts["val"], parts["train"]
-    files = {"x/a.jsonl": val[:30] + train[:9], "x/c.jsonl": val[30:], "y/b.jsonl": train[9:]}
-    write_tree(tmp_path / "in", {name: jsonl(texts) for name, texts in files.items()})
-    a, b, x, y = (tmp_path / "in" / name for name in ("x/a.jsonl", "y/b.jsonl", "x", "y"))
-    for i, (sources, only) in enumerate([((b, a), a), ((y, x), x), ((tmp_path / "in",), None), ((a,), None)]):
-        out = run("text", "--source", *sources, "--val-fraction", 0.2, "--name", f"set{i}")
-        assert (f"warning: validation has documents of one of 2 sources only ({only}): it" in out) == bool(only)
-        assert ("warning" in out) == bool(only)
-
-
-def test_units_of_another_version_are_not_resumed(tmp_path, monkeypatch):
-    made_from = {"corpus": "text"}
-    folder = open_units(tmp_path, made_from, force=False)
-    (folder / "00000000-00000000-last.npz").write_bytes(b"")
-    monkeypatch.setattr("data.units.Encoded", type("Encoded", (), {"_fields": ("train", "val")}))
-    with pytest.raises(ValueError, match=r"made with other arguments \(another version of this program\)"):
-        open_units(tmp_path, made_from, force=False)
-
-
 def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for training."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
@@ -201,19 +178,6 @@ def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
     out = run("shakespeare", code=2)
     assert "shakespeare needs its text: download https://" in out and "add --source input.txt" in out
-
-
-def test_config_is_nanogpts_cpu_run():
-    """config/train_shakespeare_char.py of nanoGPT with the options of its README for a CPU."""
-    config = load(REPO_ROOT / "config/shakespeare.toml")
-    model, train, optim = config.model, config.train, config.optim
-    assert (model.n_layer, model.n_head, model.n_embd, model.block_size, model.dropout) == (4, 4, 128, 64, 0)
-    assert model.router == "dense" and model.top_k * model.expert_hidden == 4 * model.n_embd
-    assert (model.bias, model.pos, model.tie_embeddings, model.init_std) == (False, "learned", True, 0.02)
-    assert (train.batch_size, train.max_steps, train.dtype) == (12, 2000, "float32")
-    rates = (optim.lr, optim.lr * optim.min_lr_ratio, optim.warmup_steps, optim.beta1, optim.beta2)
-    assert rates == pytest.approx((1e-3, 1e-4, 100, 0.9, 0.99))
-    assert (optim.weight_decay, optim.grad_clip) == (0.1, 1.0)
 
 
 def test_linked_folders_are_read_and_loops_end(tmp_path):

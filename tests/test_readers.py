@@ -154,7 +154,7 @@ def test_bad_documents(run, tmp_path, case):
     assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(wanted, 0.3)
 
 
-def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_units):
+def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_batches):
     rows = ROWS.replace(b'"text": "row 1', b'"text": {"row 1')
     (tmp_path / "in.jsonl").write_bytes(rows + corpora.jsonl(corpora.BLANK))
     out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
