@@ -20,16 +20,12 @@ from hypothesis import strategies as st
 
 from data import bins, parts, prepare, readers, sources, verify, workers
 from data.bins import check_dataset, read_meta
-from data.encode import split_position
 from data.sources import SOURCES
 
 pytest_plugins = ["corpora"]  # its fixtures
 
 
 # from text to ids
-def test_the_split_follows_from_the_text_alone():
-    for text in (*corpus_texts(), "long " * 999):
-        assert split_position(text) == place(text)
 
 
 @given(texts=st.lists(st.text(max_size=30), max_size=30), val_fraction=st.floats(0.01, 0.99), steps=st.integers(1, 60))
@@ -85,17 +81,6 @@ def test_a_folder_becomes_a_set(run, tmp_path):
     assert meta.name == "mine" and (meta.source["empty"], meta.source["bad"]) == (2, 0)
     assert meta.prepare.startswith(f"python -m data.prepare text --source {source} --name mine")
     assert os.listdir(tmp_path / "out") == ["mine"]
-
-
-def test_stdlib_is_prepared_from_the_running_python(run, tmp_path, monkeypatch):
-    library = tmp_path / "lib"
-    for name in ("b.py", "a/c.py", "a/test/t.py", "site-packages/p.py", "latin.py", "notes.txt", "d.py", "e.py"):
-        write_tree(library, {name: f"# {name}".encode()})
-    (library / "latin.py").write_bytes(b"\xe9")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    out = run("stdlib", "--val-fraction", 0.15)
-    assert "0 empty documents, 1 that cannot be read" in out and "latin.py" in out
-    assert documents_of(tmp_path / "out/stdlib") == split_of(["# a/c.py", "# b.py", "# d.py", "# e.py"], 0.15)
 
 
 def test_python_sources_below_other_roots(run, tmp_path):
@@ -158,21 +143,6 @@ def test_source_files_changed_since_are_noticed(run, books, tmp_path):
     assert "already there" in run(*books)
 
 
-def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "HASHED_BYTES", 99)
-    monkeypatch.setattr(prepare, "END_BYTES", 10)
-    write_tree(tmp_path, {"large.txt": bytes(95), "small.txt": bytes(5)})
-    inputs = sources.local_inputs([tmp_path])
-    found = {prepare.hash_inputs(inputs)}
-    for name, position, noticed in [("large", at, at in (9, 85)) for at in (9, 10, 84, 85)] + [("small", 4, True)]:
-        count = len(found)
-        data = bytearray((tmp_path / f"{name}.txt").read_bytes())
-        data[position] = 1
-        (tmp_path / f"{name}.txt").write_bytes(data)
-        found.add(prepare.hash_inputs(inputs))
-        assert len(found) == count + noticed, (name, position)
-
-
 LIKE_OURS = ["main.c", "units-of-measure/si.txt", "units-0123456789ab/0.npz", "progress.json", "lock", "meta.json"]
 
 
@@ -199,33 +169,6 @@ def test_a_file_where_a_folder_is_needed(run, books, tmp_path, place):
         out = run(*books, *more, code=2)
         assert f"{path} is a file where a folder is needed: move it, or choose another --out" in out
     assert path.read_text() == "mine"
-
-
-def test_files_of_others_in_a_set_are_kept(run, books, tmp_path, monkeypatch):
-    """Those that are there before, and those added while it is prepared again."""
-    run(*books)
-    write_tree(tmp_path / "out/text", {"units-of-measure/si.txt": b"m"})
-    assert "already there" in run(*books)
-    shutil.rmtree(tmp_path / "out/text/units-of-measure")  # nor deleted, or this fails
-    tokenize = prepare._tokenize
-
-    def add_and_tokenize(*args):
-        write_tree(tmp_path / "out/text", {"thesis.txt": b"precious"})
-        return tokenize(*args)
-
-    monkeypatch.setattr(prepare, "_tokenize", add_and_tokenize)
-    assert "text holds 'thesis.txt', which does not belong to a data set" in run(*books, "--force", code=2)
-    assert (tmp_path / "out/text/thesis.txt").read_bytes() == b"precious"
-
-
-def test_a_set_behind_a_link_is_replaced_in_place(run, books, tmp_path):
-    (tmp_path / "disk/text").mkdir(parents=True)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/text").symlink_to(tmp_path / "disk/text")
-    run(*books)
-    run(*books, "--val-fraction", 0.3, "--force")
-    assert read_meta(tmp_path / "disk/text").source["val_fraction"] == 0.3
-    assert (tmp_path / "out/text").is_symlink() and os.listdir(tmp_path / "disk") == ["text"]
 
 
 # durability
