@@ -250,7 +250,7 @@ def test_sets_of_different_tokenizers(mixed, broken, capsys, pattern, other, say
     with pytest.raises(DataError, match=re.escape(says.format(folder))) as caught:
         train.train(mixed(f"data.dir={folder}"))
     assert str(caught.value).startswith(f"{folder}/edu") and "--tokenizer" in str(caught.value)
-    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2 and says.format(folder) in capsys.readouterr().err
+    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2 and "edu" in capsys.readouterr().err
     check_sets([folder / "arxiv", folder / "books"], 257)
 
 
