@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_tiny
-from corpora import BYTES
+from corpora import BYTES, write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column, end, meet_in, metrics, run, start_ranks
 from torch.nn.attention.flex_attention import BlockMask
@@ -21,15 +21,18 @@ import scripts.export.__main__ as export
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
+from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
 from eval.routing.__main__ import main as routing
 from eval.scoring import Scorer
 from eval.trained import load_model
 from model import GPT, parameter_shapes
+from runtime import RunError
 from runtime.folder import path_of
 from runtime.memory import estimate_memory
 from runtime.parallel import compile_blocks
+from runtime.preflight import preflight
 from scripts import sample
 
 T, V, END = 12, 40, 39
@@ -266,6 +269,19 @@ def test_windows_that_overlap_and_routing_know_documents(tmp_path, call):
     assert line["tokens"] == len(losses)
     assert line["loss"] == pytest.approx(losses.mean().item(), rel=tolerance(torch.float32, 257, roundings=8))
     assert f"{12 * 32} tokens; " in call(routing, path_of(config), "--windows", 12)
+
+
+def test_what_a_mask_refuses(tiny, tmp_path):
+    run(tiny("run.name=a"))
+    with pytest.raises(RunError, match="data.document_mask: False -> True"):
+        train.train(tiny("run.name=a", MASKED))
+    ids = np.arange(2000) % 200
+    ids[-1] = 256  # the only end
+    write_ids(tmp_path / "one", ids, ids)
+    one = [f"data.dir={tmp_path}", "data.name=one"]
+    with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
+        preflight(tiny(MASKED, *one))
+    preflight(tiny(*one))
 
 
 def be_a_rank(file):
