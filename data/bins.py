@@ -34,7 +34,6 @@ SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
 SAMPLE_BYTES = 2**16  # of each shard of a larger set
 CHUNK_BYTES = 2**22
-OF_TOKENIZER = ("--tokenizer", "--bpe-ranks")  # of data.prepare
 RELEASE_BYTES = 2**28  # mapped memory a reader may hold
 FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
@@ -188,10 +187,10 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that made this set, from the set's own files; needs no network."""
-    of, ranks, file = read_meta(folder).tokenizer, Path(folder, RANKS_FILE), Path(folder, TOKENIZER_FILE)
+    info, ranks, file = read_meta(folder).tokenizer, Path(folder, RANKS_FILE), Path(folder, TOKENIZER_FILE)
     if file.is_file():
-        return FileTokenizer(of["name"], file.read_bytes(), of["eot"])
-    return load_tokenizer(of["name"], ranks if ranks.is_file() else None)
+        return FileTokenizer(info["name"], file.read_bytes(), info["eot"])
+    return load_tokenizer(info["name"], ranks if ranks.is_file() else None)
 
 
 def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
@@ -311,10 +310,10 @@ def _remedy(meta: Meta) -> str:
 def describe_set(meta: Meta, folder: Path) -> str:
     """Tokens, documents and place of a set, in a line."""
     train, val = meta.splits["train"], meta.splits["val"]
-    of = f"{train.documents:,} and {val.documents:,} documents"
+    documents = f"{train.documents:,} and {val.documents:,} documents"
     if meta.source.get("split") == "ends":
-        of = f"the beginnings and ends of {plural(val.documents, 'document')}"
-    return f"{train.tokens:,} train and {val.tokens:,} val tokens of {of} in {short_path(folder)}"
+        documents = f"the beginnings and ends of {plural(val.documents, 'document')}"
+    return f"{train.tokens:,} train and {val.tokens:,} val tokens of {documents} in {short_path(folder)}"
 
 
 def partial_folder(folder: str | Path) -> Path:
@@ -328,19 +327,5 @@ def _prepare_command(folder: Path) -> str:
     command = ["python", "-m", "data.prepare", corpus]
     command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]  # nothing to stream
     command += ["--name", folder.name] if corpus != folder.name else []
-    return shlex.join(command + _out_option(folder))
-
-
-def documents_command(folder: Path, meta: Meta) -> str:
-    """The command that prepares other files with the set's tokenizer, in its place unless a corpus has its name."""
-    words = shlex.split(meta.prepare.replace("--tokenizer=", "--tokenizer ").replace("--bpe-ranks=", "--bpe-ranks "))
-    options = [word for pair in zip(words, words[1:], strict=False) if pair[0] in OF_TOKENIZER for word in pair]
-    command = ["python", "-m", "data.prepare", "text", "--source", "FOLDER"]
-    command += options or ["--tokenizer", meta.tokenizer["name"]]
-    command += ["--name", f"{folder.name}-documents"] if folder.name in SOURCES else ["--name", folder.name, "--force"]
-    return shlex.join(command + _out_option(folder))
-
-
-def _out_option(folder: Path) -> list[str]:
-    """The option that names where the folder is, unless that is data/."""
-    return ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
+    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
+    return shlex.join(command)

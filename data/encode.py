@@ -20,7 +20,6 @@ class Encoded(NamedTuple):
     bad: int  # documents that could not be read
     links: int  # in archives, which have no content of their own
     examples: list[str]  # the first three of bad documents and links: where and why
-    val_sources: list[str]  # the first two sources with documents in validation
 
 
 class Encoder(NamedTuple):
@@ -42,7 +41,6 @@ class Encoder(NamedTuple):
     def __call__(self, documents: list[Raw]) -> Encoded:
         """Encodes documents in their order. Raises DataError at a bad one unless `skip_bad` is set."""
         pieces: list[tuple[str, str, str]] = []  # split of the file, train or val, text
-        val_sources: dict[str, None] = {}
         empty, bad, links, examples = 0, 0, 0, []
         for raw in documents:
             text, fault = self.try_text(raw)
@@ -52,7 +50,6 @@ class Encoder(NamedTuple):
             elif text is not None and text.strip():
                 train, val = self.divide(text, raw.file.split)
                 pieces += [(raw.file.split, name, part) for name, part in (("train", train), ("val", val)) if part]
-                val_sources |= {raw.file.source or raw.file.url: None} if val else {}
             elif text is not None:
                 empty += 1
         ids: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.uint16)] for name in ("train", "val")}
@@ -61,7 +58,7 @@ class Encoder(NamedTuple):
         for (split, name, _), new in zip(pieces, encoded, strict=True):
             ids[name].extend([end, new] if split == "ends" else [new, end])
         train, val = map(np.concatenate, ids.values())
-        return Encoded(train, val, empty, bad, links, examples[:3], list(val_sources)[:2])
+        return Encoded(train, val, empty, bad, links, examples[:3])
 
     def divide(self, text: str, split: str) -> tuple[str, str]:
         """The parts of a document for training and for validation."""
@@ -104,8 +101,8 @@ class Encoder(NamedTuple):
             raise ValueError(f"has no field {self.text_field!r}; it has {fields}: choose one with --text-field")
         text = row[self.text_field]
         if text is not None and not isinstance(text, str):
-            found = f"has a {type(text).__name__} in field {self.text_field!r}"
-            raise ValueError(f"{found}, expected a string: choose another --text-field")
+            fault = f"has a {type(text).__name__} in field {self.text_field!r}"
+            raise ValueError(f"{fault}, expected a string: choose another --text-field")
         return text or ""
 
 

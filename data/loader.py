@@ -63,8 +63,8 @@ class Loader:
             return indices.tolist()
         sets = np.searchsorted(self._tokens.starts, indices, side="right") - 1
         return [
-            [self._tokens.parts[of].name, int(index) - self._tokens.starts[of]]
-            for of, index in zip(sets, indices, strict=True)
+            [self._tokens.parts[part].name, int(index) - self._tokens.starts[part]]
+            for part, index in zip(sets, indices, strict=True)
         ]
 
     def count_epochs(self, steps: int) -> np.ndarray:
@@ -91,14 +91,14 @@ class Loader:
 
     def _chunk_indices(self, chunk: int) -> np.ndarray:
         """The windows of CHUNK rows, (CHUNK,) int64. The last chunk is kept: for few rows, numpy's calls cost more."""
-        number, found = self._last_chunk
+        number, windows_of_rows = self._last_chunk
         if number != chunk:
             sets, places = assign_rows(chunk * CHUNK + np.arange(CHUNK), self._shares)
             n = self._counts[sets]
             epochs, indices = np.divmod(places, n)
-            found = np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
-            self._last_chunk = chunk, found
-        return found
+            windows_of_rows = np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
+            self._last_chunk = chunk, windows_of_rows
+        return windows_of_rows
 
 
 def count_windows(tokens: Tokens, block_size: int) -> int:
@@ -147,8 +147,8 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "do
     lengths = np.minimum(most * UNIT, sizes * unit)
     stops = np.cumsum(lengths)
     points = (2 * np.arange(count) + 1) * stops[-1] // (2 * count)
-    of = np.searchsorted(stops, points, side="right")  # (count,) documents
-    return candidates[first[of] + (points - (stops - lengths)[of]) * sizes[of] // lengths[of]]
+    owners = np.searchsorted(stops, points, side="right")  # (count,) documents
+    return candidates[first[owners] + (points - (stops - lengths)[owners]) * sizes[owners] // lengths[owners]]
 
 
 class Validation(NamedTuple):
@@ -225,16 +225,16 @@ def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
     Returns:
         (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is None.
     """
-    found = np.zeros(len(places), np.int64)
+    numbers = np.zeros(len(places), np.int64)
     start = number = done = 0  # token to read from; documents that ended before it; places whose document is known
     while done < len(places) and tokens.eot is not None:
-        start = max(start, int(places[done])) if not done or number > found[done - 1] else start
+        start = max(start, int(places[done])) if not done or number > numbers[done - 1] else start
         ids = tokens.read(start, min(STRETCH, len(tokens) - start))
         ends = start + np.flatnonzero(ids == tokens.eot)
         stop = int(np.searchsorted(places, start + len(ids)))
-        found[done:stop] = number + np.searchsorted(ends, places[done:stop])
+        numbers[done:stop] = number + np.searchsorted(ends, places[done:stop])
         start, number, done = start + len(ids), number + len(ends), stop
-    return found
+    return numbers
 
 
 def windows(tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,17 +14,7 @@ import numpy as np
 
 from common.files import short_path
 from data import DataError
-from data.bins import (
-    Meta,
-    Tokens,
-    check_dataset,
-    describe_set,
-    documents_command,
-    fingerprint,
-    open_tokens,
-    read_meta,
-    sha256_of,
-)  # fmt: skip
+from data.bins import Meta, Tokens, check_dataset, describe_set, fingerprint, open_tokens, read_meta, sha256_of
 
 UNIT = 2**30  # of weights: products of two parts fit an int64
 
@@ -46,8 +36,8 @@ class JoinedTokens:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of one window, (count,) uint16; window w begins at w * T. See `Tokens.read`."""
-        of = bisect_right(self.starts, start // self.block_size) - 1
-        return self.parts[of].read(start - self.starts[of] * self.block_size, count)
+        part = bisect_right(self.starts, start // self.block_size) - 1
+        return self.parts[part].read(start - self.starts[part] * self.block_size, count)
 
 
 def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
@@ -67,7 +57,7 @@ def check_tokenizers(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
     for folder, meta, other in zip(folders, metas, known, strict=True):
         if other != known[0]:
             names = [each.tokenizer["name"] for each in (metas[0], meta)]
-            files = " of other files" * (names[0] == names[1])
+            files = " of other files" if names[0] == names[1] else ""
             raise DataError(
                 f"{folder}: its tokenizer is {names[1]!r}{files}, that of {folders[0]} is {names[0]!r}, and a mixture "
                 f"has one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
@@ -81,7 +71,7 @@ def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
             raise DataError(
                 f"{folder}: data.document_mask = true, but its training split is one document, with no end inside. Set "
                 f"--data.document_mask=false, or prepare its text again as documents, one to a file or to a row of "
-                f".jsonl: {documents_command(folder, meta)}"
+                f".jsonl. It was made by: {meta.prepare}"
             )
 
 
@@ -90,7 +80,7 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
     prints = [fingerprint(meta) for meta in metas]
     if len(metas) == 1:
         return prints[0]
-    parts = [[share, of["data"]] for share, of in zip(to_shares(weights).tolist(), prints, strict=True)]
+    parts = [[share, one["data"]] for share, one in zip(to_shares(weights).tolist(), prints, strict=True)]
     return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
 
 
@@ -148,10 +138,10 @@ def _round_part(n: np.ndarray, part: int, whole: int) -> np.ndarray:
 def split_windows(count: int, weights: Sequence[float], limits: Sequence[int]) -> list[int]:
     """`count` windows in proportion to weights: one at least of each set, and no more than it has."""
     shares = np.array(weights) / np.sum(weights) * count
-    found = np.floor(shares).astype(np.int64)
-    for most in np.argsort(found - shares, kind="stable")[: count - found.sum()]:
-        found[most] += 1
-    return [min(max(1, int(n)), limit) for n, limit in zip(found, limits, strict=True)]
+    numbers = np.floor(shares).astype(np.int64)
+    for most in np.argsort(numbers - shares, kind="stable")[: count - numbers.sum()]:
+        numbers[most] += 1
+    return [min(max(1, int(n)), limit) for n, limit in zip(numbers, limits, strict=True)]
 
 
 def list_sets(folder: Path) -> list[str]:

@@ -28,7 +28,6 @@ class Input(NamedTuple):
     name: str  # relative to its folder or repository
     size: int  # bytes
     split: str = "documents"  # how validation is chosen from it, see encode.py
-    source: str = ""  # what of --source it belongs to, if several are named
 
 
 class Raw(NamedTuple):

@@ -122,8 +122,8 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
     for root in roots:
         modules = _list_modules(root)
         if not modules:
-            found = "no .py file in it" if root.is_dir() else "no such folder"
-            raise DataError(f"{root}: {found}: name another --roots, such as {sysconfig.get_path('purelib')}")
+            fault = "no .py file in it" if root.is_dir() else "no such folder"
+            raise DataError(f"{root}: {fault}: name another --roots, such as {sysconfig.get_path('purelib')}")
         inputs += [_input(path, root, f"{root.resolve().name}/") for path in modules]
     return inputs
 
@@ -134,7 +134,7 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
     Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind, a folder without files
     of a known kind or one that may not be read, or a link in a folder that leads nowhere.
     """
-    inputs, paths = [], list(paths)
+    inputs = []
     for path in paths:
         if path.is_dir():
             files = list(_walk(path, {}))
@@ -149,8 +149,6 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
             raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
         else:
             inputs.append(_input(path, path.parent))
-        if paths[1:]:
-            inputs = [file if file.source else file._replace(source=str(path)) for file in inputs]
     return inputs
 
 
@@ -214,7 +212,7 @@ def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]
     try:
         commit = HfApi().dataset_info(hub.repo, revision=revision, timeout=30).sha
         root = f"datasets/{hub.repo}@{commit}/"
-        found = fsspec.filesystem("hf").glob(root + hub.files, detail=True)
+        files = fsspec.filesystem("hf").glob(root + hub.files, detail=True)
     except Exception as error:  # whatever the client libraries raise
         raise DataError(
             f"{page} is unreachable ({type(error).__name__}: {first_line(error)}). With a network, see whether the "
@@ -223,9 +221,9 @@ def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]
             f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER\n"
             f"and add --source FOLDER to this command"
         ) from error
-    if not found:
+    if not files:
         raise DataError(f"{page} has no files {hub.files!r} at revision {commit}: choose another --config")
-    return str(commit), [Input(f"hf://{path}", path.removeprefix(root), found[path]["size"]) for path in sorted(found)]
+    return str(commit), [Input(f"hf://{path}", path.removeprefix(root), files[path]["size"]) for path in sorted(files)]
 
 
 def describe_sources() -> str:

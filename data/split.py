@@ -65,41 +65,32 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     )
 
 
-def warn_of_weak_validation(inputs: list[Input], val: int, val_sources: set[str]) -> None:
-    """Print a warning where validation has few documents, or those of one source although there are several.
-
-    Args:
-        inputs: of the whole set.
-        val: the number of documents in validation.
-        val_sources: where they are from; two are enough to know.
-    """
+def warn_of_weak_validation(inputs: list[Input], val: int) -> None:
+    """Print a warning where validation has few documents, `val`, unless choose_split has warned already."""
     splits = {file.split for file in inputs}
-    if "ends" in splits:
-        return  # choose_split has warned
-    faults = [f"only {plural(val, 'document')}"] if val < FEW_DOCUMENTS else []
-    remedy = "name more with --val-source"
-    if "val" not in splits:
+    if val < FEW_DOCUMENTS and "ends" not in splits:
         remedy = "raise --val-fraction, or name a validation set with --val-source"
-        sources = {file.source or file.url for file in inputs}
-        if len(val_sources) == 1 < len(sources) and val > 1:
-            faults += [f"documents of one of {len(sources):,} sources only ({next(iter(val_sources))})"]
-    if faults:
-        print(f"warning: validation has {', '.join(faults)}: it says little of other text; {remedy}", file=sys.stderr)
+        if "val" in splits:
+            remedy = "name more with --val-source"
+        print(
+            f"warning: validation has only {plural(val, 'document')}: it says little of other text; {remedy}",
+            file=sys.stderr,
+        )
 
 
 def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
     """The documents that are not empty. At the end, raises DataError if there was none."""
-    found, empty, bad, examples = False, 0, 0, []
+    any_text, empty, bad, examples = False, 0, 0, []
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):
             text, fault = encoder.try_text(raw)
             if text and text.strip():
-                found = True
+                any_text = True
                 yield text
             elif fault:
                 bad, examples = bad + 1, [*examples, fault][:3]
             else:
                 empty += text is not None
-    if not found:
+    if not any_text:
         counts = f"no documents to read ({empty:,} empty, {bad:,} bad): name other files with {option}"
         raise DataError("\n  ".join([counts, *examples]))

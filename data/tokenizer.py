@@ -33,7 +33,16 @@ class TokenizerError(DataError):
     """The tokenizer is unknown, or the file that defines it is missing or wrong."""
 
 
-class ByteTokenizer:
+class _Encoder:
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0].tolist()
+
+
+class ByteTokenizer(_Encoder):
     """The UTF-8 bytes of a text (ids 0 to 255); 256 ends a document."""
 
     name = "bytes"
@@ -46,17 +55,13 @@ class ByteTokenizer:
         """One uint16 array, (n,), per text. Lone surrogates, which UTF-8 cannot hold, become `?`."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16) for text in texts]
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
-        return self.encode_batch([text])[0].tolist()
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 256 the end-of-text mark."""
         data = b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in map(int, ids))
         return data.decode("utf-8", "replace")
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(_Encoder):
     """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file.
 
     Args:
@@ -93,16 +98,12 @@ class GPT2Tokenizer:
             return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         return np.concatenate(ids).astype(np.uint16)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
-        return self.encode_batch([text])[0].tolist()
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 50256 the end-of-text mark."""
         return self.bpe.decode([int(i) for i in ids], errors="replace")
 
 
-class FileTokenizer:
+class FileTokenizer(_Encoder):
     """A tokenizer.json of Hugging Face, by the library `tokenizers`. `hash` is the sha256 of that file.
 
     Args:
@@ -127,10 +128,6 @@ class FileTokenizer:
         encoded = self.file.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint16) for one in encoded]
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
-        return self.encode_batch([text])[0].tolist()
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, special tokens their own text."""
         return self.file.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -148,7 +145,7 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
         config = json.loads((folder / "config.json").read_bytes())
         eot = config["eos_token_id"]
         eot = eot[0] if isinstance(eot, list) else eot
-        found = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
+        tokenizer = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
     except KeyError:
         raise TokenizerError(f"{folder}/config.json: no eos_token_id, which ends a document; add it") from None
     except Exception as error:  # the library raises its own, all of them plain Exceptions
@@ -156,10 +153,10 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
             f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs "
             f"{TOKENIZER_FILE} and config.json, as in a model's folder on the Hugging Face hub"
         ) from error
-    if type(eot) is not int or not 0 <= eot < found.vocab_size or found.vocab_size > 2**16:
-        fault = f"{found.vocab_size:,} ids, and shards of uint16 hold 65,536" if type(eot) is int else "no id"
+    if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size or tokenizer.vocab_size > 2**16:
+        fault = f"{tokenizer.vocab_size:,} ids, and shards of uint16 hold 65,536" if type(eot) is int else "no id"
         raise TokenizerError(f"{folder}: eos_token_id is {eot!r}, {fault}; use another tokenizer")
-    return found
+    return tokenizer
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
@@ -186,8 +183,8 @@ def identity(tokenizer: Tokenizer | str) -> dict:
     """What meta.json says about a tokenizer, given itself or its name."""
     if tokenizer == GPT2Tokenizer.name:
         return {"hash": RANKS_SHA256} | {key: getattr(GPT2Tokenizer, key) for key in ("name", "vocab_size", "eot")}
-    found = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
-    return {key: getattr(found, key) for key in ("name", "hash", "vocab_size", "eot")}
+    source = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
+    return {key: getattr(source, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
@@ -236,8 +233,8 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
         else:
             requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network forever
             data = read_file_cached(RANKS_URL, RANKS_SHA256)
-        found = hashlib.sha256(data).hexdigest()
-        fault = f"not GPT-2's BPE file: sha256 {found}, expected {RANKS_SHA256}" if found != RANKS_SHA256 else ""
+        actual = hashlib.sha256(data).hexdigest()
+        fault = f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}" if actual != RANKS_SHA256 else ""
     except (requests.RequestException, OSError, ValueError) as error:
         data, download = b"", "" if ranks else f", nor download it from {RANKS_URL}"
         fault = f"cannot read GPT-2's BPE file{download} ({type(error).__name__}: {first_line(error)})"

@@ -7,14 +7,13 @@ Lengths and sha256 of all shards, every id below the vocabulary's end, as many e
 the set's numbers and how the two splits begin.
 """
 
-import argparse
 import io
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from common.files import short_path
 from common.progress import progress_bar
 from common.text import format_size, plural
@@ -25,30 +24,24 @@ from data.mixture import check_tokenizers
 SAMPLE_TOKENS = 60
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m data.verify", description="Check data sets from end to end.")
+@command
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
+    parser = build_parser("data.verify", __doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="name of a data set, or its folder")
     parser.add_argument(
         "--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
     )
     args = parser.parse_args(argv)
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
-        folders = [Path(name) if os.sep in name else args.out / name for name in args.names]
-        metas = [read_meta(folder) for folder in folders]
-        for folder in folders:
-            print(verify_dataset(folder))
-        check_tokenizers(folders, metas)
-        if len(folders) > 1:
-            print(f"one tokenizer: these {len(folders)} sets may be mixed")
-    except BrokenPipeError:  # an OSError that is for run_command
-        raise
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
+    folders = [Path(name) if os.sep in name else args.out / name for name in args.names]
+    metas = [read_meta(folder) for folder in folders]
+    for folder in folders:
+        print(verify_dataset(folder))
+    check_tokenizers(folders, metas)
+    if len(folders) > 1:
+        print(f"one tokenizer: these {len(folders)} sets may be mixed")
 
 
 def verify_dataset(folder: Path) -> str:
@@ -65,8 +58,8 @@ def verify_dataset(folder: Path) -> str:
     with bar, ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
         for name, split in meta.splits.items():
             scans = list(pool.map(scan, split.files))
-            for shard, (_, found) in zip(split.files, scans, strict=True):
-                faults += [f"{shard.name}: {fault}" for fault in found]
+            for shard, (_, shard_faults) in zip(split.files, scans, strict=True):
+                faults += [f"{shard.name}: {fault}" for fault in shard_faults]
             ends = sum(count for count, _ in scans)
             between = meta.source.get("split") == "ends"  # see encode.py: none after the last
             if ends != split.documents - between:

@@ -16,11 +16,12 @@ import numpy as np
 from common.files import sync_folder, write_atomic
 from data import DataError
 from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
+from data.progress import PROGRESS_FILE
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
-from data.units import BEGUN_FILE, UNITS_NAME, has_units, remove_units
 
-NAMES = f"{BEGUN_FILE}|meta.json|{RANKS_FILE}|{TOKENIZER_FILE}"
-OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{UNITS_NAME}")
+NAMES = "|".join(map(re.escape, (PROGRESS_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE)))
+OF_UNITS = "begun.json|units-[0-9a-f]{12}"  # what commit 11388ef leaves of a preparation that is killed
+OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
 
 
 class Writer:
@@ -30,7 +31,7 @@ class Writer:
         writer.write("train", ids, documents)  # as often as there is text
         writer.finish(name, source, prepare)
 
-    Left without `finish`, it removes what it wrote; units of a preparation in the folder `partial` stay.
+    Left without `finish`, it removes what it wrote, unless the folder `partial` has a record of progress.
 
     Raises:
         DataError: ids may not fit uint16, another process writes this set, or a folder holds files of others.
@@ -42,28 +43,41 @@ class Writer:
         self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
         self._lock = open_partial(self.folder)  # held until it is closed, by a kill at the latest
         self._finished = False
-        _remove_files(self.partial)  # a kill may have left shards
-        self.splits = {split: _SplitWriter(self.partial, split, shard_tokens) for split in ("train", "val")}
+        (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
+        self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
-            split.abandon()
-        if not self._finished:  # after `finish` the folder may be another process's new one
-            _remove_files(self.partial)
-            if not has_units(self.partial):
-                shutil.rmtree(self.partial)
+            split.close()
+        if not self._finished and not (self.partial / PROGRESS_FILE).exists():
+            shutil.rmtree(self.partial)  # after `finish` the folder may be another process's new one
         self._lock.close()
+
+    @property
+    def tokens(self) -> int:
+        """Written so far."""
+        return sum(split.tokens for split in self.splits.values())
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
         """Append complete documents: their ids, (n,), with an end-of-text token after each."""
         self.splits[split].write(ids.astype("<u2", copy=False), documents)
 
+    def save(self) -> dict[str, Split]:
+        """Wait until all is on the disk. Returns what `resume` needs to go on from here."""
+        return {name: split.save() for name, split in self.splits.items()}
+
+    def resume(self, splits: dict[str, Split]) -> None:
+        """Go on from what `save` returned; cut off what was written later. Raises DataError if files lack something."""
+        for name, split in splits.items():
+            self.splits[name].resume(split)
+
     def finish(self, name: str, source: dict, prepare: str) -> Meta:
         """Close the shards, write meta.json, and give the set its name; an older set of that name is replaced."""
         splits = {split: writer.finish() for split, writer in self.splits.items()}
+        self._remove_strays({shard.name for split in splits.values() for shard in split.files})
         meta = Meta(name, identity(self.tokenizer), DTYPE, splits, source, prepare)
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
@@ -77,6 +91,14 @@ class Writer:
         sync_folder(self.folder.parent)
         remove_leftovers(self.folder)
         return meta
+
+    def _remove_strays(self, shards: set[str]) -> None:
+        """Remove what earlier processes with other arguments may have left, all but these shards."""
+        for path in self.partial.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in shards | {PROGRESS_FILE, "lock"}:
+                path.unlink()
 
 
 class _SplitWriter:
@@ -95,8 +117,7 @@ class _SplitWriter:
         self.documents += documents
         while len(ids):
             if self._file is None:
-                path = self._folder / f"{self._split}-{len(self._shards):05d}.bin"
-                self._file, self._sha256, self._filled = path.open("wb"), hashlib.sha256(), 0
+                self._file, self._sha256, self._filled = self._next_path.open("wb"), hashlib.sha256(), 0
             part, ids = np.split(ids, [self._shard_tokens - self._filled])
             data = part.tobytes()
             self._file.write(data)
@@ -105,30 +126,53 @@ class _SplitWriter:
             if self._filled == self._shard_tokens:
                 self._close_shard()
 
+    def save(self) -> Split:
+        if self._file:
+            self._sync(self._file)
+        return Split(self.tokens, self.documents, list(self._shards))
+
+    def resume(self, done: Split) -> None:
+        """Take the complete shards as they are; cut the next one to the tokens that it had."""
+        self.tokens, self.documents, self._shards = done.tokens, done.documents, list(done.files)
+        sizes = {self._folder / shard.name: 2 * shard.tokens for shard in self._shards}
+        self._filled = self.tokens - sum(shard.tokens for shard in self._shards)
+        if self._filled:
+            sizes[self._next_path] = 2 * self._filled
+        for path, size in sizes.items():
+            if not path.is_file() or path.stat().st_size < size:
+                raise DataError(f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force")
+        if self._filled:
+            self._file = self._next_path.open("r+b")
+            self._file.truncate(2 * self._filled)
+            self._sha256 = hashlib.file_digest(self._file, "sha256")  # which leaves the file at its end
+
     def finish(self) -> Split:
         self._close_shard()
         return Split(self.tokens, self.documents, self._shards)
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         if self._file:
             with suppress(OSError):  # a full disk
                 self._file.close()
 
+    @property
+    def _next_path(self) -> Path:
+        return self._folder / f"{self._split}-{len(self._shards):05d}.bin"
+
     def _close_shard(self) -> None:
         if self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._sync(self._file)
             self._file.close()
-            self._shards.append(Shard(Path(self._file.name).name, self._filled, self._sha256.hexdigest()))
+            self._shards.append(Shard(self._next_path.name, self._filled, self._sha256.hexdigest()))
             self._file = None
 
+    def _sync(self, file: IO[bytes]) -> None:
+        file.flush()
+        os.fsync(file.fileno())
 
-def open_partial(folder: Path, shared: bool = False) -> IO[str]:
+
+def open_partial(folder: Path) -> IO[str]:
     """Make the folder in which the set `folder` is written before it is complete, and lock it.
-
-    Args:
-        folder: of the set.
-        shared: admit other processes that open it so, to write units; without, the caller is alone.
 
     Returns:
         The lock: an open file, which excludes other processes until it is closed.
@@ -136,18 +180,14 @@ def open_partial(folder: Path, shared: bool = False) -> IO[str]:
     Raises:
         DataError: another process writes this set, or a file or files of others are in the way.
     """
+    refuse_obstacles(folder)
     partial = partial_folder(folder)
-    for path in (partial, folder, *folder.parents):
-        if path.is_file():
-            raise DataError(f"{path} is a file where a folder is needed: move it, or choose another --out or --name")
-    for path in (folder, partial):
-        refuse_foreign_files(path)
     partial.mkdir(parents=True, exist_ok=True)
-    path, kind = partial / "lock", fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    path = partial / "lock"
     with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
-        file = path.open("a+")  # on NFS a shared lock needs a file open for reading
+        file = path.open("a")
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         except BlockingIOError as error:
@@ -158,10 +198,19 @@ def open_partial(folder: Path, shared: bool = False) -> IO[str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill may have left in a complete set: the units and the lock of its preparation."""
-    remove_units(folder)
-    if (folder / "lock").exists():  # on a read-only file system even unlinking nothing fails
-        (folder / "lock").unlink(missing_ok=True)
+    """Remove what a kill may have left in a complete set: the record and the lock of its preparation."""
+    for path in (folder / PROGRESS_FILE, folder / "lock"):
+        if path.exists():  # on a read-only file system even unlinking nothing fails
+            path.unlink(missing_ok=True)
+
+
+def refuse_obstacles(folder: Path) -> None:
+    """Raise DataError if a file or files of others are where the set `folder` is to be."""
+    for path in (partial_folder(folder), folder, *folder.parents):
+        if path.is_file():
+            raise DataError(f"{path} is a file where a folder is needed: move it, or choose another --out or --name")
+    for path in (folder, partial_folder(folder)):
+        refuse_foreign_files(path)
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -172,11 +221,3 @@ def refuse_foreign_files(folder: Path) -> None:
             raise DataError(
                 f"{folder} holds {name!r}, which does not belong to a data set: move it, or choose another --name"
             )
-
-
-def _remove_files(partial: Path) -> None:
-    """Remove what a `Writer` writes, meta.json first: without it the rest is not a set."""
-    (partial / "meta.json").unlink(missing_ok=True)
-    for path in partial.iterdir():
-        if path.suffix in (".bin", ".tmp") or path.name in (RANKS_FILE, TOKENIZER_FILE):
-            path.unlink()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare, units
+from data import prepare, workers
 from data.bins import open_tokenizer, open_tokens, read_meta
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
@@ -125,8 +125,10 @@ def run_alone(run, tmp_path):
 
 
 @pytest.fixture
-def small_units(monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 50)
+def small_batches(monkeypatch):
+    """Of a document or a few; progress is recorded after each."""
+    monkeypatch.setattr(workers, "BATCH_BYTES", 50)
+    monkeypatch.setattr(prepare, "SAVE_BYTES", 1)
 
 
 @pytest.fixture
@@ -172,20 +174,20 @@ def books(tmp_path) -> tuple:
 
 
 def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
-    """Lets the command fail at the unit of this number."""
-    calls, write = itertools.count(1), units._write_unit
+    """Lets the command fail at the batch of this number; those before it are written."""
+    calls, encode = itertools.count(1), workers._encode
 
     def failing(*args):
         if next(calls) == count:
             raise error
-        return write(*args)
+        return encode(*args)
 
-    monkeypatch.setattr(units, "_write_unit", failing)
+    monkeypatch.setattr(workers, "_encode", failing)
 
 
 @pytest.fixture
 def stop_at(run, monkeypatch):
-    """A function: run the command, stopped at the unit of this number; what it prints."""
+    """A function: run the command, stopped at the batch of this number; what it prints."""
 
     def stop_at(count: int, *args) -> str:
         with monkeypatch.context() as patch:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 from itertools import product
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import write_tiny
-from corpora import BYTES, edit_meta, write_ids
+from corpora import BYTES, write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column, end, meet_in, metrics, run, start_ranks
 from torch.nn.attention.flex_attention import BlockMask
@@ -22,8 +21,7 @@ import scripts.export.__main__ as export
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
-from data import DataError, prepare
-from data.bins import read_meta
+from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
 from eval.routing.__main__ import main as routing
@@ -33,7 +31,7 @@ from model import GPT, parameter_shapes
 from runtime import RunError
 from runtime.folder import path_of
 from runtime.memory import estimate_memory
-from runtime.parallel import compile_blocks, gather_model
+from runtime.parallel import compile_blocks
 from runtime.preflight import preflight
 from scripts import sample
 
@@ -238,21 +236,6 @@ def test_a_run_resumes_bit_equal_and_knows_its_token(tiny):
     assert load_model(path_of(tiny("run.name=crossing"))).model.document_token is None
 
 
-def test_another_mask_in_a_run_is_refused(tiny):
-    run(tiny("run.name=a"))
-    with pytest.raises(RunError, match="data.document_mask: False -> True"):
-        train.train(tiny("run.name=a", MASKED))
-
-
-def test_activation_checkpointing_changes_nothing(tiny):
-    ends = []
-    for name, word in {"kept": "false", "recomputed": "true"}.items():
-        config = tiny(MASKED, f"run.name={name}", f"train.activation_checkpointing={word}")
-        run(config)
-        ends.append(end(config).tensors)
-    assert ends[0] == ends[1]
-
-
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
     config = tiny(MASKED, "eval.windows=60")  # some of them with ends
     logged = column(run(config), "val/loss")[-1]
@@ -288,34 +271,17 @@ def test_windows_that_overlap_and_routing_know_documents(tmp_path, call):
     assert f"{12 * 32} tokens; " in call(routing, path_of(config), "--windows", 12)
 
 
-def test_a_set_of_one_document_is_refused(tmp_path):
+def test_what_a_mask_refuses(tiny, tmp_path):
+    run(tiny("run.name=a"))
+    with pytest.raises(RunError, match="data.document_mask: False -> True"):
+        train.train(tiny("run.name=a", MASKED))
     ids = np.arange(2000) % 200
     ids[-1] = 256  # the only end
-    write_ids(tmp_path / "tiny", ids, ids)
-    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED])
+    write_ids(tmp_path / "one", ids, ids)
+    one = [f"data.dir={tmp_path}", "data.name=one"]
     with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
-        preflight(config)
-    preflight(configure.load(write_tiny(tmp_path, tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["one", "shakespeare"])
-def test_the_command_that_prepares_documents_again_works(tmp_path, name):
-    ids = np.arange(2000) % 200
-    ids[-1] = 256  # the only end
-    made = f"python -m data.prepare text --source x.txt --tokenizer bytes --name {name} --out {tmp_path}"
-    edit_meta(write_ids(tmp_path / name, ids, ids), lambda meta: meta.update(prepare=made))
-    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED, f"data.name={name}"])
-    with pytest.raises(DataError, match="python -m data.prepare") as caught:
-        preflight(config)
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(f"{number} is a number. " * 20)
-    command = str(caught.value)[str(caught.value).index("python -m data.prepare") :].replace("FOLDER", str(texts))
-    assert prepare.main(shlex.split(command)[3:]) == 0
-    new = next(folder for folder in tmp_path.glob(f"{name}*") if read_meta(folder).splits["train"].documents > 1)
-    assert read_meta(new).tokenizer["name"] == "bytes"
-    preflight(configure.load(write_tiny(tmp_path, tmp_path), [MASKED, f"data.name={new.name}"]))
+        preflight(tiny(MASKED, *one))
+    preflight(tiny(*one))
 
 
 def be_a_rank(file):
@@ -365,10 +331,6 @@ def test_compiled_blocks_take_flex_attention(pos, monkeypatch):
         for turn, (x, logits) in enumerate(zip(idx, wanted, strict=True)):
             with torch._dynamo.config.patch(error_on_recompile=turn > 0):
                 assert_near(all_logits(model, x), logits, tolerance(torch.float32, 64, roundings=32))
-
-
-def test_a_gathered_model_keeps_its_token():
-    assert gather_model(build()).document_token == END
 
 
 @pytest.mark.gpu

@@ -1,13 +1,11 @@
 """Any config file, command line or data set: it runs no code, and every error names its place.
 Hypothesis generates the values, the same ones in each run."""
 
-import io
 import json
 import math
 import pickle
 import shutil
 
-import numpy as np
 import pytest
 import tomli_w
 from conftest import Payload, fuzz
@@ -19,10 +17,8 @@ from configure import Config, ConfigError, from_command_line, load, sweep_points
 from configure.schema import KEYS, SECTIONS
 from data import DataError, prepare
 from data.bins import Meta, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
-from data.encode import Encoded
 from data.loader import Loader
 from data.tokenizer import TokenizerError, load_tokenizer
-from data.units import read_units
 
 ANY_TEXT = st.text(max_size=12)
 TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -232,21 +228,13 @@ def test_a_pickle_as_a_shard_runs_nothing(copied, pickled):
         windows.batch(0)
 
 
-def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, canary, capsys):
+def test_a_pickle_in_an_unfinished_set_runs_nothing(tmp_path, pickled, capsys):
     (tmp_path / "text.txt").write_text("some text " * 99)
-    units = tmp_path / "set.partial/units-0123456789ab"
-    units.mkdir(parents=True)
-    (tmp_path / "set.partial/begun.json").write_bytes(pickled)
-    objects = io.BytesIO()
-    np.savez(objects, **dict.fromkeys(Encoded._fields, np.array([Payload(canary)], object)))
-    for unit in (pickled, objects.getvalue()):
-        (units / "00000000-00000000-last.npz").write_bytes(unit)
-        command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
-        assert prepare.main([*command, "--name", "set"]) == 2
-        assert "begun.json cannot be read: start over with --force" in capsys.readouterr().err
-        with pytest.raises(DataError, match="damaged and now removed: .*last.npz. Start again to rebuild"):
-            list(read_units(units))
-        assert not list(units.iterdir())
+    (tmp_path / "set.partial").mkdir()
+    (tmp_path / "set.partial/progress.json").write_bytes(pickled)
+    command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
+    assert prepare.main([*command, "--name", "set"]) == 2
+    assert "progress.json cannot be read: start over with --force" in capsys.readouterr().err
 
 
 PAYLOADS = ["__import__('pathlib').Path('CANARY').touch()", "exec(\"open('CANARY', 'w')\")", "$(touch CANARY)"]

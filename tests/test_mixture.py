@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import WORDS, write_tiny
-from fake_runs import make_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs import column, content, end, metrics, run
@@ -23,18 +22,10 @@ from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows,
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval import val_loss
-from eval.routing.__main__ import main as routing
-from eval.trained import load_model
 from runtime import RunError
 from runtime.batches import micro_batches
 from runtime.distributed import Ranks
 from runtime.folder import path_of
-from scripts import sample
-from scripts.export.card import training_rows
-from scripts.report.__main__ import main as report
-from scripts.report.runs import load_run_record
-from scripts.report.settings import group_runs
-from scripts.watch import __main__ as watch
 
 WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}
 MIX = "data.mix={books = 0.5, arxiv = 0.3, edu = 0.2}"
@@ -92,8 +83,8 @@ def test_every_set_has_its_part_of_the_rows(weights, first):
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.5, 0.3, 0.2), (1, 1, 1, 1, 1), (0.9, 0.05, 0.05), (97, 2, 1)])
 def test_no_set_is_ahead_by_a_row(weights):
-    found, _ = assign_rows(np.arange(5000), to_shares(weights))
-    counts = np.cumsum(np.eye(len(weights))[found], axis=0)
+    sets, _ = assign_rows(np.arange(5000), to_shares(weights))
+    counts = np.cumsum(np.eye(len(weights))[sets], axis=0)
     parts = np.arange(1, 5001)[:, None] * np.array(weights) / np.sum(weights)
     assert np.abs(counts - parts).max() < 1
 
@@ -123,12 +114,14 @@ def test_each_set_is_read_as_if_alone():
 
 
 def test_where_rows_are_from():
-    parts = [tokens_from(0, 81), tokens_from(10_000, 81)]
+    parts = [tokens_from(0, 81), tokens_from(10_000, 161)]
     parts[0].name, parts[1].name = "first", "second"
-    loader = Loader(parts, 4, 6, seed=0, weights=[1, 1])
-    for (name, window), row in zip(loader.locate(3), loader.batch(3)[0], strict=True):
+    mixture = Loader(parts, 4, 6, seed=0, weights=[1, 3])
+    for (name, window), row in zip(mixture.locate(3, 1, 4), mixture.batch(3, 1, 4)[0], strict=True):
         assert row[0] == 4 * window + (10_000 if name == "second" else 0)
-    assert loader.count_epochs(30).tolist() == [4.5, 4.5]  # 180 rows of twice 20 windows
+    assert mixture.count_epochs(40).tolist() == [3, 4.5]  # 60 rows of 20 windows, 180 of 40
+    alone = Loader(parts[0], 4, 6, seed=0)
+    assert [4 * window for window in alone.locate(3)] == alone.batch(3)[0][:, 0].tolist()
 
 
 @pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (2, 2), (4, 1), (4, 2)])
@@ -240,20 +233,33 @@ def broken(tmp_path, sets):
     return copy
 
 
-def test_sets_of_different_tokenizers(mixed, broken):
-    def rename(folder):
+@pytest.mark.parametrize(
+    ("pattern", "other", "says"),
+    [
+        ('"name": "bytes"', '"name": "gpt2"', "its tokenizer is 'gpt2', that of {0}/arxiv is 'bytes', and a mixture"),
+        (r'"hash": "\w+"', f'"hash": "{"0" * 64}"', "its tokenizer is 'bytes' of other files, that of {0}/arxiv"),
+        ('"vocab_size": 257', '"vocab_size": 50257', "and a mixture has one"),  # rather than of the model's size
+    ],
+)
+def test_sets_of_different_tokenizers(mixed, broken, capsys, pattern, other, says):
+    def edit(folder):
         meta = folder / "edu/meta.json"
-        meta.write_text(meta.read_text().replace('"name": "bytes"', '"name": "gpt2"'))
+        meta.write_text(re.sub(pattern, other, meta.read_text()))
 
-    folder = broken(rename)
-    with pytest.raises(DataError, match=re.escape(f"{folder / 'edu'}: its tokenizer is 'gpt2', that of ")) as caught:
+    folder = broken(edit)
+    with pytest.raises(DataError, match=re.escape(says.format(folder))) as caught:
         train.train(mixed(f"data.dir={folder}"))
-    assert f"{folder / 'arxiv'} is 'bytes', and a mixture has one" in str(caught.value)
-    assert "--tokenizer" in str(caught.value)
+    assert str(caught.value).startswith(f"{folder}/edu") and "--tokenizer" in str(caught.value)
+    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2 and "edu" in capsys.readouterr().err
     check_sets([folder / "arxiv", folder / "books"], 257)
 
 
-def test_a_set_that_is_missing(mixed):
+def test_sets_that_are_listed_and_verified(sets, call, tmp_path, mixed):
+    listed = call(prepare.main, "--list", "--out", sets)
+    assert all(re.search(rf"^    {name}: tokenizer bytes, [\d,]+ train", listed, re.M) for name in WEIGHTS)
+    assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
+    said = call(verify.main, "--out", sets, *WEIGHTS)
+    assert said.count(": intact. Tokenizer bytes") == 3 and said.endswith("these 3 sets may be mixed\n")
     with pytest.raises(DataError, match=r"bookz: no such data set.*did you mean books\?"):
         train.train(mixed("data.mix={arxiv = 1, bookz = 1}"))
 
@@ -277,15 +283,6 @@ def test_a_wrong_mixture(mixed, mix, says):
         mixed(f"data.mix={mix}")
 
 
-def test_different_tokenizers_are_said_before_the_vocabulary(mixed, broken):
-    def enlarge(folder):
-        meta = folder / "edu/meta.json"
-        meta.write_text(meta.read_text().replace('"vocab_size": 257', '"vocab_size": 50257'))
-
-    with pytest.raises(DataError, match="and a mixture has one"):
-        train.train(mixed(f"data.dir={broken(enlarge)}"))
-
-
 def test_a_set_beside_a_mixture_is_refused(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("[data.mix]\nbooks = 2\narxiv = 1\n")
@@ -295,16 +292,6 @@ def test_a_set_beside_a_mixture_is_refused(tmp_path):
     assert configure.load(file, ["--data.name=edu", "--data.mix={}"]).data.sets == {"edu": 1.0}
     with pytest.raises(configure.ConfigError, match="would change nothing"):
         configure.sweep_points(file, ['--data.name=["edu", "pg19"]'])
-
-
-def test_a_name_that_a_mixture_replaces_is_no_difference(tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text('[data]\nname = "books"\n[data.mix]\nbooks = 2\narxiv = 1\n')
-    old = configure.load(file)
-    file.write_text(file.read_text().replace('name = "books"', 'name = "edu"'))
-    assert configure.differences(old, configure.load(file)) == []
-    single = configure.load(file, ["--data.mix={}"])
-    assert [line.split(":")[0] for line in configure.differences(single, old)] == ["data.name", "data.mix"]
 
 
 def test_a_mixture_in_a_file(tmp_path):
@@ -332,24 +319,6 @@ def test_a_sweep_over_mixtures(tmp_path):
 # ---- commands
 
 
-def test_list_and_verify(sets, call, tmp_path, broken):
-    listed = call(prepare.main, "--list", "--out", sets)
-    assert all(re.search(rf"^    {name}: tokenizer bytes, [\d,]+ train", listed, re.M) for name in WEIGHTS)
-    assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
-    said = call(verify.main, "--out", sets, *WEIGHTS)
-    assert said.count(": intact. Tokenizer bytes") == 3 and said.endswith("these 3 sets may be mixed\n")
-
-
-def test_verify_refuses_two_tokenizers(broken, capsys):
-    def rename(folder):
-        meta = folder / "edu/meta.json"
-        meta.write_text(re.sub(r'"hash": "\w+"', f'"hash": "{"0" * 64}"', meta.read_text()))
-
-    folder = broken(rename)
-    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2
-    assert "its tokenizer is 'bytes' of other files, that of" in capsys.readouterr().err
-
-
 def test_val_loss_of_each_set(trained, call):
     said = call(val_loss.main, path_of(trained))
     last = metrics(trained)[-1]
@@ -359,41 +328,3 @@ def test_val_loss_of_each_set(trained, call):
     assert f"logged in training at step 4: {last['val/loss']:.4f}; arxiv {last['val/arxiv/loss']:.4f}" in said
     assert "no longer" not in said
     assert "logged" not in call(val_loss.main, path_of(trained), "--data", "books")
-
-
-def test_other_commands_on_a_mixture(trained, call, tmp_path):
-    last = metrics(trained)[-1]
-    assert "4 of 4" in (seen := call(watch.main, path_of(trained), "--once"))
-    assert ", ".join(f"{name} {last[f'val/{name}/loss']:.4f}" for name in WEIGHTS) in seen
-    watched = watch.Watcher([path_of(trained)]).as_json()
-    assert len(watched[0]["series"]["val/books/loss"]) == 3 and watched[0]["by_set"]
-    assert call(sample.main, path_of(trained), "--tokens", 4, "--prompt", "a")
-    call(routing, path_of(trained), "--windows", 12)
-    assert '"data": "arxiv 0.3 + books 0.5 + edu 0.2"' in next(path_of(trained).rglob("routing.json")).read_text()
-    rows = dict(training_rows(load_model(path_of(trained)), path_of(trained)))
-    assert rows["data set"] == "arxiv 0.3 + books 0.5 + edu 0.2" and rows["part of edu"] == "20.00%"
-
-
-def test_a_report_has_the_loss_on_each_set(trained, call, tmp_path):
-    call(report, path_of(trained), "--out", tmp_path / "report")
-    page, last = (tmp_path / "report/report.md").read_text(), metrics(trained)[-1]
-    assert re.search(r"at the end +\| +loss on arxiv \(30%\) +\| +loss on books \(50%\)", page)
-    assert f"{last['val/books/loss']:.4f}" in page and "arxiv 0.3 + books 0.5 + edu 0.2" in page
-
-
-def test_a_report_of_several_mixtures(tmp_path):
-    """Each is a setting, named by its mixture alone."""
-    for name, mix in {"a": "{books = 1, edu = 1}", "b": "{books = 3, edu = 1}"}.items():
-        make_run(tmp_path / name, f"data.mix={mix}")
-    records = [load_run_record(tmp_path / name) for name in "ab"]
-    settings, _ = group_runs(records)
-    assert [setting.label for setting in settings] == ["books 1 + edu 1", "books 3 + edu 1"]
-
-
-def test_a_report_weighs_windows(mixed):
-    """The mean of its windows is the loss, although the short splits have fewer windows than their weights ask."""
-    run(config := mixed("data.mix={arxiv = 1, edu = 9}", "eval.windows=300", "train.max_steps=1"))
-    line = metrics(config)[-1]
-    record = load_run_record(path_of(config)).evaluations[1]
-    assert np.mean(record["val/window_losses"]) == pytest.approx(line["val/loss"], rel=1e-12)
-    assert abs(np.mean(line["val/window_losses"]) - line["val/loss"]) > 1e-6

@@ -2,20 +2,18 @@
 
 import gzip
 import io
-import os
 import re
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, place, split_of, tar, write_tree, zstd
+from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, split_of, tar, write_tree, zstd
 
 from configure import load
 from data import prepare, split, verify
 from data.bins import check_dataset, open_tokens, read_meta
 from data.sources import local_inputs
-from data.units import open_units
 
 pytest_plugins = ["corpora"]  # its fixtures
 LINES = "".join(f"line {i} of a naïve text\n" for i in range(100))
@@ -52,7 +50,7 @@ def test_one_document_is_cut(run, tmp_path, name):
     assert "already there" in out and "warning" not in out
 
 
-def test_a_few_documents_are_cut_each(run, tmp_path, small_units, many_workers):
+def test_a_few_documents_are_cut_each(run, tmp_path, small_batches, many_workers):
     """With end-of-text between the parts of different documents, and in the order of the documents."""
     texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
@@ -68,26 +66,6 @@ def test_a_few_documents_are_cut_each(run, tmp_path, small_units, many_workers):
     run("text", main=verify.main)
 
 
-def test_ten_documents_are_not_cut(run, tmp_path):
-    texts = [f"{i} text" for i in range(10)]
-    fraction = sorted(map(place, texts))[3]  # three are below
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", fraction)
-    assert documents_of(tmp_path / "out/text") == split_of(texts, fraction)
-    assert "warning: validation has only 3 documents: it says little of other text; raise --val-fraction" in out
-
-
-@pytest.mark.parametrize("fraction", [0.001, 0.999])
-def test_documents_are_cut_where_a_split_would_be_empty(run, tmp_path, fraction):
-    texts = [f"{i} text " * 1000 for i in range(20)]
-    assert fraction < min(map(place, texts)) or max(map(place, texts)) < fraction
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", fraction)
-    assert f"warning: 20 documents, too few to set some aside: validation is the last {fraction:.1%}" in out
-    meta = read_meta(tmp_path / "out/text")
-    assert meta.source["split"] == "ends" and meta.splits["val"].documents == 20
-
-
 def test_very_many_documents_are_not_cut(run, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(f"text {i}" for i in range(1000)))
     args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction")
@@ -96,14 +74,6 @@ def test_very_many_documents_are_not_cut(run, tmp_path):
     assert not (tmp_path / "out").exists()  # nothing was tokenized
     run(*args, re.search(r"--val-fraction (\S+) makes about 10 of them validation", out)[1])
     assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
-
-
-def test_parts_of_a_set_that_is_cut(run, tmp_path):
-    args = ("text", "--source", write_tree(tmp_path / "in", {f"{i}.txt": LINES.encode() for i in range(3)}))
-    for i in (1, 2):
-        run(*args, "--shard", f"{i}/2")
-    run(*args)
-    assert texts_of(tmp_path / "out/text")["train"].count("<|endoftext|>") == 2
 
 
 @pytest.mark.parametrize(
@@ -126,21 +96,7 @@ def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
     assert re.search(message, out) and not (tmp_path / "out").exists()
 
 
-def test_missing_files_are_named_before_a_missing_bpe_file(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.tokenizer.RANKS_URL", "http://localhost:1/none")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    out = run("text", "--source", tmp_path / "absent", "--tokenizer", "gpt2", code=2)
-    assert "absent: no such file or folder" in out
-    (tmp_path / "in.txt").write_text("text")
-    out = run("text", "--source", tmp_path / "in.txt", "--tokenizer", "gpt2", code=2)
-    assert "cannot read GPT-2's BPE file" in out and "or do without it: --tokenizer bytes" in out
-
-
-def test_val_source_needs_source(run):
-    assert "--val-source needs --source, the files for training" in run("fineweb-edu", "--val-source", "x", code=2)
-
-
-def test_val_source(run, tmp_path, small_units, many_workers):
+def test_val_source(run, tmp_path, small_batches, many_workers):
     train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
     files = {"in/a.jsonl": jsonl(train), "val/b.jsonl.zst": zstd(jsonl(val[:11])), "c.txt": val[11].encode()}
     write_tree(tmp_path, files)
@@ -160,35 +116,6 @@ def test_val_source(run, tmp_path, small_units, many_workers):
     assert "already there" in run(*args)
 
 
-def test_val_source_of_one_document(run, tmp_path):
-    write_tree(tmp_path, {"train.txt": LINES.encode(), "val.txt": b"other"})
-    out = run("text", "--source", tmp_path / "train.txt", "--val-source", tmp_path / "val.txt")
-    assert documents_of(tmp_path / "out/text") == {"train": [LINES], "val": ["other"]}
-    assert "warning: validation has only 1 document: it says little of other text; name more with --val-source" in out
-
-
-def test_validation_of_one_source_only(run, tmp_path):
-    """A source is a file, or what is named after --source if that is several."""
-    parts = split_of([f"text {i}" for i in range(400)], 0.2)
-    val, train = parts["val"], parts["train"]
-    files = {"x/a.jsonl": val[:30] + train[:9], "x/c.jsonl": val[30:], "y/b.jsonl": train[9:]}
-    write_tree(tmp_path / "in", {name: jsonl(texts) for name, texts in files.items()})
-    a, b, x, y = (tmp_path / "in" / name for name in ("x/a.jsonl", "y/b.jsonl", "x", "y"))
-    for i, (sources, only) in enumerate([((b, a), a), ((y, x), x), ((tmp_path / "in",), None), ((a,), None)]):
-        out = run("text", "--source", *sources, "--val-fraction", 0.2, "--name", f"set{i}")
-        assert (f"warning: validation has documents of one of 2 sources only ({only}): it" in out) == bool(only)
-        assert ("warning" in out) == bool(only)
-
-
-def test_units_of_another_version_are_not_resumed(tmp_path, monkeypatch):
-    made_from = {"corpus": "text"}
-    folder = open_units(tmp_path, made_from, force=False)
-    (folder / "00000000-00000000-last.npz").write_bytes(b"")
-    monkeypatch.setattr("data.units.Encoded", type("Encoded", (), {"_fields": ("train", "val")}))
-    with pytest.raises(ValueError, match=r"made with other arguments \(another version of this program\)"):
-        open_units(tmp_path, made_from, force=False)
-
-
 def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for training."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
@@ -201,19 +128,6 @@ def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
     out = run("shakespeare", code=2)
     assert "shakespeare needs its text: download https://" in out and "add --source input.txt" in out
-
-
-def test_config_is_nanogpts_cpu_run():
-    """config/train_shakespeare_char.py of nanoGPT with the options of its README for a CPU."""
-    config = load(REPO_ROOT / "config/shakespeare.toml")
-    model, train, optim = config.model, config.train, config.optim
-    assert (model.n_layer, model.n_head, model.n_embd, model.block_size, model.dropout) == (4, 4, 128, 64, 0)
-    assert model.router == "dense" and model.top_k * model.expert_hidden == 4 * model.n_embd
-    assert (model.bias, model.pos, model.tie_embeddings, model.init_std) == (False, "learned", True, 0.02)
-    assert (train.batch_size, train.max_steps, train.dtype) == (12, 2000, "float32")
-    rates = (optim.lr, optim.lr * optim.min_lr_ratio, optim.warmup_steps, optim.beta1, optim.beta2)
-    assert rates == pytest.approx((1e-3, 1e-4, 100, 0.9, 0.99))
-    assert (optim.weight_decay, optim.grad_clip) == (0.1, 1.0)
 
 
 def test_linked_folders_are_read_and_loops_end(tmp_path):
@@ -234,22 +148,6 @@ def test_dangling_links_are_named(run, tmp_path, name, target):
     (tmp_path / name).symlink_to(target if target != "b.txt" else Path(name).name)
     out = run("text", "--source", tmp_path / "in", code=2)
     assert f"{tmp_path}/{name}, a link to " in out and "remove it, or name files instead of the" in out
-
-
-@pytest.mark.parametrize("place", ["in", "in/deep"])
-def test_unreadable_folders_are_named(run, tmp_path, monkeypatch, place):
-    write_tree(tmp_path, {"in/a.txt": b"a", "in/deep/b.txt": b"b"})
-    scandir, listdir = os.scandir, os.listdir
-
-    def refuse(function, path):
-        if Path(path) == tmp_path / place:
-            raise PermissionError(13, "Permission denied", str(path))
-        return function(path)
-
-    monkeypatch.setattr(os, "scandir", lambda path=".": refuse(scandir, path))  # Path.iterdir uses one or the other
-    monkeypatch.setattr(os, "listdir", lambda path=".": refuse(listdir, path))
-    out = run("text", "--source", tmp_path / "in", code=2)
-    assert f"{tmp_path}/{place} cannot be read (Permission denied)" in out
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.tar.gz"])
@@ -299,14 +197,3 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
     assert read_meta(tmp_path / "out/text").source["links"] == 2
     assert "already there" in run(*args)
-
-
-def test_paths_outside_the_working_directory_are_absolute(run, tmp_path, monkeypatch):
-    write_tree(tmp_path, {"in.txt": LINES.encode(), "elsewhere/x": b""})
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    args = ("text", "--source", tmp_path / "in.txt")
-    out = run(*args)
-    assert f" in {tmp_path}/out/text\n" in out and f"1 file, {len(LINES.encode()) / 1e6:.3g} MB, bytes" in out
-    assert f"{tmp_path}/out/text: intact" in run("text", main=verify.main)
-    monkeypatch.chdir(tmp_path)
-    assert " in out/text\n" in run(*args) and "out/text: intact" in run("text", main=verify.main)

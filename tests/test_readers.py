@@ -82,13 +82,6 @@ def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp
     assert [raw.data for raw in read_documents(local_inputs([tmp_path])[0], "text")] == [data]
 
 
-def test_files_named_are_read_in_the_order_named_and_folders_sorted(tmp_path):
-    names = ["b.txt", "a.txt", "f/10.txt", "f/2.txt", "f/a/x.txt", "f/a.txt"]
-    corpora.write_tree(tmp_path, {name: f"of {name}".encode() for name in names})
-    args = (tmp_path / "b.txt", tmp_path / "f", tmp_path / "a.txt")
-    assert [file.name for file in local_inputs(args)] == ["b.txt", "10.txt", "2.txt", "a/x.txt", "a.txt", "a.txt"]
-
-
 def test_bom_blank_lines_and_crlf_in_json_lines(run, tmp_path):
     rows = corpora.jsonl(["one", "two"]).replace(b"\n", b"\r\n\r\n \n")
     lines = b"\xef\xbb\xbf" + rows + b'{"text": "no end of line\\r\\n"}'
@@ -154,22 +147,13 @@ def test_bad_documents(run, tmp_path, case):
     assert corpora.documents_of(tmp_path / "out/text") == corpora.split_of(wanted, 0.3)
 
 
-def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_units):
+def test_many_bad_documents_are_counted_and_three_shown(run, tmp_path, small_batches):
     rows = ROWS.replace(b'"text": "row 1', b'"text": {"row 1')
     (tmp_path / "in.jsonl").write_bytes(rows + corpora.jsonl(corpora.BLANK))
     out = run("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.3, "--skip-bad")
     assert "left out: 3 empty documents, 11 that cannot be read" in out
     assert re.findall(r"line (\d+) is not JSON", out) == ["2", "11", "12"]
     assert (read_meta(tmp_path / "out/text").source["bad"], read_meta(tmp_path / "out/text").source["empty"]) == (11, 3)
-
-
-def test_parquet_without_the_text(run, tmp_path):
-    corpora.parquet(tmp_path / "in.parquet", ["a"] * 20)
-    args = ("text", "--source", tmp_path / "in.parquet", "--text-field")
-    out = run(*args, "body", code=2)
-    assert "in.parquet has no field 'body'; it has 'id', 'text': choose one with --text-field" in out
-    out = run(*args, "id", "--skip-bad", code=2)
-    assert "field 'id' is of type int64, expected string: choose another --text-field" in out
 
 
 def parquet_bytes(texts) -> bytes:

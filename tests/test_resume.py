@@ -4,34 +4,33 @@ import errno
 import fcntl
 import gzip
 import itertools
+import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from corpora import BYTES, REPO_ROOT, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
 
-from data import DataError, prepare, units, verify
+from data import DataError, prepare, verify, workers
 from data.bins import check_dataset, read_meta
 from data.writer import Writer
 
 pytest_plugins = ["corpora"]  # its fixtures
+LAST = "the last shard"
 
 
 @pytest.fixture
-def undisturbed(run_alone, books, small_units):
+def undisturbed(run_alone, books, small_batches):
     """The files of a set prepared from `books` in small units, without a stop. They are removed again."""
     return run_alone(*books)
 
@@ -42,7 +41,6 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
         check_dataset(tmp_path / "out/text", 257)
     run("text", main=verify.main, code=2)
     unfinished = snapshot(tmp_path / "out")
-    assert 11 <= len([name for name in unfinished if name.endswith(".npz")]) <= 15
 
     def refuse(what, *changed):
         out = run(*books, *changed, code=2)
@@ -58,98 +56,82 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     out = run(*books)
-    assert re.search(r", resuming after 1\d units", out)
+    written = sum(split["tokens"] for split in json.loads(unfinished["text.partial/progress.json"])["splits"].values())
+    assert f", resuming after {written:,} tokens" in out and written > 999
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_complete_groups_of_files_are_not_read_again(run, books, tmp_path, undisturbed, monkeypatch):
-    opened, read = [], units.read_documents
-    monkeypatch.setattr(units, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
-    with monkeypatch.context() as patch:
-        groups, real = set(), units.write_atomic
-
-        def stop_at_b(path, *args, **more):
-            groups.update({path.name[:8]} - {units.BEGUN_FILE[:8]})
-            if len(groups) == 2:  # units are written in order: those of a.jsonl are
-                raise KeyboardInterrupt
-            return real(path, *args, **more)
-
-        patch.setattr(units, "write_atomic", stop_at_b)
-        run(*books, code=130)
-    opened.clear()
+def test_files_that_are_tokenized_are_not_read_again(run, books, tmp_path, undisturbed, stop_at, monkeypatch):
+    """And what was written after the last record of progress is cut off."""
+    stop_at(22, *books)  # in b.jsonl
+    last = max((tmp_path / "out/text.partial").glob("train-*.bin"))
+    last.write_bytes(last.read_bytes() + b"more")
+    opened, read = [], workers.read_documents
+    monkeypatch.setattr(workers, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
     run(*books)
     assert opened == ["b.jsonl"]
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("damage", ["other arguments", "begun.json"])
-def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
-    stop_at(13, *books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
-    if damage == "begun.json":
-        (tmp_path / "out/text.partial/begun.json").write_text("{")
-        out = run(*books, code=2)
-        assert "begun.json cannot be read" in out and "--force" in out
-    assert "resuming" not in run(*books, "--force")
-    assert snapshot(tmp_path / "out") == undisturbed
-
-
-CAUGHT = [NotImplementedError, RuntimeError, OSError, zlib.error, PermissionError]
-
-
-@pytest.mark.parametrize("damage", [b"", b"garbage", "cut short", *CAUGHT])
-def test_damaged_units_cost_one_restart(run, stop_at, books, tmp_path, undisturbed, monkeypatch, damage):
-    """Whatever numpy raises at them; but a unit that may not be read is not damaged."""
-    stop_at(22, *books)  # in b.jsonl: the group of a.jsonl is complete
-    paths = sorted((tmp_path / "out/text.partial").glob("*/*.npz"))
-    write_tree(paths[0].parent, {"notes.npz": b"", "00000000-00000003.old.npz": b""})  # no units
-    bad, load, readable = {paths[3], paths[5]}, np.load, damage is not PermissionError
-
-    def fail_at_bad(path):
-        if path in bad and damage in CAUGHT:
-            raise damage("bad") if readable else damage(errno.EACCES, "Permission denied")
-        return load(path)
-
-    for path in () if damage in CAUGHT else bad:
-        path.write_bytes(path.read_bytes()[:-30] if damage == "cut short" else damage)
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "load", fail_at_bad)
-        out = run(*books, code=2)
-    assert all(path.exists() != readable for path in bad)
-    if readable:
-        assert f"damaged and now removed: {paths[3]} and 1 more. Start again to rebuild" in out
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "val-00000.bin"])
+@pytest.mark.parametrize("size", [0, 10, None])
+def test_shards_that_lack_tokens_are_not_resumed(run, books, tmp_path, undisturbed, stop_at, name, size):
+    stop_at(22, *books)
+    path = tmp_path / "out/text.partial" / name
+    if name == LAST:
+        path = max(path.parent.glob("train-*.bin"))
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+    assert f"{path}: missing or shorter than progress.json says: start over with --force" in run(*books, code=2)
+    (path.parent / "progress.json").unlink()
     run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_skip_bad_belongs_to_an_unfinished_set(run, run_alone, stop_at, books, tmp_path, small_units):
-    """Units without bad documents serve both; units that left some out serve only --skip-bad."""
+@pytest.mark.parametrize("more", [[], ["--force"]])
+def test_what_commit_11388ef_left_unfinished_is_started_over(run, books, tmp_path, undisturbed, more):
+    files = {
+        "begun.json": b"{}",
+        "lock": b"",
+        "train-00007.bin": b"x",
+        "units-0123456789ab/00000000-00000000.npz": b"x",
+    }
+    write_tree(tmp_path / "out/text.partial", files)
+    assert "resuming" not in run(*books, *more)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("damage", ["other arguments", "progress.json"])
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
+    stop_at(13, *books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
+    if damage == "progress.json":
+        (tmp_path / "out/text.partial/progress.json").write_text("{")
+        out = run(*books, code=2)
+        assert "progress.json cannot be read" in out and "--force" in out
+    assert "resuming" not in run(*books, "--force")
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_skip_bad_belongs_to_an_unfinished_set(run, run_alone, stop_at, books, tmp_path, small_batches):
     with (tmp_path / "in/a.jsonl").open("ab") as file:
         file.write(b"not JSON\n")
     undisturbed = run_alone(*books, "--skip-bad")
     assert "--skip-bad" in run(*books, code=2)
     stop_at(3, *books, "--skip-bad")  # in b.jsonl
     assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in run(*books, code=2)
-    assert "resuming after 25 units" in run(*books, "--skip-bad")
+    assert "resuming after" in run(*books, "--skip-bad")
     assert read_meta(tmp_path / "out/text").source["bad"] == 1
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_two_commands_at_once(run, books, tmp_path, small_units):
+def test_two_commands_at_once(run, books, tmp_path, small_batches):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
         for force in ([], ["--force"]):
             assert "another process is preparing this set: wait for it, or stop it" in run(*books, *force, code=2)
     run(*books)
-
-
-def test_a_process_that_finishes_leaves_the_next_one_alone(tmp_path):
-    with Writer(tmp_path / "text", BYTES) as first:
-        first.finish("text", {}, "command")
-        second = Writer(tmp_path / "text", BYTES)
-        second.write("train", BYTES.encode_batch(["green bottles"])[0])
-    with second, pytest.raises(DataError, match="another process is preparing this set"):
-        Writer(tmp_path / "text", BYTES)
-    assert os.listdir(tmp_path) == ["text"]
 
 
 def test_a_lock_of_a_folder_that_was_replaced_is_none(tmp_path, monkeypatch):
@@ -229,7 +211,7 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
 
     Prints the number of steps.
     """
-    units.UNIT_BYTES = 150
+    workers.BATCH_BYTES, prepare.SAVE_BYTES = 150, 1
     source, out, template = folder / "in", folder / "out", folder / "template"
     texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
     write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
@@ -320,17 +302,17 @@ def state_and_parent(stat: Path) -> tuple[str, int]:
 
 
 def prepare_and_pause(paused, argv):
-    """Begin to prepare a set, and make the file `paused` when 12 units are cut."""
+    """Begin to prepare a set, and make the file `paused` when 12 batches are cut."""
 
     def cut_and_pause(*args):
-        for number, unit in enumerate(cut(*args)):
+        for number, batch in enumerate(cut(*args)):
             if number == 12:
                 paused.touch()
                 time.sleep(3600)
-            yield unit
+            yield batch
 
-    units.UNIT_BYTES, prepare.WORKER_BYTES = 50, 500
-    cut, units._cut_group = units._cut_group, cut_and_pause
+    workers.BATCH_BYTES, prepare.SAVE_BYTES, prepare.WORKER_BYTES = 50, 1, 500
+    cut, workers.cut_batches = workers.cut_batches, cut_and_pause
     sys.exit(prepare.main(list(map(str, argv))))
 
 
@@ -340,8 +322,7 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     """No worker outlives the command, and a later start resumes."""
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
-    units_written = (tmp_path / "out/text.partial").glob
-    while not ((tmp_path / "paused").exists() and list(units_written("units-*/*.npz"))):
+    while not ((tmp_path / "paused").exists() and (tmp_path / "out/text.partial/progress.json").exists()):
         assert command.process.is_alive(), Path(command.printed).read_text()
         time.sleep(0.01)
     children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
@@ -371,17 +352,17 @@ def at_most(seconds: int):
 @pytest.mark.integration
 def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
     """By the kernel, for instance, when memory is short."""
-    cuts, cut = itertools.count(1), units._cut_group
+    cuts, cut = itertools.count(1), workers.cut_batches
 
     def kill_workers(*args):
-        for unit in cut(*args):
+        for batch in cut(*args):
             if next(cuts) == 11:
-                for child in multiprocessing.active_children():  # one that lives could finish all units
+                for child in multiprocessing.active_children():  # one that lives could finish all batches
                     child.kill()
-            yield unit
+            yield batch
 
     with monkeypatch.context() as patch, at_most(600):
-        patch.setattr(units, "_cut_group", kill_workers)
+        patch.setattr(workers, "cut_batches", kill_workers)
         out = run(*books, "--workers", 2, code=2)
     assert "a worker process died" in out and "start again to resume, with fewer --workers" in out
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
@@ -389,10 +370,10 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("name", ["00000000-00000007.npz", "train-00000.bin", "the last shard", "meta.json"])
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
 def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     """A file takes no more: its flush fails, and so does its close."""
-    if name == "the last shard":
+    if name == LAST:
         name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     real = Path.open
 
@@ -408,11 +389,10 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
         patch.setattr(Path, "open", open_)
         out = run(*books, code=2)
     assert "No space left on device" in out and "make room and start again to resume" in out
-    left = {path.name for path in (tmp_path / "out/text.partial").iterdir()}
-    assert {re.sub("-.*", "", name) for name in left} == {"begun.json", "lock", "units"}
     assert not list((tmp_path / "out").rglob("*.tmp"))
-
-    assert "resuming after" in run(*books)
+    recorded = (tmp_path / "out/text.partial/progress.json").exists()
+    assert recorded == (name not in ("train-00000.bin", "progress.json"))
+    assert ("resuming after" in run(*books)) == recorded
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -430,9 +410,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = f"""
 import resource, sys
 from pathlib import Path
-from data import prepare, units
+from data import prepare, workers
 
-units.UNIT_BYTES = 2**20
+workers.BATCH_BYTES = 2**20
 
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024

@@ -1,0 +1,188 @@
+"""data/loader.py: which windows training and evaluation read, against counting in plain Python."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import DataError, loader
+from data.bins import Tokens
+from data.loader import Loader, fixed_windows, permute, prefetch, stream_seed, window_documents
+
+
+# the order of windows
+def counting(n: int) -> Tokens:
+    """Tokens 0, 1, 2, … in two shards, so that a window's first token is its position."""
+    ids = np.arange(n, dtype=np.uint16)
+    return Tokens([ids[: n // 3], ids[n // 3 :]])
+
+
+@given(
+    n_windows=st.integers(1, 70),
+    batch_size=st.integers(1, 9),
+    block_size=st.integers(1, 5),
+    seed=st.integers(),
+    cuts=st.lists(st.integers(0, 9), max_size=4),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_window_once_an_epoch_however_batches_are_sliced(n_windows, batch_size, block_size, seed, cuts):
+    read = Loader(counting(n_windows * block_size + 1), block_size, batch_size, seed)
+    steps = -(-3 * n_windows // batch_size)
+    edges = sorted({0, batch_size, *(min(cut, batch_size) for cut in cuts)})
+    x, y, indices = [], [], []
+    for step in range(steps):
+        for start, stop in zip(edges, edges[1:], strict=False):
+            part = read.batch(step, start, stop - start)
+            x, y = x + part[0].tolist(), y + part[1].tolist()
+            indices += read.indices(step, start, stop - start).tolist()
+        assert np.array_equal(read.batch(step)[0], x[step * batch_size :])
+    assert read.n_windows == n_windows and part[0].dtype == part[1].dtype == np.int64
+    assert x == [[window * block_size + t for t in range(block_size)] for window in indices]
+    assert y == [[token + 1 for token in row] for row in x]
+    for epoch in range(3):
+        assert sorted(indices[epoch * n_windows : (epoch + 1) * n_windows]) == list(range(n_windows))
+
+
+def test_a_far_step_is_read_without_those_before():
+    read = Loader(counting(101), 4, 10, seed=1)
+    epoch, first = divmod(10 * 10**9, 25)  # 25 windows
+    order = permute(np.arange(25), 25, 1, np.full(25, epoch)).tolist()
+    assert read.indices(10**9, 2, 5).tolist() == order[first + 2 : first + 7]
+
+
+def test_seeds_and_epochs_give_unrelated_orders():
+    n = 5000
+    orders = [permute(np.arange(n), n, seed, np.full(n, epoch)) for seed in (0, 1, -1) for epoch in (0, 1, 2)]
+    identity = np.arange(n)
+    for i, order in enumerate(orders):
+        assert np.array_equal(np.sort(order), identity)
+        assert abs(np.abs(order - identity).mean() / n - 1 / 3) < 0.02  # what random permutations have
+        assert (np.abs(np.diff(order)) == 1).sum() < 12  # neighbours stay together about twice
+        for other in [identity, *orders[:i]]:
+            assert abs(np.corrcoef(order, other)[0, 1]) < 0.07  # five standard deviations
+            assert (order == other).sum() < 10  # about one
+
+
+def test_every_order_of_three_windows_is_equally_frequent():
+    orders = permute(np.tile(np.arange(3), 6000), 3, 0, np.repeat(np.arange(6000), 3)).reshape(6000, 3)
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 6 and (abs(counts - 1000) < 150).all()  # five standard deviations
+
+
+def test_order_is_frozen():
+    """A changed order would silently unpair new runs from old ones."""
+    assert permute(np.arange(8), 8, 0, np.zeros(8, np.int64)).tolist() == [1, 6, 2, 0, 4, 3, 7, 5]
+    assert permute(np.array([10**9]), 10**10, 1337, np.array([3])).tolist() == [5094186605]
+    # and the seeds of streams, on which dropout of a resumed run depends
+    assert stream_seed(0) == 8147104208329303767
+    seeds = {(0, 0): 3269731276231068113, (0, 1): 7635188740105049934, (1, 0): 8663415526776124837}
+    assert {place: stream_seed(1337, *place) for place in seeds} == seeds
+    assert stream_seed(-1, 2**64 + 3) == stream_seed(2**64 - 1, 3)
+
+
+def test_fixed_windows_are_spread_over_the_split():
+    """Evenly over tokens on request, without known ends, in one document, and where all windows are asked for."""
+    assert fixed_windows(counting(101), 4, 5).tolist() == [0, 5, 10, 15, 20]
+    for count in (25, 26, 99):
+        assert fixed_windows(counting(101), 4, count).tolist() == list(range(25))
+    even = [i * 1099 // 10 for i in range(10)]
+    assert fixed_windows(documents_of(*[40] * 10, 4000), 4, 10, "tokens").tolist() == even
+    assert fixed_windows(documents_of(*[40] * 10, 4000), 4, 10).tolist() != even
+    assert fixed_windows(counting(4400), 4, 10).tolist() == fixed_windows(documents_of(4400), 4, 10).tolist() == even
+    assert window_documents(counting(4400), 4, np.arange(9)).tolist() == [0] * 9
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=30)  # tokens of documents
+
+
+def documents_of(*lengths: int) -> Tokens:
+    """Documents of that many tokens, the last of each end-of-text (7), in two shards."""
+    ids = np.zeros(sum(lengths), np.uint16)
+    ids[np.cumsum(lengths) - 1] = 7
+    return Tokens([ids[: len(ids) // 3], ids[len(ids) // 3 :]], eot=7)
+
+
+def label_windows(tokens: Tokens, block_size: int) -> list[int]:
+    """The document of each window's middle target, by counting."""
+    ids = tokens.read(0, len(tokens)).tolist()
+    middles = [window * block_size + (block_size + 1) // 2 for window in range((len(ids) - 1) // block_size)]
+    return [ids[:middle].count(7) for middle in middles]
+
+
+@given(lengths=LENGTHS, block_size=st.integers(1, 9), count=st.integers(1, 60), size=st.sampled_from([16, 2**16]))
+@settings(deadline=None, max_examples=150)
+def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_size, count, size):
+    tokens = documents_of(*lengths, block_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "CANDIDATES", size)
+        found = fixed_windows(tokens, block_size, count)
+    documents, n = label_windows(tokens, block_size), (len(tokens) - 1) // block_size
+    assert len(found) == min(count, n) and found.tolist() == sorted(set(found.tolist())) and 0 <= found[0]
+    size = min(n, max(len(found), size))
+    candidates = [documents[i * n // size] for i in range(size)]
+    sizes = [candidates.count(document) for document in {*candidates}]
+    least = next(c for c in range(1, count + 1) if sum(min(c, size) for size in sizes) >= len(found))
+    taken = [documents[window] for window in found]
+    if len(found) < size:
+        assert max(map(taken.count, taken)) == least or len(sizes) == 1
+
+
+def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
+    """Where there are many documents the mean over windows stays a mean over tokens."""
+    lengths = np.random.default_rng(0).permutation([40] * 8000 + [80] * 4000)
+    found = fixed_windows(documents_of(*lengths), 4, 1200)
+    taken = lengths[np.searchsorted(np.cumsum(lengths), found * 4 + 2, side="right")]
+    assert 540 < sum(taken == 80) < 660  # half of the tokens (3.5 deviations around it), a third of the documents
+    book = fixed_windows(documents_of(*[40] * 100, 4000, *[40] * 100), 4, 100)
+    assert [1000 <= window < 2000 for window in book.tolist()].count(True) == 1  # not 33
+    few = fixed_windows(documents_of(400, 401), 4, 8)
+    assert few.tolist() == [12, 37, 62, 87, 112, 137, 162, 187]
+
+
+@given(lengths=LENGTHS, block_size=st.integers(1, 9), data=st.data(), stretch=st.sampled_from([1, 2, 5, 64, 2**14]))
+@settings(deadline=None, max_examples=150)
+def test_documents_of_windows(lengths, block_size, data, stretch):
+    """Equal numbers for windows of one document, whichever windows are asked for, and what lies between them."""
+    tokens = documents_of(*lengths, block_size)
+    labels = np.array(label_windows(tokens, block_size))
+    asked = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "STRETCH", stretch)
+        found = window_documents(tokens, block_size, asked)
+    assert ((np.diff(found) > 0) == (np.diff(labels[asked]) > 0)).all() and (np.diff(found) >= 0).all()
+    ids = tokens.read(0, len(tokens))
+    for window, label in zip(asked, labels[asked], strict=True):  # a document with more than half of it is its own
+        first = window * block_size + 1
+        of = [int(np.count_nonzero(ids[:place] == 7)) for place in range(first, first + block_size)]
+        assert all(document == label for document in of if of.count(document) > block_size / 2)
+
+
+def test_too_few_tokens_for_a_window():
+    assert Loader(counting(9), 8, 1, 0).n_windows == 1
+    with pytest.raises(DataError, match="8 tokens, but one window of block_size 8 needs 9.*model.block_size"):
+        Loader(counting(8), 8, 1, 0)
+    with pytest.raises(DataError):
+        fixed_windows(counting(8), 8, 1)
+
+
+def test_prefetch_makes_one_item_ahead_and_raises_errors_at_their_item():
+    made, begun = threading.Semaphore(0), []
+
+    def items():
+        for i in range(4):
+            begun.append(i)
+            made.release()
+            yield i
+        raise DataError("broken")
+
+    source = prefetch(items())
+    for i in range(4):
+        assert next(source) == i
+        for _ in range(2 if i == 0 else i < 3):  # this one and the next are made by now, or soon
+            assert made.acquire(timeout=120)
+        assert begun == list(range(min(4, i + 2)))
+    with pytest.raises(DataError, match="broken"):
+        next(source)
+    assert list(prefetch(range(3))) == [0, 1, 2]
