@@ -32,7 +32,7 @@ from runtime.folder import path_of
 from scripts import sample
 from scripts.export.card import training_rows
 from scripts.report.__main__ import main as report
-from scripts.report.runs import load_run_record
+from scripts.report.runs import load_run
 from scripts.report.settings import group_runs
 from scripts.watch import __main__ as watch
 
@@ -365,8 +365,6 @@ def test_other_commands_on_a_mixture(trained, call, tmp_path):
     last = metrics(trained)[-1]
     assert "4 of 4" in (seen := call(watch.main, path_of(trained), "--once"))
     assert ", ".join(f"{name} {last[f'val/{name}/loss']:.4f}" for name in WEIGHTS) in seen
-    watched = watch.Watcher([path_of(trained)]).as_json()
-    assert len(watched[0]["series"]["val/books/loss"]) == 3 and watched[0]["by_set"]
     assert call(sample.main, path_of(trained), "--tokens", 4, "--prompt", "a")
     call(routing, path_of(trained), "--windows", 12)
     assert '"data": "arxiv 0.3 + books 0.5 + edu 0.2"' in next(path_of(trained).rglob("routing.json")).read_text()
@@ -385,7 +383,7 @@ def test_a_report_of_several_mixtures(tmp_path):
     """Each is a setting, named by its mixture alone."""
     for name, mix in {"a": "{books = 1, edu = 1}", "b": "{books = 3, edu = 1}"}.items():
         make_run(tmp_path / name, f"data.mix={mix}")
-    records = [load_run_record(tmp_path / name) for name in "ab"]
+    records = [load_run(tmp_path / name) for name in "ab"]
     settings, _ = group_runs(records)
     assert [setting.label for setting in settings] == ["books 1 + edu 1", "books 3 + edu 1"]
 
@@ -394,6 +392,6 @@ def test_a_report_weighs_windows(mixed):
     """The mean of its windows is the loss, although the short splits have fewer windows than their weights ask."""
     run(config := mixed("data.mix={arxiv = 1, edu = 9}", "eval.windows=300", "train.max_steps=1"))
     line = metrics(config)[-1]
-    record = load_run_record(path_of(config)).evaluations[1]
+    record = load_run(path_of(config)).evaluations[1]
     assert np.mean(record["val/window_losses"]) == pytest.approx(line["val/loss"], rel=1e-12)
     assert abs(np.mean(line["val/window_losses"]) - line["val/loss"]) > 1e-6
