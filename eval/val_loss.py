@@ -43,7 +43,6 @@ from data.mixture import identify, list_sets, split_windows
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
-from eval.intervals import number_clusters
 from eval.scoring import TOKENS
 from eval.trained import Trained, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
@@ -245,7 +244,9 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
         documents: (W,) equal numbers for windows of one document; of a single one each window counts as one.
     """
     W, tokens, loss = len(nats), int(counts.sum()), float(nats.sum() / counts.sum())
-    labels = number_clusters(documents, W)
+    labels = np.unique(documents, return_inverse=True)[1]
+    if not labels.any():
+        labels = np.arange(W)
     rest, parts = np.bincount(labels, nats - loss * counts), np.bincount(labels, counts) / tokens
     stderr = math.sqrt((rest**2 / (1 - parts)).sum()) / tokens if W > 1 else math.nan
     bits = float(nats.sum() / math.log(2) / size) if size else math.nan

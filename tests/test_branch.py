@@ -13,7 +13,7 @@ from runtime.branch import check_length
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.preflight import preflight
-from scripts.report.runs import load_run_record
+from scripts.report.runs import load_run
 from scripts.report.settings import group_runs
 from scripts.report.tables import summarize_run
 
@@ -63,7 +63,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
         assert end(config) == end(alone)
     assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
     assert configure.load(path_of(config) / "config.toml") == config
-    records = [load_run_record(path_of(one)) for one in (config, alone)]
+    records = [load_run(path_of(one)) for one in (config, alone)]
     assert len(group_runs(records)[0]) == 1  # of one setting
     assert summarize_run(records[0])[0] == f"trunk-9to12 (branch of {path_of(trunk)} at step 9)"
 

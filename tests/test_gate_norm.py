@@ -15,7 +15,7 @@ from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec
 from runtime import checkpoint
-from scripts.report.settings import ARM_KEYS
+from scripts.report.settings import OPTION_KEYS
 
 SPARSE = [name for name in ROUTERS if name != "dense"]
 SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
@@ -101,7 +101,7 @@ def test_gate_scale_beside_it_is_refused_except_for_dense():
     assert error.startswith("model.gate_norm = 2.5") and "--model.gate_scale=1 or --model.gate_norm=0" in error
     dense = settings(router="dense", gate_scale=3.0)
     assert not find_conflicts(config.model_copy(update={"model": dense})) and gate_scale(dense) == 3
-    assert "model.gate_norm" in ARM_KEYS
+    assert "model.gate_norm" in OPTION_KEYS
 
 
 def test_run_records_logs_and_resumes_it(tiny):

@@ -1,10 +1,9 @@
-"""scripts.watch: what a run's files say of it, the table, the page in a browser."""
+"""scripts.watch: what a run's files say of it, the table in the terminal, the live page."""
 
 import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,39 +13,32 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-import numpy as np
+import fake_runs
 import pytest
 from runs import REPO_ROOT, Forked
 
 import train
-from runtime.metrics import Metrics
 from runtime.signals import Stop
+from scripts.report.runs import load_run
 from scripts.watch import __main__ as watch
-from scripts.watch import server
-from scripts.watch.runs import WatchedRun, find_runs, format_seconds, is_alive, thin
+from scripts.watch import status
+from scripts.watch.server import LivePage, build_page, make_server
 
-CONFIG = """\
-[model]
-router = "{router}"
-block_size = 10
-[train]
-max_steps = 100
-batch_size = 4
-[log]
-group = "{group}"
-"""
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 SKIPS = {"optim/skipped_steps": 2, "optim/loss_spikes": 0}
+END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
+NAN = float("nan")
 
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A function that makes a run's folder with some lines of metrics; returns the folder."""
+    """A function that makes a run's folder with some lines of metrics: 100 steps of 40 tokens; returns the folder."""
 
-    def make(name="one", lines=(), owner=None, router="kern", group="all"):
+    def make(name="one", lines=(), owner=None, router="kern", *more):
         folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
-        (folder / "config.toml").write_text(CONFIG.format(router=router, group=group))
+        shape = ["train.max_steps=100", "train.batch_size=4", "train.micro_batch_size=4", "model.block_size=10"]
+        fake_runs.make_run(folder, *shape, f"model.router={router}", "optim.warmup_steps=1", *more, until=0)
+        (folder / "metrics.jsonl").write_text("")
         append(folder, *lines)
         if owner:
             (folder / "lock").write_text(f"process {owner} on {platform.node()}\n")
@@ -60,10 +52,8 @@ def append(folder, *lines):
         file.writelines(json.dumps({"step": step, "tokens": 40 * step, **values}) + "\n" for step, values in lines)
 
 
-def status_of(folder):
-    run = WatchedRun(folder)
-    run.refresh()
-    return run.status()
+def status_of(folder, now=None):
+    return status.read_status(load_run(folder), now)
 
 
 def dead_process():
@@ -72,309 +62,231 @@ def dead_process():
     return process.pid
 
 
-END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
+# ---- the state of a run
 
 
 @pytest.mark.parametrize(
     "lines, alive, state",
     [([], True, "running"), ([(10, TRAINING)], True, "running"), ([(10, TRAINING)], False, "stopped")]
-    + [([], False, "waiting"), (END, False, "finished"), (END, True, "running")]  # it saves its last checkpoint
-    + [([(100, TRAINING)], False, "stopped")],  # before its last evaluation
+    + [(END, True, "running"), (END, False, "finished"), ([], False, "waiting"), (END[:1], False, "stopped")]
+    + [([(100, TRAINING)], False, "stopped")],  # without its last evaluation
 )
 def test_state(make_run, lines, alive, state):
-    assert status_of(make_run("a", lines, os.getpid() if alive else dead_process())).state == state
+    assert status_of(make_run("one", lines, os.getpid() if alive else dead_process())).state == state
 
 
-def test_a_status_has_the_newest_numbers_and_the_time_left(make_run):
-    lines = [(10, {"val/loss": 3.0}), (20, TRAINING), (30, {"train/loss": 2.25, "perf/tokens_per_sec": 80.0})]
-    status = status_of(make_run("a", lines, os.getpid()))
-    assert (status.step, status.max_steps, status.loss, status.val_loss) == (30, 100, 2.25, 3.0)
-    assert status.seconds_left == 70 * 40 / 80  # steps, tokens per step, tokens per second
-    assert status_of(make_run("b", lines)).seconds_left is None
+def test_numbers_and_the_time_left(make_run):
+    """90 steps of 40 tokens at the median speed of the last five lines: 40 tokens per second."""
+    speeds = [1000, 1000, 40, 30, 50, 40, 9000]
+    lines = [(i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed}) for i, speed in enumerate(speeds)]
+    folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
+    found = status_of(folder)
+    assert (found.step, found.seconds_left) == (10, 90 * 40 / 40)
+    assert found.as_row() == [
+        str(folder),
+        "running",
+        "10 of 100  10%",
+        "2.4000",
+        "2.2500",
+        "9,000",
+        "12.3%",
+        "2 min",
+        "",
+    ]
+    (folder / "lock").write_text(f"process {dead_process()} on {platform.node()}\n")
+    assert status_of(folder).seconds_left is None
+    append(folder, *[(20 + i, {"perf/tokens_per_sec": 0.0, "train/loss": 1}) for i in range(5)])
+    (folder / "lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
+    assert status_of(folder).seconds_left is None  # at no speed there is no end
 
 
-def test_a_run_that_writes_nothing_is_silent(make_run):
-    folder = make_run("a", [(10, TRAINING)], os.getpid())
-    long_ago = time.time() - 1000
-    os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
-    assert status_of(folder).state == "running"  # its lock is fresh: it has just started
-    started = os.stat(f"/proc/{os.getpid()}").st_ctime
-    lock_time = max(long_ago, started)
-    os.utime(folder / "lock", (lock_time, lock_time))
-    if lock_time == long_ago:
-        assert status_of(folder).state == "silent"
+@pytest.mark.parametrize("quiet, state", [(0, "running"), (299, "running"), (301, "silent")])
+def test_a_run_that_writes_nothing_is_silent(make_run, monkeypatch, quiet, state):
+    """By the time of its newest file, the lock or the metrics, and the time that is given."""
+    for newest in ("lock", "metrics.jsonl"):
+        folder = make_run(newest, [(10, TRAINING)], os.getpid())
+        for name in ("lock", "metrics.jsonl"):
+            os.utime(folder / name, (0, 4e9 if name == newest else 3e9))
+        found = status_of(folder, 4e9 + quiet)
+        assert (found.state, found.trouble) == (state, "no metrics for 5 min" if state == "silent" else "")
 
 
 def test_a_number_given_to_a_younger_process_is_not_the_runs(make_run):
-    folder = make_run("a", [(10, TRAINING)], os.getpid())
-    assert is_alive(folder / "lock")
-    os.utime(folder / "lock", (1e9, 1e9))  # written before this process began
-    assert not is_alive(folder / "lock")
+    lock = make_run("one", [], os.getpid()) / "lock"
+    started = os.stat(f"/proc/{os.getpid()}").st_ctime
+    for written, alive in ((started + 5, True), (started - 5, False)):
+        os.utime(lock, (written, written))
+        assert status.is_alive(lock, time.time()) == alive
+    lock.write_text("nonsense")
+    assert not status.is_alive(lock, time.time())
 
 
-def test_a_process_elsewhere_lives_while_it_writes(make_run):
-    folder = make_run("a", [(10, TRAINING)])
-    (folder / "lock").write_text("process 1 on another-machine\n")
-    assert is_alive(folder / "lock")
-    for file in ("lock", "metrics.jsonl"):
-        os.utime(folder / file, (1e9, 1e9))
-    assert not is_alive(folder / "lock")
+def test_a_process_on_another_machine_lives_while_it_writes(make_run):
+    folder = make_run("one", [(10, TRAINING)])
+    (folder / "lock").write_text(f"process {dead_process()} on elsewhere\n")
+    for name in ("lock", "metrics.jsonl"):
+        os.utime(folder / name, (1000, 1000))
+    assert [status_of(folder, 1000 + age).state for age in (299, 301)] == ["running", "stopped"]
 
 
 @pytest.mark.parametrize(
     "lines, files, state, trouble",
     [
-        ([(10, {"val/loss": float("nan")})], {}, "failed", "val/loss is nan"),
-        ([(10, TRAINING)], {"crash-step_00000009.json": "{}"}, "failed", "crash dump crash-step_00000009.json"),
-        ([(10, TRAINING)], {"train.log": "x\nerror: one\nerror: disk full\nbye\n"}, "failed", "error: disk full"),
-        ([(10, TRAINING)], {"train.log": "warning: slow\n"}, "stopped", "warning: slow"),
+        ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
+        ([(9, {"val/loss": 2.0}), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
+        ([(8, {"val/loss": NAN}), (9, {"val/loss": NAN}), (10, {"val/loss": 2.0})], {}, "stopped", ""),
+        ([(10, TRAINING)], {"crash-step_9.json": "", "crash-step_8.json": ""}, "failed",
+         "crash dump crash-step_9.json"),
+        ([(10, TRAINING)], {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
+        ([(10, TRAINING)], {"train.log": "warning: slow disk\n"}, "stopped", "warning: slow disk"),
         ([(10, TRAINING | SKIPS)], {}, "stopped", "warning: 2 skipped steps"),
+        (END, {"train.log": "warning: slow disk\n"}, "finished", "warning: slow disk"),
     ],
-)
+)  # fmt: skip
 def test_trouble(make_run, lines, files, state, trouble):
-    folder = make_run("a", lines)
+    folder = make_run("one", lines)
     for name, text in files.items():
         (folder / name).write_text(text)
-    assert (status_of(folder).state, status_of(folder).trouble) == (state, trouble)
-
-
-def test_refresh_reads_whole_lines_and_a_file_written_anew(make_run):
-    folder = make_run("a", [(10, TRAINING)])
-    run, file = WatchedRun(folder), folder / "metrics.jsonl"
-    run.refresh()
-    with file.open("a") as stream:
-        stream.write('{"step": 20, "tokens": 800, "train')
-    run.refresh()
-    assert run.status().step == 10
-    with file.open("a") as stream:
-        stream.write('/loss": 2.0}\nnot a line\n[]\n')
-    run.refresh()
-    assert (run.status().step, run.series["train/loss"]) == (20, [(10, 2.5), (20, 2.0)])
-    (folder / "new").write_text('{"step": 10, "tokens": 400, "train/loss": 9.0}\n' + 200 * " ")  # longer than before
-    (folder / "new").rename(file)
-    run.refresh()
-    assert run.series["train/loss"] == [(10, 9.0)]
-    file.unlink()
-    run.refresh()
-    assert run.status().step == 0
-
-
-def test_curves_of_sets_means_and_tasks(make_run):
-    values = {"val/loss": 2.0, "val_ema/loss": 1.5, "val/books/loss": 1.0, "tasks/sciq/acc": 0.5}
-    more = {"val_ema/books/loss": 1.0, "tasks/sciq/acc_stderr": 0.1}
-    run = WatchedRun(make_run("a", [(10, values | more)]))
-    run.refresh()
-    assert run.series == {name: [(10, value)] for name, value in values.items()}
-    assert run.status().by_set == "books 1.0000"
-
-
-def test_loads_are_those_of_the_newest_evaluation(make_run):
-    """From the folder of arrays; older runs have them in their lines, as the runs of this file."""
-    folder = make_run("a", [(10, {"val/loads": [[3, 1]]})])
-    run, metrics = WatchedRun(folder), Metrics(folder, 10)
-    run.refresh()
-    assert run.as_json()["loads"] == [[1.5, 0.5]]
-    for step, loads in ((20, [[1, 3]]), (30, [[2, 0]])):
-        metrics.log(step, 0, **{"val/loss": 2.0, "val/loads": np.array(loads)})
-        assert run.read_loads() == loads
-    (folder / "arrays/val_00000040.npz").write_bytes(b"damaged")
-    assert run.read_loads() == [[2, 0]]
-    metrics.log(50, 0, **{"val/loss": 2.0, "val/window_losses": np.ones(2)})
-    assert run.read_loads() == []  # a dense model
-
-
-def test_thin_keeps_means_and_the_last_step():
-    series = [(step, float(step)) for step in range(1, 11)]
-    assert thin(series, 20) == series
-    assert thin(series, 4) == [(3, 2.0), (6, 5.0), (9, 8.0), (10, 10.0)]
-    assert thin([(1, 1.0), (2, float("nan"))], 9) == [(1, 1.0), (2, None)]
-    assert thin([], 4) == []
+    found = status_of(folder)
+    assert (found.state, found.trouble) == (state, trouble)
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(9, "9 s"), (61, "1 min"), (7500, "2 h 05 min"), (190_000, "2 d 4 h"), (59.9, "60 s")]
+    "seconds, text",
+    [(12.4, "12 s"), (59, "59 s"), (60, "1 min"), (3540, "59 min"), (3600, "1 h 00 min"), (7500, "2 h 05 min")]
+    + [(47.9 * 3600, "47 h 54 min"), (76 * 3600, "3 d 4 h")],
 )
 def test_format_seconds(seconds, text):
-    assert format_seconds(seconds) == text
+    assert status.format_seconds(seconds) == text
 
 
-def test_runs_are_found_below_folders(make_run, tmp_path):
-    make_run("b")
-    make_run("sweep/a")
-    (tmp_path / "runs/empty").mkdir()
-    assert [str(run.relative_to(tmp_path / "runs")) for run in find_runs([tmp_path / "runs"])] == ["b", "sweep/a"]
-    assert find_runs([tmp_path / "runs/b", tmp_path / "runs"])[0].name == "b"  # once each
+# ---- the table
 
 
-def test_the_table(make_run, tmp_path, capsys):
-    make_run("a", END)
-    make_run("b", [(10, TRAINING)], os.getpid())
-    assert watch.main([str(tmp_path / "runs")]) == 0  # stdout is no terminal: once
-    head, _, a, b = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "step", "loss", "val", "loss", "tokens/s", "left"]  # no MFU, no trouble
-    assert a.split()[1:] == ["finished", "100", "of", "100", "100%", "2.5000", "2.0000", "80"]
-    assert b.split()[1:] == ["running", "10", "of", "100", "10%", "2.5000", "80", "45", "s"]
+def test_a_run_is_read_again_when_its_files_change(make_run, tmp_path):
+    """Also after a resume that begins earlier, and when it begins or disappears after the watch."""
+    watcher = watch.Watcher([tmp_path / "runs"])
+    assert watcher.read() == []
+    folder = make_run("one", [(50, TRAINING)])
+    assert [found.step for found in watcher.read()] == [50]
+    (first,) = watcher.runs.values()
+    watcher.read()
+    assert watcher.runs[folder] is first  # not read twice
+    (folder / "metrics.jsonl").write_text("")
+    append(folder, (20, TRAINING))
+    os.utime(folder / "metrics.jsonl", (1, time.time() + 5))
+    assert [found.step for found in watcher.read()] == [20]
+    folder.rename(tmp_path / "gone")
+    assert watcher.read() == [] and watcher.runs == {}
 
 
-def test_no_runs_yet_and_wrong_places(tmp_path, capsys, monkeypatch):
+def test_the_table(make_run, tmp_path, call):
+    """Columns that are empty everywhere are left out; a folder that cannot be read is named below."""
+    make_run("a", [(0, {"val/loss": 5.0}), (50, TRAINING | {"val/loss": 3.0})], dead_process())
+    make_run("b", [], None)
+    broken = make_run("c")
+    (broken / "config.toml").write_text("[model\n")
+    head, _, a, b, left_out = call(watch.main, tmp_path / "runs", "--once").splitlines()
+    assert head.split("  ")[0] == "run" and "MFU" not in head and "left" not in head and "trouble" not in head
+    assert a.split() == [str(tmp_path / "runs/a"), "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
+    assert b.split()[1:] == ["waiting", "0", "of", "100", "0%"] and left_out.startswith(f"left out: {broken}: ")
+
+
+def test_losses_of_the_sets_of_a_mixture(make_run):
+    losses = {"val/loss": 2.0, "val/books/loss": 1.5, "val/edu/loss": 2.5}
+    assert status_of(make_run("one", [(50, losses)])).as_row()[4] == "2.0000 (books 1.5000, edu 2.5000)"
+
+
+def test_no_runs_yet_and_wrong_arguments(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert watch.main([]) == 0 and "no runs in runs yet" in capsys.readouterr().out  # nor such a folder
-    assert watch.main([str(tmp_path)]) == 0
-    assert f"no runs in {tmp_path} yet" in capsys.readouterr().out
-    assert watch.main([str(tmp_path / "typo")]) == 2
-    assert "typo: no such folder" in capsys.readouterr().err
+    assert watch.main(["--once"]) == 0 and capsys.readouterr().out == "no runs in runs yet\n"
+    for arguments, said in [(["nowhere"], "nowhere: no such folder"), (["--every", "0"], "--every 0: expected"),
+                            (["--serve", "99999"], "--serve 99999: expected a port")]:  # fmt: skip
+        assert watch.main(arguments) == 2 and said in capsys.readouterr().err
+    server = make_server(0, bytes)
+    assert watch.main(["--serve", str(server.server_port)]) == 2
+    assert f"port {server.server_port}: " in (error := capsys.readouterr().err) and "--serve 606" in error
+    server.server_close()
 
 
-def test_watching_imports_no_torch():
-    words = "import sys, scripts.watch.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", words], cwd=REPO_ROOT, timeout=300).returncode == 0
+def test_watching_imports_no_torch(make_run, tmp_path):
+    make_run("a", [(50, TRAINING)])
+    code = f"import sys; from scripts.watch.__main__ import main; main([{str(tmp_path)!r}, '--once']); "
+    code += "assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True, capture_output=True)
 
 
-def test_a_broken_config_hides_only_its_run(make_run, tmp_path, capsys):
-    make_run("a", END)
-    (make_run("b") / "config.toml").write_text("[model\n")
-    (make_run("c") / "config.toml").write_text("")
-    assert watch.main([str(tmp_path / "runs"), "--once"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+# ---- the live page
 
 
 @contextmanager
 def serving(*places):
-    found = server.make_server(0, watch.Watcher(places).as_json)
-    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    """The page's address, served from a thread."""
+    server = make_server(0, LivePage(watch.Watcher(places).read).render)
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{found.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        found.shutdown()
-        found.server_close()
+        server.shutdown()
         thread.join()
+        server.server_close()
 
 
-def fetch(url, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as reply:
-        return reply.headers, reply.read().decode()
+def get(address, host=None):
+    with urllib.request.urlopen(urllib.request.Request(address, headers={"Host": host} if host else {})) as reply:
+        return reply.read().decode(), reply.headers
 
 
-def test_the_server_answers_this_machine_alone(make_run, tmp_path, capsys):
-    make_run("a", [(10, TRAINING | {"val/loss": float("inf"), "val/loads": [[1, 3], [0, 0]]})])
-    with serving(tmp_path / "runs") as url:
-        headers, page = fetch(url)
-        assert "default-src 'none'" in headers["Content-Security-Policy"]
-        assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing from outside
-        (run,) = json.loads(fetch(f"{url}/runs")[1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-        assert run["router"] == "kern" and run["group"].endswith("runs/all") and run["color"].startswith("#")
-        assert run["val_loss"] is None and run["series"]["val/loss"] == [[10, None]]
-        assert run["loads"] == [[0.5, 1.5], [0, 0]]
-        for path, headers, code in (("/etc/passwd", {}, 404), ("/runs", {"Host": "evil.example:80"}, 403)):
+def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
+    """Unfinished runs beside finished ones. It is written again when a run changes, and then alone."""
+    monkeypatch.setattr("scripts.report.figures.DPI", 25)
+    routers = {"kern": 1.0, "tanh": 0.5}
+    for router, until in routers.items():
+        fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
+    with serving(tmp_path / "runs") as address:
+        page, headers = get(address)
+        assert "Content-Security-Policy" in headers and "refresh" in page and page.count("data:image/png") >= 3
+        assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
+        assert "<b>tanh</b>" in page and "compared at step 500" in page and "undecided (1 seed)" in page
+        assert get(address)[0] == page
+        writes = []
+        monkeypatch.setattr("scripts.watch.server.build_page", lambda *of: writes.append(1) or build_page(*of))
+        get(address)
+        append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
+        assert "1.2345" in get(address)[0] and writes == [1]
+        for path, host, code in (("/runs", None, 404), ("/", "evil.example", 403)):
             with pytest.raises(urllib.error.HTTPError) as error:
-                fetch(url + path, **headers)
+                get(address + path, host)
             assert error.value.code == code
-        port = url.rsplit(":", 1)[1]
-        assert watch.main([str(tmp_path), "--serve", port]) == 2  # taken
-        assert watch.main([str(tmp_path), "--serve", "99999"]) == 2
-        assert watch.main([str(tmp_path), "--every", "-1"]) == 2
-        taken, too_high, negative = capsys.readouterr().err.splitlines()
-    assert taken == f"error: port {port}: Address already in use; name another: --serve 6061"
-    assert too_high == "error: port 99999: expected 1 to 65535; name another: --serve 6061"
-    assert negative == "error: --every -1: expected a number of seconds above 0"
 
 
-# ---- the page in a browser
+def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
+    page = build_page([], []).decode()
+    assert "No runs yet" in page and "refresh" in page
+    folders = [make_run("a", [(10, {"val/loss": 2.0})]), make_run("b", [(20, {"val/loss": 2.0})], None, "tanh")]
+    statuses = [status_of(folder) for folder in folders]
+    page = build_page(statuses, [found.as_row() for found in statuses]).decode()
+    assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
 
-browser = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 
-
-def show_page(url):
-    """The page as it is after some seconds in a browser: what it says, and its charts by title."""
-    budget = ["--virtual-time-budget=4000", "--dump-dom", url]
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *budget]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    charts = dict(re.findall(r'aria-label="(.*?)">(.*?)</section>', dom, re.S))
-    return dom.partition("<main")[0], charts, dom.partition("<main")[2]
+def train_point(file, name, *overrides):
+    train.main([file, f"--run.name={name}", "--eval.interval=10", *overrides], Stop().listen())
 
 
 @pytest.mark.integration
-@browser
-def test_the_page_in_a_browser(make_run, tmp_path):
-    folder = make_run("a<b>x</b>", [(step, TRAINING | {"val/loss": 2.0}) for step in (10, 20)])
-    make_run("soft", [(10, TRAINING | {"val/loads": [[1, 2]]})], os.getpid(), router="softmax")
-    with serving(tmp_path / "runs") as url:
-        table, charts, rest = show_page(url)
-        assert "2 found, 1 running" in table and "20 of 100" in table and "a&lt;b&gt;x&lt;" in table
-        assert "MFU" not in table and "trouble" not in table  # columns without a value
-        assert charts.keys() == {"Loss", "Speed"} and rest.count("<canvas") == 1
-        append(folder, (30, TRAINING))
-        assert "30 of 100" in show_page(url)[0]
-
-
-@pytest.mark.integration
-@browser
-def test_the_page_refreshes_by_itself(make_run, monkeypatch):
-    folder, steps, read = make_run("a"), iter(range(10, 100)), watch.Watcher.as_json
-
-    def read_more(watcher):
-        append(folder, (next(steps), TRAINING))
-        return read(watcher)
-
-    monkeypatch.setattr(watch.Watcher, "as_json", read_more)
-    with serving(folder) as url:
-        assert re.search(r">1[1-9] of 100<", show_page(url)[0])
-
-
-@pytest.mark.integration
-@browser
-def test_hovering_and_hiding(make_run, tmp_path, monkeypatch):
-    """A script in the page stands for the hand: the values at a step, and curves without the runs of a sweep."""
-    curve = [(step, {"val/loss": 3 - step / 100}) for step in range(0, 101, 10)]
-    for group, names in {"one": ("a", "b"), "two": ("c",)}.items():
-        for name in names:
-            make_run(name, curve, group=group)
-    hand = """setTimeout(() => {
-      const svg = document.querySelector("main svg"), box = svg.getBoundingClientRect();
-      svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
-      document.title = document.querySelector(".tip").textContent;
-      document.querySelector("tr.group input").click();
-    }, 2000);</script>"""
-    page = tmp_path / "page.html"
-    page.write_text(server.PAGE.read_text().replace("</script>", hand))
-    with serving(tmp_path / "runs") as url:
-        assert show_page(url)[1]["Loss"].count("<path") == 3
-        assert len(set(re.findall(r'stroke-dasharray="(.*?)"', show_page(url)[0]))) == 3  # of one router, so one colour
-        monkeypatch.setattr(server, "PAGE", page)
-        table, charts, _ = show_page(url)
-    assert re.search(r"<title>step 46a val 2.5b val 2.5c val 2.5</title>", table)
-    assert charts["Loss"].count("<path") == 1
-
-
-def train_point(file, name, *words):
-    train.main([file, f"--run.name={name}", "--log.group=sweep", "--eval.interval=10", *words], Stop().listen())
-
-
-@pytest.mark.integration
-@browser
-def test_the_page_of_a_run_that_trains(tiny_file, tmp_path):
-    assert Forked(train_point, str(tiny_file), "dense", "--model.router=dense").wait(300)[0] == 0
+def test_a_run_that_trains_is_watched(tiny_file, tmp_path, monkeypatch):
+    """Its state and its page while it trains, and after it was stopped."""
+    monkeypatch.setattr("scripts.report.figures.DPI", 25)
     process = Forked(train_point, str(tiny_file), "long", "--train.max_steps=100000")
-    watched, ends = tmp_path / "runs/long", time.monotonic() + 300
-
-    def wait_for_step(step):
-        while not (watched / "config.toml").exists() or status_of(watched).step < step:
-            assert process.process.is_alive() and time.monotonic() < ends, process.wait(0)
-            time.sleep(0.05)
-
-    with serving(tmp_path / "runs") as url:
-        steps = [0]
-        for _ in range(2):
-            wait_for_step(steps[-1] + 20)
-            table, charts, rest = show_page(url)
-            steps.append(int(re.search(r">([\d,]+) of 100,000<", table)[1].replace(",", "")))
-            assert "2 found, 1 running" in table and "4 of 4" in table and table.count('class="group"') == 1
-            assert {title: body.count("<path") for title, body in charts.items()} == {
-                "Loss": 4, "Gate norm": 1, "Gate sum": 1, "Load imbalance": 1, "Speed": 2,
-            }  # fmt: skip
-            assert rest.count("<canvas") == 1 and "long: busiest" in rest
-        assert steps[0] < steps[1] < steps[2]
+    folder, deadline = tmp_path / "runs/long", time.monotonic() + 300
+    while not (folder / "config.toml").exists() or status_of(folder).step < 20:
+        assert process.process.is_alive() and time.monotonic() < deadline, process.wait(0)
+        time.sleep(0.05)
+    with serving(tmp_path / "runs") as address:
+        found = status_of(folder)
+        assert found.state == "running" and found.step < 100_000 and found.seconds_left > 0 and found.trouble == ""
+        assert "<td>running</td>" in get(address)[0]
         os.kill(process.process.pid, signal.SIGTERM)
         assert process.wait(300)[0] == 0
-        assert "2 found, 0 running" in (table := show_page(url)[0]) and ">stopped<" in table
+        assert status_of(folder).state == "stopped" and "<td>stopped</td>" in get(address)[0]

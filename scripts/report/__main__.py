@@ -6,94 +6,101 @@
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
     python -m scripts.report runs/gate_norm-* --over model.gate_norm         a curve for each router over that key
 
-Writes report.md with its pictures, and report.html, which contains all of it. Runs are paired by seed and by validation
-window. Runs of one corpus, size and schedule are one setting: each setting has its own tables. Every pair of routers
-gets its difference, and each claim a verdict, in each setting and over all of them. Needs requirements-report.txt.
+Writes report.md with its pictures, and report.html, which contains all of it. Runs of one corpus, size and schedule are
+one setting, with tables of its own. Differences are paired by seed; a verdict needs three seeds. Needs
+requirements-report.txt.
 """
 
-import argparse
 import hashlib
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.command import require_packages, run_command
+from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
 from eval.paper import read_paper_losses
-from scripts.report.claims import Finding
-from scripts.report.runs import expand_folders, load_run_records
+from scripts.report.runs import expand_folders, find_runs, load_all_evaluated
 from scripts.report.settings import Setting, group_runs
-from scripts.report.tables import COLUMNS, summarize_run
-from scripts.watch.runs import find_runs
 
-LINES = 40  # verdicts on the terminal, at most; the page has all of them
+if TYPE_CHECKING:  # it needs matplotlib
+    from scripts.report.page import Report
+
+LINES = 40  # pairs on the terminal, at most; the page has all of them
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print its table and verdicts; 2 after an error that is the user's to fix."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the report and print its tables."""
+    parser = build_parser("scripts.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
-    parser.add_argument("--over", metavar="KEY", help="instead: loss against this key, such as optim.lr")
+    parser.add_argument("--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps")
+    parser.add_argument(
+        "--choose-on",
+        nargs="+",
+        type=int,
+        default=(),
+        metavar="SEED",
+        help="with --over: also compare the best\nvalues, each chosen by these seeds and judged by the others",
+    )
+    parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
     parser.add_argument("--out", type=Path, help="folder (default: report-NAME beside the runs, NAME by their names)")
     args = parser.parse_args(argv)
-    try:
-        report(args)
-    except BrokenPipeError:  # an OSError that is for run_command
-        raise
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def report(args: argparse.Namespace) -> None:
-    """The command. Raises ValueError and OSError before anything is written."""
+    if args.choose_on and not args.over:
+        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
     require_packages("matplotlib", "scipy")
-    from scripts.report.curves import collect_curves, write_curves
-    from scripts.report.page import write_report
+    from scripts.report.page import Report, write_report
 
     folders = expand_folders(args.runs)
-    runs, notes = load_run_records(folders)
-    if args.over:
-        curves = collect_curves(runs, args.over)
-        check_baseline(args.baseline, {curve.names[0] for curve in curves.curves})
-        out = make_folder(args.out, folders)
-        return print(f"{write_curves(curves, args.baseline, len(runs), notes, out)}\nreport: {out}/report.html")
-    settings, more = group_runs(runs)
-    if args.experiment:
-        for setting in settings:
-            setting.printed = read_paper_losses(args.experiment, setting.values)
-    check_baseline(args.baseline, {name for of in settings for arm in of.arms for name in (arm.router, arm.label)})
+    runs, left_out = load_all_evaluated(folders)
+    settings, notes = group_runs(runs, args.over)
+    for setting in settings if args.experiment else ():
+        setting.printed = read_paper_losses(args.experiment, setting.values)
+    check_baseline(args.baseline, settings)
     out = make_folder(args.out, folders)
-    notes = find_ambiguous(settings, args.baseline) + more + notes
-    findings = write_report(settings, notes, args.baseline, args.experiment, out)
-    print(text_table(COLUMNS, [summarize_run(run) for run in runs], left=3))
-    claimed = [{of.left, of.right} for of, *_ in findings if of.tenth == 10 and not of.equal]  # pairs have no tenth
-    told = [one for one in findings if one.claim.tenth or {one.claim.left, one.claim.right} not in claimed]
-    lines = [line for finding in told for line in format_finding(finding)]
-    lines[LINES:] = [f"… and {len(lines) - LINES} more verdicts"] * (len(lines) > LINES)
-    print("\n".join([*lines, *(f"note: {line}" for line in notes), f"report: {out}/report.html"]))
+    notes = find_ambiguous(settings, args.baseline) + notes + left_out
+    report = Report(settings, notes, args.baseline, args.experiment, args.choose_on, args.margin)
+    write_report(report, out)
+    print_report(report)
+    print(f"report: {out}/report.html")
 
 
-def check_baseline(baseline: str, names: set[str]) -> None:
+def print_report(report: "Report") -> None:
+    """Losses and pairs of each setting, and the notes."""
+    from scripts.report.tables import build_loss_table, build_pairs_table
+
+    for setting in report.settings:
+        if setting.label:
+            print(f"{setting.label}:")
+        shown = [build_loss_table(setting)]
+        if comparisons := report.compare(setting):
+            shown.append(build_pairs_table(comparisons))
+        for table in shown:
+            rows = [[cell.replace("**", "") for cell in row] for row in table.rows]
+            print(text_table(table.head, rows[:LINES], table.left) + "\n")
+            if len(rows) > LINES:
+                print(f"… and {len(rows) - LINES} more rows on the page")
+    for line in report.notes:
+        print(f"note: {line}")
+
+
+def check_baseline(baseline: str, settings: Sequence[Setting]) -> None:
     """Raise ValueError if no run has the baseline's name; kern, the default, may be missing."""
+    names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
     if baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {baseline!r}: the runs have {'; '.join(sorted(names))}")
 
 
-def format_finding(finding: Finding) -> list[str]:
-    """A line for the verdict over all settings, and one for each setting."""
-    _, words, cells, overall, _ = finding
-    lines = [f"{words}: {overall.verdict}{overall.holm}, {overall.interval}"] if overall else []
-    for where, found in cells.items():
-        place = f"{'  ' * bool(overall)}{words}{' in ' * bool(where)}{where}"
-        lines.append(f"{place}: {found.verdict}{found.holm}, {found.interval}")
-    return lines
+def find_ambiguous(settings: Sequence[Setting], baseline: str) -> list[str]:
+    """A note if several arms could be the baseline."""
+    for setting in settings:
+        for arm in setting.arms:
+            labels = [other.label for other in setting.counterparts(arm, baseline)]
+            if len(labels) > 1:
+                return [f"several arms are {baseline}: {labels[0]!r} is subtracted; or --baseline {labels[1]!r}"]
+    return []
 
 
 def make_folder(out: Path | None, folders: Sequence[Path]) -> Path:
@@ -116,27 +123,18 @@ def name_folder(folders: Sequence[Path]) -> Path:
     """
     base = Path(os.path.commonpath([folder.absolute().parent for folder in folders]))
 
-    def name_runs(folders: Iterable[Path]) -> list[str]:
+    def name_runs(folders: Sequence[Path]) -> list[str]:
         return sorted({"-".join(folder.absolute().relative_to(base).parts) for folder in folders})
 
     names = name_runs(folders)
     begin = "-".join(os.path.commonprefix([name.split("-") for name in names]))
-    alike = [name for name in name_runs(find_runs([base])) if f"{name}-".startswith(f"{begin}-" * bool(begin))]
+    alike = [name for name in name_runs(find_runs([base])) if not begin or f"{name}-".startswith(f"{begin}-")]
     parts = [] if alike == names else [name.removeprefix(begin).lstrip("-") for name in names]
     rest = "+".join(parts)
     if len(rest) > 40 or not all(parts):
         rest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:6]
     folder = base / "-".join(filter(None, ("report", begin, rest)))
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
-def find_ambiguous(settings: Sequence[Setting], baseline: str) -> list[str]:
-    """A note if several arms could be the baseline."""
-    for setting in settings:
-        for arm in setting.arms:
-            if len(found := [other.label for other in setting.counterparts(arm, baseline)]) > 1:
-                return [f"several arms are {baseline}: pictures subtract {found[0]!r}; or --baseline {found[1]!r}"]
-    return []
 
 
 if __name__ == "__main__":

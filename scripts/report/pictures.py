@@ -1,224 +1,282 @@
-"""Pictures of a report: functions that return a figure, or None without data.
+"""Pictures of a setting: functions that return a figure, or None without data.
 
-Those of one setting take the baseline too, whether they need it or not, so that page.PICTURES can list them.
-A router looks the same in all of them (scripts/report/style.py), and nothing depends on colour alone.
+A router has the same colour, marker and line style in every picture (style.py). Arms of several routers with several
+options have a row of panels for each choice of options.
 """
 
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import permutations
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from eval.intervals import UNDECIDED
-from scripts.report.claims import compare_arms
-from scripts.report.figures import add_load_bar
-from scripts.report.settings import Arm, Setting
+from scripts.report.comparisons import Comparison, Part, compare_parts, find_comparison
+from scripts.report.settings import Arm, Setting, label_axis, label_tick
+from scripts.report.statistics import HIGHER, LOWER, Difference
 from scripts.report.style import style
+from scripts.report.tables import find_measures, read_measure
 
-MARKS = 12  # markers per line, about
-COLUMN = 6  # panels of loads one below another; more are in two columns
-LOSS = "validation loss, nats per token (lower is better)"
+FACES = ("full", "none", "left", "right", "top", "bottom")
+MARKERS = 12  # per line, about
+Points = Mapping[Any, Sequence[float]]  # x: mean, low, high
+Collect = Callable[[Arm], Points]
 
-Points = dict[Any, Sequence[float]]  # x: mean, low, high
-Lines = dict[str, tuple[dict[str, Any], Points]]  # label: style, points
+
+@dataclass(frozen=True)
+class Column:
+    """A column of panels: what is drawn of each arm."""
+
+    title: str
+    x_label: str
+    collect: Collect
+    over_key: bool = False
+    zero: bool = False  # a line at 0, which is the baseline
+    zoom: bool = False  # leave the steep first quarter out of the y-axis
 
 
 def plot_loss(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss and training loss by steps, mean and range over seeds."""
-
-    def collect(arm: Arm) -> Points:
-        columns = [{step: run.train_loss(step) for step in setting.steps} for run in arm.runs.values()]
-        losses = {step: [loss for of in columns if (loss := of[step]) is not None] for step in setting.steps}
-        return {step: spread(of) for step, of in losses.items() if len(of) == len(columns)}
-
-    lines = draw_arms(setting, lambda arm: {step: spread(arm.losses(step)) for step in setting.steps})
-    steps = f"steps of {setting.tokens:,} tokens"
-    panels = [(steps, LOSS, lines), (steps, "training loss, nats per token", draw_arms(setting, collect))]
-    return plot_lines(panels, margin=0.06)
-
-
-def plot_measures(setting: Setting, baseline: str) -> Figure | None:
-    """What evaluations measure besides the loss, by steps: mean and range over seeds."""
-
-    def collect(arm: Arm, key: str) -> Points:
-        steps = [step for step in setting.measures[key][1] if step or key.startswith("tasks/")]
-        return {step: spread([run.evaluations[step][key] for run in arm.runs.values()]) for step in steps}
-
-    steps = f"steps of {setting.tokens:,} tokens"
-    arms = {key: draw_arms(setting, partial(collect, key=key)) for key in setting.measures}
-    return plot_lines([(steps, setting.measures[key][0], lines) for key, lines in arms.items()], margin=0.06)
+    """Validation loss over the key, and the difference from the baseline; over steps, with the training loss."""
+    unit = setting.runs[0].unit
+    if setting.key:
+        x_label = label_axis(setting.key)
+        columns = [
+            Column(f"validation loss, {unit}", x_label, lambda arm: collect_ends(setting, arm), True),
+            Column(f"minus {baseline}, {unit}", x_label, lambda arm: subtract_ends(setting, arm, baseline), True, True),
+        ]
+    else:
+        columns = [
+            Column(f"validation loss, {unit}", "step", collect_validation, zoom=True),
+            Column(f"training loss, {unit}", "step", collect_training, zoom=True),
+        ]
+    return plot_columns(setting, columns)
 
 
 def plot_difference(setting: Setting, baseline: str) -> Figure | None:
-    """Loss minus the baseline's with 95% intervals, by steps."""
-    steps = [step for step in setting.steps if step]
+    """Loss minus the baseline's over steps, with 95% intervals; the picture of `plot_loss` has that over a key."""
+    if setting.key or len([step for step in setting.steps if step]) < 2:
+        return None
 
-    def subtract(arm: Arm) -> Points:
-        base = setting.counterpart(arm, baseline)
-        return {step: compare_arms(arm, base, step)[:3] for step in steps} if base else {}
+    def collect(arm: Arm) -> Points:
+        points = {}
+        for base in setting.counterparts(arm, baseline)[:1]:
+            for step in filter(None, setting.steps):
+                points[step] = interval(compare_parts([Part(setting, arm, base, step)]))
+        return points
 
-    lines = draw_arms(setting, subtract)
-    if lines:
-        lines[baseline] = {"color": "black", "linewidth": 0.8}, dict.fromkeys(steps, (0.0, 0.0, 0.0))
-    label = f"loss minus {baseline}'s, nats per token (below 0: better)"
-    return plot_lines([(f"steps of {setting.tokens:,} tokens", label, lines)], margin=0.3)
+    title = f"validation loss minus {baseline}'s, {setting.runs[0].unit}"
+    return plot_columns(setting, [Column(title, "step", collect, zero=True, zoom=True)])
+
+
+def plot_measures(setting: Setting, baseline: str) -> Figure | None:
+    """What evaluations measure besides the loss, over the key or over steps."""
+
+    def collect(key: str) -> Collect:
+        def points(arm: Arm) -> Points:
+            if setting.key:
+                cells = {x: [read_measure(setting, run, key) for run in cell.values()] for x, cell in arm.cells.items()}
+                known = {x: [value for value in values if value is not None] for x, values in sorted(cells.items())}
+                return {x: spread(values) for x, values in known.items() if values}
+            columns = [{s: line[key] for s, line in run.evaluations.items() if key in line} for run in arm.runs]
+            return spread_over_seeds(columns)
+
+        return points
+
+    x_label = label_axis(setting.key) if setting.key else "step"
+    columns = [
+        Column(text, x_label, collect(key), bool(setting.key), zoom=key.endswith("/loss"))
+        for key, (text, _) in find_measures(setting).items()
+    ]
+    return plot_columns(setting, columns)
 
 
 def plot_routing(setting: Setting, baseline: str) -> Figure | None:
-    """Load imbalance, the gates' entropy and norm, and γ of training batches: means over layers, then over seeds."""
-
-    def collect(arm: Arm, key: str) -> Points:
-        columns = [arm.runs[seed].logged(key) for seed in arm.seeds]
-        steps = sorted(set.intersection(*map(set, columns)))
-        return {step: spread([column[step] for column in columns]) for step in steps}
-
+    """Load imbalance, the gates' entropy, norm and sum, and γ of training batches, over steps."""
+    if setting.key:
+        return None
     K, E = setting.values["model.top_k"], setting.values["model.n_expert"]
     labels = {
         "router/load_imbalance": f"busiest expert's load / mean load in training (1 to {E / K:g})",
         "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
-        "router/gate_norm": "norm of the gates, √E‖g‖²",
+        "router/gate_norm": "norm of the gates, √(E‖g‖²)",
         "router/gate_sum": "sum of the gates, E Σ g",
         "router/gamma": "γ",
     }
-    return plot_lines(
-        [("steps", label, draw_arms(setting, partial(collect, key=key))) for key, label in labels.items()]
-    )
+
+    def collect(key: str) -> Collect:
+        return lambda arm: spread_over_seeds([run.logged(key) for run in arm.runs])
+
+    return plot_columns(setting, [Column(text, "step", collect(key)) for key, text in labels.items()])
 
 
-def plot_axis(settings: Sequence[Setting], key: str) -> Figure | None:
-    """Mean loss at the end against a swept key, a panel per corpus; None if two settings have the same value."""
-    corpora: dict[str, Lines] = defaultdict(dict)
-    for setting in sorted(settings, key=lambda setting: setting.values[key]):
-        for arm in setting.arms:
-            _, points = corpora[setting.runs[0].config.data.label].setdefault(arm.label, (style_arm(setting, arm), {}))
-            if setting.values[key] in points:
-                return None
-            points[setting.values[key]] = (statistics.fmean(arm.losses(setting.end)),) * 3
-    figure = plot_lines([(f"{key}, {corpus}", LOSS, lines) for corpus, lines in sorted(corpora.items())])
-    for axes in figure.axes if figure else ():
-        ticks = sorted({setting.values[key] for setting in settings})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    return figure
+def collect_ends(setting: Setting, arm: Arm) -> Points:
+    """Loss at the end by values of the key."""
+    cells = sorted(arm.cells.items())
+    return {x: spread([setting.evaluation(run)["val/loss"] for run in cell.values()]) for x, cell in cells}
 
 
-def draw_arms(setting: Setting, points: Callable[[Arm], Points]) -> Lines:
-    """The line of each arm that has points."""
-    return {arm.label: (style_arm(setting, arm), found) for arm in setting.arms if (found := points(arm))}
+def subtract_ends(setting: Setting, arm: Arm, baseline: str) -> Points:
+    """Loss at the end minus that of the baseline, with 95% intervals, by values of the key."""
+    points = {}
+    for base in setting.counterparts(arm, baseline)[:1]:
+        for x in sorted(arm.cells.keys() & base.cells.keys()):
+            ours, theirs = (Arm(one.router, one.options, {x: one.cells[x]}) for one in (arm, base))
+            if difference := compare_parts([Part(setting, ours, theirs)]):
+                points[x] = interval(difference)
+    return points
+
+
+def collect_validation(arm: Arm) -> Points:
+    """Validation loss by steps."""
+    return spread_over_seeds([{s: line["val/loss"] for s, line in run.evaluations.items()} for run in arm.runs])
+
+
+def collect_training(arm: Arm) -> Points:
+    """Training loss by steps of evaluations, a mean over the batches since the one before."""
+    losses = [{step: run.train_loss(step) for step in run.evaluations} for run in arm.runs]
+    return spread_over_seeds([{s: loss for s, loss in row.items() if loss is not None} for row in losses])
+
+
+def spread_over_seeds(columns: Sequence[Mapping[int, float]]) -> Points:
+    """Mean and range over seeds at the steps that all of them have."""
+    steps = sorted(set.intersection(*(set(column) for column in columns)))
+    return {step: spread([column[step] for column in columns]) for step in steps}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean, least and greatest."""
-    return statistics.fmean(values), min(values), max(values)
+    return float(np.mean(values)), min(values), max(values)
 
 
-def plot_lines(panels: Sequence[tuple[str, str, Lines]], margin: float | None = None) -> Figure | None:
-    """Lines with bands, a panel for each (x label, y label, lines) that has any; legends give last values, in order.
-
-    With `margin` the y-axis leaves out the steep first quarter of the lines, and has that part of its range to spare.
-    """
-    panels = [panel for panel in panels if panel[2]]
-    columns = max(1, min(len(panels), 2))
-    rows = math.ceil(len(panels) / columns)
-    height = max([5, *(0.6 + 0.21 * len(lines) for *_, lines in panels)])  # inches; a legend has a line for each
-    figure = Figure((9 if columns == 1 else 14, rows * height), layout="constrained")
-    for i, (x_label, y_label, lines) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, i + 1, xlabel=x_label, ylabel=y_label)
-        axes.grid(alpha=0.3)
-        drawn, late, faint = [], [], min(0.15, 0.8 / len(lines))
-        for j, (label, (look, points)) in enumerate(lines.items()):
-            means, lows, highs = zip(*points.values(), strict=True)
-            every = max(1, len(points) // MARKS)
-            label = f"{label} {means[-1]:.4f}"
-            (line,) = axes.plot([*points], means, markevery=(j % every, every), label=label, **look)
-            axes.fill_between([*points], lows, highs, color=look["color"], alpha=faint, linewidth=0)
-            drawn.append((means[-1], j, line))
-            late += means[len(means) // 4 :]
-        if margin is not None:
-            spare = margin * (max(late) - min(late)) or 0.1
-            axes.set_ylim(min(late) - spare, max(late) + spare)
-        axes.legend(handles=[line for *_, line in sorted(drawn)[::-1]], loc="upper left", bbox_to_anchor=(1, 1))
-    return figure if panels else None
+def interval(difference: Difference | None) -> tuple[float, float, float]:
+    """Mean and 95% interval of a Difference; NaN where there is none."""
+    return (math.nan,) * 3 if difference is None else (difference.mean, difference.low, difference.high)
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """The style of its router; arms of one router differ in their markers' faces."""
+    """The style of its router. Arms of the only router have colours of their own; else their markers' faces differ."""
+    look = style(arm.router) | {"markersize": 5, "linewidth": 1.4}
     twins = [other for other in setting.arms if other.router == arm.router]
-    face = ("full", "none", "left", "right", "top", "bottom")[twins.index(arm) % 6]
-    return style(arm.router) | {"fillstyle": face, "markersize": 5, "linewidth": 1.3}
+    place = twins.index(arm)
+    if len(twins) == len(setting.arms) > 1:
+        look["color"] = matplotlib.colormaps["viridis"](0.9 * place / (len(twins) - 1))
+        look["marker"] = "os^DvP*X"[place % 8]
+    elif len(split_rows(setting)) == 1:
+        look["fillstyle"] = FACES[place % len(FACES)]
+    return look
 
 
-def plot_ends(settings: Sequence[Setting], baseline: str) -> Figure | None:
-    """Where each arm ends against the baseline, with 95% intervals; diamonds: the paper's difference."""
-    rows = [(of, arm, base) for of in settings for arm in of.arms if (base := of.counterpart(arm, baseline))]
-    labels = [f"{of.label}: {arm.label}" if of.label else arm.label for of, arm, _ in rows]
-    width = max([8, *(5 + 0.08 * len(label) for label in labels)])  # inches
-    figure = Figure((width, 1.2 + 0.32 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, nats per token (left of 0: better)")
-    for place, (setting, arm, base) in enumerate(rows):
-        found, look = compare_arms(arm, base, setting.end), style_arm(setting, arm)
-        axes.plot([found.low, found.high], [place, place], color=look["color"], linewidth=2)
-        axes.plot(found.mean, place, color=look["color"], marker=look["marker"])
-        theirs = setting.printed.subtract(arm.router, base.router, setting.end_tenth)
-        if theirs is not None and setting.has_paper_tokens:
-            axes.plot(theirs, place, "D", markersize=9, color="black", fillstyle="none")
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    return figure if rows else None
+def split_rows(setting: Setting) -> dict[str, list[Arm]]:
+    """Arms by their options, a row of panels each, where several routers have several; else all in one row."""
+    rows: dict[str, list[Arm]] = {}
+    for arm in setting.arms:
+        rows.setdefault(arm.options_label, []).append(arm)
+    shared = len(rows) > 1 and all(len(arms) > 1 for arms in rows.values())
+    return rows if shared else {"": setting.arms}
 
 
-def plot_pairs(setting: Setting, baseline: str) -> Figure | None:
-    """Loss of each arm minus that of each other, in order of their losses; None for fewer than three arms."""
-    arms = sorted(setting.arms, key=lambda arm: statistics.fmean(arm.losses(setting.end)))
-    pairs = [(arm, other) for arm, other in permutations(arms, 2) if arm.shared_seeds(other)]
-    if len(arms) < 3 or not pairs:
+def plot_columns(setting: Setting, columns: Sequence[Column]) -> Figure | None:
+    """A grid of panels: a row for each choice of options, a column for each thing that has data."""
+    rows = split_rows(setting)
+    drawn = [column for column in columns if any(column.collect(arm) for arm in setting.arms)]
+    if not drawn:
         return None
-    figure = Figure((3 + 0.62 * len(arms), 2 + 0.35 * len(arms)), layout="constrained")
-    axes, decided = figure.add_subplot(), np.zeros((len(arms), len(arms)))
-    for arm, other in pairs:
-        found = compare_arms(arm, other, setting.end)
-        row, column = arms.index(arm), arms.index(other)
-        sure = found.seeds > 1 and found.decide("lower", "higher") != UNDECIDED
-        decided[row, column] = found.mean if sure else 0
-        color, weight, slant = ("black", "bold", "normal") if sure else ("#555555", "normal", "italic")
-        font = {"color": color, "weight": weight, "style": slant, "size": 8}
-        axes.text(column, row, f"{found.mean:+.4f}", font, ha="center", va="center")
-    limit = 2 * np.abs(decided).max() or 1  # pale, so that the numbers stand out
-    axes.imshow(decided, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
-    labels = [arm.label for arm in arms]
-    axes.set_yticks(range(len(arms)), labels)
-    axes.set_xticks(range(len(arms)), labels, rotation=45, ha="left", rotation_mode="anchor")
-    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
+    if len(rows) == 1 and len(drawn) > 2:  # wrap
+        width, height = 2, math.ceil(len(drawn) / 2)
+    else:
+        width, height = len(drawn), len(rows)
+    figure = Figure((1 + 5.5 * width, 0.4 + 3.6 * height), layout="constrained")
+    share = bool(setting.key) and len(rows) > 1
+    grid = figure.subplots(height, width, squeeze=False, sharey="col" if share else False)
+    cells = [(row, column) for row in rows.items() for column in drawn]
+    for axes in grid.flat[len(cells) :]:
+        axes.remove()
+    for i, (axes, ((title, arms), column)) in enumerate(zip(grid.flat, cells, strict=False)):
+        draw_panel(axes, setting, arms, column)
+        if i == 0 or not setting.key or len(rows) == 1:
+            add_legend(axes, {arm.label: arm.router if title else arm.label for arm in arms})
+        axes.set_ylabel(column.title)
+        if title:
+            axes.set_title(fill(title, 60), fontsize=10)
     return figure
 
 
-def plot_loads(setting: Setting, baseline: str) -> Figure | None:
-    """Load of each expert over its layer's mean at the last common evaluation, for the first seed of each arm."""
-    lines = {arm.label: arm.first.evaluations[setting.end] for arm in setting.arms}
-    loads = {label: np.array(line["val/loads"], np.float64) for label, line in lines.items() if line.get("val/loads")}
-    first_layers = {arm.label: arm.first.config.model.n_dense_layer for arm in setting.arms}
-    columns = 1 if len(loads) <= COLUMN else 2
-    rows, layers = math.ceil(len(loads) / columns), max(map(len, loads.values()), default=0)
-    figure = Figure((5 + 4 * columns, 1.3 + rows * (0.55 + 0.14 * max(3, layers))), layout="constrained")
-    for i, (label, of) in enumerate(loads.items()):
-        axes, ticks = figure.add_subplot(rows, columns, i + 1, ylabel="layer"), range(0, len(of), 1 + len(of) // 6)
-        axes.set_yticks(ticks, [str(first_layers[label] + row) for row in ticks])
-        axes.set_title(label, loc="left", fontsize=9)
-        with np.errstate(divide="ignore"):
-            octaves = np.log2(of / of.mean(1, keepdims=True))  # (L, E)
-        image = axes.imshow(octaves, aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
-        idle, experts = np.nonzero(of == 0)  # layers of experts without a token
-        axes.plot(experts, idle, "kx", markersize=min(5, 300 / of.shape[1]), scalex=False, scaley=False)
-        if i >= len(loads) - columns:
-            axes.set_xlabel("expert")
-        if i == len(loads) - 1:
-            add_load_bar(figure, image, figure.axes, "load / mean load; ×: no token", 0.5)
-    return figure if loads else None
+def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], column: Column) -> None:
+    """Lines with bands in their colour. Two points or fewer are markers without a line."""
+    late = []
+    place_x = scale_key(axes, setting) if column.over_key else lambda x: x
+    for i, arm in enumerate(arms):
+        points = column.collect(arm)
+        if not points:
+            continue
+        look, xs = style_arm(setting, arm), [place_x(x) for x in points]
+        means, lows, highs = zip(*points.values(), strict=True)
+        if len(points) <= 2:
+            look["linestyle"] = "none"
+            axes.vlines(xs, lows, highs, color=look["color"], linewidth=1.2, alpha=0.6)
+        every = max(1, len(points) // MARKERS)
+        axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
+        axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
+        late += means[len(means) // 4 :]
+    axes.grid(alpha=0.3)
+    axes.set_xlabel(column.x_label)
+    if column.zero:
+        axes.axhline(0, color="black", linewidth=0.8)
+    if column.zoom and late and max(late) > min(late):
+        spare = 0.3 * (max(late) - min(late))
+        axes.set_ylim(min(late) - spare, max(late) + spare)
+
+
+def add_legend(axes: Axes, names: Mapping[str, str]) -> None:
+    """A legend inside the panel; `names`: {label of an arm: its name in the legend}."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(handles, [names[label] for label in labels], loc="best", fontsize=8, framealpha=0.7)
+
+
+def scale_key(axes: Axes, setting: Setting) -> Callable[[float], float]:
+    """Make the x-axis logarithmic with a tick for each value; returns where a value is drawn.
+
+    A value of 0 is drawn as far left of the smallest other as that is of the next, a tenth of it at least.
+    """
+    positive = [*(x for x in setting.xs if x > 0), math.inf][:2]
+    left = positive[0] / min(positive[1] / positive[0], 10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([x or left for x in setting.xs], [label_tick(setting.key, x) for x in setting.xs])
+    axes.xaxis.set_minor_locator(NullLocator())
+    return lambda x: x or left
+
+
+def plot_ends(setting: Setting, baseline: str, comparisons: Sequence[Comparison]) -> Figure | None:
+    """Where each arm ends against the baseline; filled markers: the verdict is lower or higher."""
+    rows = []
+    for arm in setting.arms:
+        for base in setting.counterparts(arm, baseline)[:1]:
+            comparison = find_comparison(comparisons, arm, base)
+            if comparison:
+                rows.append(comparison)
+    if len(rows) < 2:
+        return None
+    figure = Figure((9, 1.2 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, {setting.runs[0].unit} (left of 0: better)")
+    for place, comparison in enumerate(rows):
+        mean, low, high = interval(comparison.difference)
+        look = style_arm(setting, comparison.left)
+        decided = comparison.verdict.text in (LOWER, HIGHER)
+        face = look["color"] if decided else "white"
+        marker = "s" if look["marker"] == "x" else look["marker"]  # an x has no face
+        axes.plot([low, high], [place, place], color=look["color"], linewidth=2, zorder=1)
+        axes.scatter([mean], [place], color=look["color"], facecolor=face, marker=marker, zorder=2)
+    means = [comparison.difference.mean for comparison in rows]
+    spare = max(0.6 * (max(*means, 0) - min(*means, 0)), 1e-4)
+    axes.set_xlim(min(*means, 0) - spare, max(*means, 0) + spare)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_yticks(range(len(rows)), [comparison.left.label for comparison in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    return figure

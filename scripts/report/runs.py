@@ -1,11 +1,10 @@
-"""Read runs, and say whether their losses are of the same text."""
+"""Read runs, also while they train, and say whether their losses are of the same text. Imports no torch."""
 
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import numpy as np
 
 import configure
-from data.bins import check_lengths, fingerprint, open_tokens, read_meta
-from data.loader import fixed_windows, window_documents
-from runtime import RunError, checkpoint
-from runtime.folder import explain_missing
+from data.tokenizer import ByteTokenizer
+from runtime import RunError
 from runtime.metrics import ARRAYS, read_metrics
-from scripts.watch.runs import find_runs
 
+DEPTH = 3  # folders below the one named that are searched for runs
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
 
 
@@ -29,24 +26,28 @@ class Run:
 
     folder: Path
     config: configure.Config
-    evaluations: dict[int, dict[str, Any]]  # step: line and arrays with a finite validation loss
-    logs: list[dict[str, Any]]  # lines of training
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # step: line with a finite validation loss
+    logs: list[dict[str, Any]] = field(default_factory=list)  # lines of training
     diverged: int | None = None  # step of the first validation loss that was not finite
 
-    def value(self, key: str) -> Any:
-        """The config's value of a dotted key; a mixture in words, and no data.name beside it.
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
 
-        A balance loss over micro-batches is another for each of their sizes.
-        """
-        mix = self.config.data.mix
-        value = "" if mix and key == "data.name" else attrgetter(key)(self.config)
-        if key == "train.balance_loss_scope" and value == "micro_batch":
-            return f"{value} of {self.config.train.micro_batch_size}"
-        return str(value) if isinstance(value, dict) else value
+    @property
+    def max_steps(self) -> int:
+        return self.config.train.max_steps
 
-    def values(self, keys: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-        """(key, value) of each key."""
-        return tuple((key, self.value(key)) for key in keys)
+    @property
+    def ended(self) -> bool:
+        """Whether it was evaluated at its last step."""
+        return self.max_steps in self.evaluations
+
+    @property
+    def progress(self) -> str:
+        """How far it was evaluated, in words."""
+        text = f"evaluated up to step {max(self.evaluations, default=0):,}"
+        return text if self.diverged is None else f"{text}, loss not finite at {self.diverged:,}"
 
     @property
     def trunk(self) -> str:
@@ -55,23 +56,32 @@ class Run:
         return f" (branch of {train.branch_from} at step {train.branch_step:,})" if train.branch_from else ""
 
     @property
-    def ended(self) -> bool:
-        """Whether it was evaluated at its last step."""
-        return self.config.train.max_steps in self.evaluations
+    def unit(self) -> str:
+        """Of its losses: tokens are bytes where the vocabulary is that of bytes."""
+        return "nats per byte" if self.config.model.vocab_size == ByteTokenizer.vocab_size else "nats per token"
 
     @property
-    def progress(self) -> str:
-        """How far it was evaluated, in words."""
-        words = f"evaluated up to step {max(self.evaluations):,}"
-        return words if self.diverged is None else f"{words}, loss not finite at {self.diverged:,}"
+    def documents(self) -> np.ndarray | None:
+        """(W,) equal numbers for validation windows of one document; None if they were not recorded."""
+        lines = (line["val/window_documents"] for line in self.evaluations.values() if "val/window_documents" in line)
+        labels = next(lines, None)
+        return None if labels is None else np.array(labels)
 
-    def loss(self, step: int) -> float:
-        """Validation loss at `step`, nats per token."""
-        return self.evaluations[step]["val/loss"]
+    def value(self, key: str) -> Any:
+        """The config's value of a dotted key; a mixture in words, and no data.name beside it.
+
+        A balance loss over micro-batches is another for each of their sizes.
+        """
+        value = attrgetter(key)(self.config)
+        if key == "data.name" and self.config.data.mix:
+            return ""
+        if key == "train.balance_loss_scope" and value == "micro_batch":
+            return f"{value} of {self.config.train.micro_batch_size}"
+        return str(value) if isinstance(value, dict) else value
 
     def train_loss(self, step: int) -> float | None:
         """Mean over the training batches logged since the evaluation before `step`, and within a tenth of training."""
-        since = max([step - math.ceil(self.config.train.max_steps / 10), *(at for at in self.evaluations if at < step)])
+        since = max([step - math.ceil(self.max_steps / 10), *(at for at in self.evaluations if at < step)])
         losses = [loss for at, loss in self.logged("train/loss").items() if since < at <= step and math.isfinite(loss)]
         return statistics.fmean(losses) if losses else None
 
@@ -79,44 +89,34 @@ class Run:
         """{step: value} of the lines of training that have the key."""
         return {line["step"]: line[key] for line in self.logs if key in line}
 
-    @cached_property
-    def documents(self) -> np.ndarray | None:
-        """(W,) equal numbers for validation windows of one document; None if that is not known.
+    def count_windows(self) -> int:
+        """Validation windows of an evaluation."""
+        lines = [line["val/window_losses"] for line in self.evaluations.values() if "val/window_losses" in line]
+        return len(lines[-1]) if lines else self.config.eval.windows
 
-        A run of before they were recorded has them from its data set, if that is still there.
-        """
-        for line in self.evaluations.values():
-            if "val/window_documents" in line:
-                return np.array(line["val/window_documents"])
-        folder = Path(self.config.data.dir, self.config.data.name)
+    def identity(self) -> dict[str, Any]:
+        """sha256 of data and tokenizer by the run's last checkpoint; {} without an intact one."""
+        from runtime import checkpoint  # imports torch
+
+        folder = self.folder / "checkpoints"
+        steps = checkpoint.steps(folder)
         try:
-            meta = read_meta(folder)
-            if read_identity(self).get("data") != fingerprint(meta)["data"]:
-                return None
-            check_lengths(folder, meta)
-            tokens, block = open_tokens(folder, "val"), self.config.model.block_size
-            of = self.config.eval
-            return window_documents(tokens, block, fixed_windows(tokens, block, of.windows, of.spread))
-        except (ValueError, OSError):
-            return None
-
-    def count_windows(self, step: int) -> int:
-        """Validation windows of the evaluation at `step`."""
-        lines = [self.evaluations[step], *self.evaluations.values()]  # an array's file may be gone
-        return next(
-            (len(of["val/window_losses"]) for of in lines if "val/window_losses" in of), self.config.eval.windows
-        )
+            return checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))["facts"] if steps else {}
+        except RunError:  # the numbers are in metrics.jsonl all the same
+            return {}
 
 
-def load_run_record(folder: Path) -> Run:
-    """Read a run's config and metrics.
+def load_run(folder: Path) -> Run:
+    """Read a run's config and metrics, in whatever state it is.
 
     Raises:
-        ValueError: the folder is not a run, or was not evaluated. RunError or ConfigError of a broken file is one too.
+        ValueError: the folder is not a run. RunError or ConfigError of a broken file is one too.
     """
     if not (folder / "config.toml").is_file():
+        from runtime.folder import explain_missing  # imports torch
+
         raise ValueError(explain_missing(folder))
-    run = Run(folder, configure.load(folder / "config.toml"), {}, [])
+    run = Run(folder, configure.load(folder / "config.toml"))
     for line in read_metrics(folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]):
         if "val/window_weights" in line:  # of a mixture: so their mean is val/loss
             line["val/window_losses"] = np.multiply(line["val/window_losses"], line["val/window_weights"])
@@ -126,73 +126,67 @@ def load_run_record(folder: Path) -> Run:
             run.evaluations[line["step"]] = line
         elif "val/loss" in line and run.diverged is None:
             run.diverged = line["step"]
+    return run
+
+
+def load_evaluated(folder: Path) -> Run:
+    """`load_run` of a run that has a finite validation loss. Raises ValueError of any other, with the remedy."""
+    run = load_run(folder)
     if not run.evaluations:
         reason = "not evaluated yet; continue with train.py" if run.diverged is None else "diverged; lower optim.lr"
         raise ValueError(f"{folder}: {reason}, or leave it out")
     return run
 
 
-def expand_folders(places: Iterable[Path]) -> list[Path]:
-    """Each run at a place or below it, once; a place without any stands for itself, unless it is a report's folder."""
-    found = {place: find_runs([place]) for place in places}
-    alone = {place: [] if (place / "report.html").is_file() else [place] for place in found}
-    return [*dict.fromkeys(folder for place, runs in found.items() for folder in runs or alone[place])]
-
-
-def load_run_records(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def load_all_evaluated(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """Read every folder: the runs, and why other folders are left out. Raises ValueError if none is a run."""
     runs, errors, left_out = [], [], defaultdict(list)  # reason: folders
     for folder in folders:
         try:
-            runs.append(load_run_record(folder))
+            runs.append(load_evaluated(folder))
         except ValueError as error:
             errors.append(error)
             left_out[" ".join(str(error).removeprefix(str(folder)).split())].append(str(folder))
     if not runs:
         raise errors[0] if errors else ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    return runs, [f"left out: {', '.join(of)}{reason}" for reason, of in left_out.items()]
+    return runs, [f"left out: {', '.join(names)}{reason}" for reason, names in left_out.items()]
 
 
-def check_same_text(runs: Sequence[Run], steps: Sequence[int]) -> None:
-    """Raise ValueError if the losses at `steps` cannot be paired: other data, tokenizer, length or windows, or no step.
+def find_runs(places: Iterable[Path]) -> list[Path]:
+    """The folders with a config.toml at `places` and up to DEPTH folders below, in order of their names."""
+    folders = set()
+    for place in places:
+        for depth in range(DEPTH + 1):
+            folders |= {file.parent for file in place.glob("*/" * depth + "config.toml")}
+    return sorted(folders)
 
-    A step is at most a run's last evaluation; -1 is that one.
-    """
-    seen, identities = {}, [read_identity(run) for run in runs]
-    for what in ("data", "tokenizer"):
-        known = [(identity[what], run) for identity, run in zip(identities, runs, strict=True) if what in identity]
-        seen[f"{what} (sha256 in their checkpoints)"] = dict(known)
-    for key in ("model.block_size", "data.name", "data.mix") if not all(identities) else ("model.block_size",):
-        seen[key] = {run.value(key): run for run in runs}
-    seen["number of validation windows"] = {
-        run.count_windows(max(run.evaluations) if at < 0 else at): run for run in runs for at in steps
-    }
-    seen["eval.spread"] = {run.value("eval.spread"): run for run in runs}
-    for what, of in seen.items():
-        if len(of) > 1:
-            (one, run), (two, other), *_ = of.items()
+
+def expand_folders(places: Iterable[Path]) -> list[Path]:
+    """Each run at a place or below it, once; a place without any stands for itself, unless it is a report's folder."""
+    folders = []
+    for place in places:
+        runs = find_runs([place])
+        folders += runs if runs or (place / "report.html").is_file() else [place]
+    return list(dict.fromkeys(folders))
+
+
+def check_same_text(runs: Sequence[Run]) -> None:
+    """Raise ValueError if the runs' losses cannot be paired: other data, tokenizer, length or windows."""
+    identities = [run.identity() for run in runs]
+    columns = {}  # what: {value: a run that has it}
+    for name in ("data", "tokenizer"):
+        known = [(identity[name], run) for identity, run in zip(identities, runs, strict=True) if name in identity]
+        columns[f"{name} (sha256 in their checkpoints)"] = dict(known)
+    keys = ["model.block_size", "eval.spread"]
+    if not all(identities):
+        keys += ["data.name", "data.mix"]
+    for key in keys:
+        columns[key] = {run.value(key): run for run in runs}
+    columns["number of validation windows"] = {run.count_windows(): run for run in runs}
+    for name, values in columns.items():
+        if len(values) > 1:
+            (one, run), (two, other), *_ = values.items()
             raise ValueError(
-                f"{run.folder} and {other.folder}: {what} is {str(one):.20} and {str(two):.20}, so their losses are of "
+                f"{run.folder} and {other.folder}: {name} is {str(one):.20} and {str(two):.20}, so their losses are of "
                 f"different text; {REMEDY}"
             )
-    if not steps:
-        found = "; ".join(f"{run.folder} at {', '.join(map(str, list(run.evaluations)[:4]))} …" for run in runs[:2])
-        raise ValueError(f"evaluated at no common step ({found}); leave out runs that lack steps, or {REMEDY}")
-
-
-def find_without_windows(runs: Sequence[Run], step: int) -> str:
-    """Folders of runs that have no losses of windows at `step` (-1: their last), and the remedy; "" if all or none."""
-    ends = [run.evaluations[max(run.evaluations) if step < 0 else step] for run in runs]
-    lacking = [str(run.folder) for run, line in zip(runs, ends, strict=True) if "val/window_losses" not in line]
-    words = f"no losses of windows in {', '.join(lacking)}: restore the file in arrays/, or leave the run out"
-    return words * (0 < len(lacking) < len(runs))
-
-
-def read_identity(run: Run) -> dict[str, Any]:
-    """sha256 of data and tokenizer by the run's last checkpoint; {} without an intact one."""
-    folder = run.folder / "checkpoints"
-    steps = checkpoint.steps(folder)
-    try:
-        return checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))["facts"] if steps else {}
-    except RunError:  # the numbers are in metrics.jsonl all the same
-        return {}

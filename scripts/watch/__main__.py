@@ -1,134 +1,112 @@
-"""Watch runs without wandb: a table in the terminal, or a page on this machine that refreshes by itself.
+"""Watch runs without wandb: a table in the terminal, or a page on this machine that reloads by itself.
 
     python -m scripts.watch                      every run below runs/, every 5 seconds until Ctrl-C
     python -m scripts.watch runs/mine-*          these runs, or those below these folders
-    python -m scripts.watch --serve              a page at http://127.0.0.1:6060
+    python -m scripts.watch --serve              their report as a page at http://127.0.0.1:6060
     python -m scripts.watch --once               the table once, as it is when its output is not a terminal
 
 Reads the runs' files and writes nothing, so it can be started and stopped at any time. From another computer:
 ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
 """
 
-import argparse
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from common.command import run_command
-from common.text import text_table
-from scripts.watch.runs import Status, WatchedRun, find_runs, format_seconds
+from common.command import build_parser, command, require_packages, run_command
+from common.text import first_line, text_table
+from runtime.metrics import list_arrays
+from scripts.report.runs import Run, find_runs, load_run
+from scripts.watch.status import HEAD, Status, last_modified, read_status
 
-HEAD = ["run", "state", "step", "loss", "val loss", "by set", "tokens/s", "MFU", "left", "trouble"]
 CLEAR = "\x1b[H\x1b[J"
 
 
 class Watcher:
-    """The runs at some places, those that begin later too."""
+    """The runs at some places, those that begin later too. A run is read again when its files change."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = places
-        self.runs: dict[Path, WatchedRun] = {}
-        self.lock = threading.Lock()  # the page's server has a thread per request
+        self.runs: dict[Path, tuple[float, Run]] = {}  # folder: when its files were written, what they hold
+        self.errors: dict[Path, str] = {}  # folders that cannot be read
 
-    def refresh(self) -> list[WatchedRun]:
-        """Every run, up to date. A folder that cannot be read is left out."""
-        with self.lock:
-            found = find_runs(self.places)
-            self.runs = {folder: run for folder, run in self.runs.items() if folder in found}
-            for folder in found:
-                try:
-                    if folder not in self.runs:
-                        self.runs[folder] = WatchedRun(folder)
-                    self.runs[folder].refresh()
-                except (OSError, ValueError, KeyError):
-                    self.runs.pop(folder, None)
-            return [self.runs[folder] for folder in found if folder in self.runs]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """What the page shows."""
-        return [run.as_json() for run in self.refresh()]
-
-
-def format_status(status: Status) -> list[str]:
-    """One row of the table."""
-
-    def show(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    share = f"{status.step / status.max_steps:.0%}"
-    return [
-        status.name,
-        status.state,
-        f"{status.step:,} of {status.max_steps:,} {share:>4}",
-        show(status.loss, ".4f"),
-        show(status.val_loss, ".4f"),
-        status.by_set,
-        show(status.tokens_per_sec, ",.0f"),
-        show(status.mfu, ".1%"),
-        "" if status.seconds_left is None else format_seconds(status.seconds_left),
-        status.trouble,
-    ]
+    def read(self) -> list[Status]:
+        """Every run's status now."""
+        folders = find_runs(self.places)
+        self.runs = {folder: entry for folder, entry in self.runs.items() if folder in folders}
+        self.errors = {}
+        for folder in folders:
+            metrics = folder / "metrics.jsonl"
+            changed = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
+            if folder in self.runs and self.runs[folder][0] == changed:
+                continue
+            try:
+                self.runs[folder] = (changed, load_run(folder))
+            except (OSError, ValueError) as error:
+                self.runs.pop(folder, None)
+                self.errors[folder] = first_line(error)
+        return [read_status(run) for _, run in (self.runs[folder] for folder in folders if folder in self.runs)]
 
 
-def format_table(runs: Sequence[WatchedRun]) -> str:
-    """All runs, without the columns that are empty for every one."""
-    rows = [format_status(run.status()) for run in runs]
+def format_table(watcher: Watcher) -> str:
+    """All runs, without the columns that are empty for every one, and the folders that cannot be read."""
+    rows = [status.as_row() for status in watcher.read()]
     used = [i for i in range(len(HEAD)) if any(row[i] for row in rows)]
-    return text_table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows], left=2)
+    lines = [f"left out: {folder}: {error}" for folder, error in watcher.errors.items()]
+    if not rows:
+        return "\n".join([f"no runs in {', '.join(map(str, watcher.places))} yet", *lines])
+    return "\n".join([text_table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows], left=2), *lines])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.watch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table again and again, or serve the page."""
+    parser = build_parser("scripts.watch", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)")
     parser.add_argument("--serve", nargs="?", type=int, const=6060, metavar="PORT", help="a page, at 6060 by default")
     parser.add_argument("--every", type=float, default=5, metavar="SECONDS", help="between two tables (%(default)s)")
     parser.add_argument("--once", action="store_true", help="print the table once")
     args = parser.parse_args(argv)
     if missing := [str(place) for place in args.runs if not place.is_dir()]:
-        print(f"error: {', '.join(missing)}: no such folder", file=sys.stderr)
-        return 2
+        raise ValueError(f"{', '.join(missing)}: no such folder")
     if args.every <= 0:
-        print(f"error: --every {args.every:g}: expected a number of seconds above 0", file=sys.stderr)
-        return 2
+        raise ValueError(f"--every {args.every:g}: expected a number of seconds above 0")
     watcher = Watcher(args.runs or [Path("runs")])  # which the first run will make
     try:
-        return serve(watcher, args.serve) if args.serve is not None else show(watcher, args.every, args.once)
-    except KeyboardInterrupt:
-        return 0
+        if args.serve is not None:
+            return serve(watcher, args.serve)
+        show(watcher, args.every, args.once)
+    except KeyboardInterrupt:  # the way to end it, so no "interrupted"
+        return
 
 
-def show(watcher: Watcher, every: float, once: bool) -> int:
+def show(watcher: Watcher, every: float, once: bool) -> None:
     """Print the table, again and again on a terminal."""
     once = once or not sys.stdout.isatty()
     while True:
-        runs = watcher.refresh()
-        table = format_table(runs) if runs else f"no runs in {', '.join(map(str, watcher.places))} yet"
+        table = format_table(watcher)
         print(table if once else CLEAR + table, flush=True)
         if once:
-            return 0
+            return
         time.sleep(every)
 
 
-def serve(watcher: Watcher, port: int) -> int:
-    """Serve the page until Ctrl-C."""
-    from scripts.watch.server import make_server
+def serve(watcher: Watcher, port: int) -> None:
+    """Serve the page until Ctrl-C. Raises ValueError if the port cannot be used."""
+    require_packages("matplotlib", "scipy")
+    from scripts.watch.server import LivePage, make_server
 
+    other = 6061 if port != 6061 else 6062
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--serve {port}: expected a port from 1 to 65535, such as {other}")
     try:
-        server = make_server(port, watcher.as_json)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "expected 1 to 65535"
-        print(f"error: port {port}: {reason}; name another: --serve {6061 if port != 6061 else 6062}", file=sys.stderr)
-        return 2
+        server = make_server(port, LivePage(watcher.read).render)
+    except OSError as error:
+        raise ValueError(f"port {port}: {error.strerror}; name another: --serve {other}") from None
     print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
         server.serve_forever()
-    return 0
 
 
 if __name__ == "__main__":

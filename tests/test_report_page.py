@@ -1,0 +1,252 @@
+"""The pages, pictures and terminal output of scripts.report, and its command."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from fake_runs import make_run
+from matplotlib.colors import same_color
+
+import scripts.report.__main__ as report
+from scripts.report import pictures
+from scripts.report.comparisons import compare_setting
+from scripts.report.pages import write_page
+from scripts.report.runs import load_evaluated
+from scripts.report.settings import group_runs
+from scripts.report.style import style
+
+
+@pytest.fixture(autouse=True)
+def coarse_pictures(monkeypatch):
+    monkeypatch.setattr("scripts.report.figures.DPI", 25)
+
+
+def make_runs(folder, routers=("kern", "tanh"), seeds=3, overrides=(), ends=None, **shape):
+    return [
+        make_run(folder / f"{router}{seed}", f"run.seed={seed}", f"run.name={router}{seed}", f"model.router={router}",
+                 *overrides, end=(ends or {}).get(router, 2.0), noise=0.003, **shape)
+        for router in routers for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def load(*folders, key=None):
+    return group_runs([load_evaluated(folder) for folder in folders], key)[0]
+
+
+def lines_of(axes):
+    """{label: (x, y)} of the lines of a panel that are in its legend."""
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
+
+
+# ---- pictures
+
+
+def test_losses_over_steps(tmp_path):
+    """Mean and range over seeds, in the router's colour, with a band of the same."""
+    runs = make_runs(tmp_path, overrides=["model.vocab_size=50257"])
+    (setting,) = load(*runs)
+    validation, training = pictures.plot_loss(setting, "kern").axes
+    assert validation.get_ylabel() == "validation loss, nats per token" and "training" in training.get_ylabel()
+    losses = [load_evaluated(run).evaluations[1000]["val/loss"] for run in runs[:3]]
+    xs, ys = lines_of(validation)["kern"]
+    assert xs == list(range(0, 1001, 100)) and ys[-1] == pytest.approx(np.mean(losses))
+    for line, band in zip(validation.get_lines(), validation.collections, strict=True):
+        assert same_color(line.get_color(), style(line.get_label())["color"])
+        assert same_color(band.get_facecolor()[0][:3], line.get_color())
+    kern = validation.collections[[line.get_label() for line in validation.get_lines()].index("kern")]
+    ends = [y for x, y in kern.get_paths()[0].vertices if x == 1000]
+    assert (min(ends), max(ends)) == pytest.approx((min(losses), max(losses)))
+    low, high = validation.get_ylim()
+    assert low < min(losses) and high < max(ys)  # without the steep beginning
+    logged = [np.mean([line["train/loss"] for line in load_evaluated(run).logs if line["step"] == 500]) for run in runs]
+    assert lines_of(training)["kern"][1][4] == pytest.approx(np.mean(logged[:3]))
+
+
+def test_curves_over_a_key(tmp_path):
+    """The loss, and beside it the difference from the baseline at equal options, without a line of the baseline's."""
+    runs = [make_run(tmp_path / f"{router}{x}{norm}{seed}", f"model.router={router}", f"optim.lr={x}",
+                     f"model.gate_norm={norm}", f"run.seed={seed}", end=2 + 100 * x + 0.1 * (router == "tanh") * norm)
+            for router in ("kern", "tanh") for x in (1e-3, 2e-3, 4e-3) for norm in (0, 2)
+            for seed in range(3)]  # fmt: skip
+    (setting,) = load(*runs, key="optim.lr")
+    figure = pictures.plot_loss(setting, "kern")
+    own, minus_own, norm, minus_norm = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["own norm", "own norm", "norm 2", "norm 2"]
+    assert own.get_xlabel() == "peak learning rate" and own.get_xscale() == "log"
+    assert [text.get_text() for text in own.get_legend().get_texts()] == ["tanh", "kern"]
+    assert [tick.get_text() for tick in own.get_xticklabels()] == ["0.001", "0.002", "0.004"]
+    assert list(lines_of(minus_own)) == ["tanh, own norm"] and list(lines_of(minus_norm)) == ["tanh, norm 2"]
+    assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2] * 3)
+    losses = [load_evaluated(tmp_path / f"tanh0.0022{seed}").evaluations[1000]["val/loss"] for seed in range(3)]
+    assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
+
+
+def test_zero_and_two_points(tmp_path):
+    """0 has a place left of the smallest value. Two points are markers, with no line between them."""
+    for xs in ((0, 1, 4), (0, 2)):
+        runs = [make_run(tmp_path / f"{len(xs)}{x}", f"model.gate_norm={x}") for x in xs]
+        (axes,) = pictures.plot_loss(load(*runs, key="model.gate_norm")[0], "tanh").axes
+        (line,) = axes.get_lines()
+        assert list(line.get_xdata()) == [[0.25, 1, 4], [0.2, 2]][len(xs) == 2]
+        assert (line.get_linestyle() == "None") == (len(xs) == 2)
+        assert axes.get_xticklabels()[0].get_text() == "own" and axes.get_xlabel() == "initial gate norm"
+
+
+def test_arms_of_one_router_look_different(tmp_path):
+    runs = [make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in (0, 1, 2)]
+    (setting,) = load(*runs)
+    looks = [pictures.style_arm(setting, arm) for arm in setting.arms]
+    assert len({(look["color"], look["marker"]) for look in looks}) == 3
+    runs.append(make_run(tmp_path / "tanh", "model.router=tanh"))
+    (setting,) = load(*runs)
+    kern = [pictures.style_arm(setting, arm) for arm in setting.arms if arm.router == "kern"]
+    assert {look["color"] for look in kern} == {style("kern")["color"]} and len(
+        {look["fillstyle"] for look in kern}
+    ) == 3
+
+
+def test_ends_are_filled_where_they_are_decided(tmp_path):
+    runs = make_runs(tmp_path, ("kern", "tanh", "softmax"), ends={"tanh": 2.5})
+    (setting,) = load(*runs)
+    comparisons = compare_setting(setting)
+    (axes,) = pictures.plot_ends(setting, "kern", comparisons).axes
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    faces = [dots.get_facecolor()[0] for dots in axes.collections]
+    filled = {label: not same_color(face, "white") for label, face in zip(labels, faces, strict=True)}
+    assert filled == {"softmax": False, "tanh": True}
+    assert axes.collections[labels.index("tanh")].get_offsets()[0][0] == pytest.approx(0.5, abs=0.02)
+
+
+def test_measures_and_routing(tmp_path):
+    runs = make_runs(tmp_path, ("dense", "kern"), 2, measured=["tasks/arc/acc", "val_ema/loss"])
+    (setting,) = load(*runs)
+    panels = {axes.get_ylabel(): lines_of(axes) for axes in pictures.plot_measures(setting, "kern").axes}
+    assert panels.keys() >= {"arc, accuracy", "loss of the weights' running mean", "gate norm √(E‖g‖²)", "dead experts"}
+    assert panels["arc, accuracy"]["dense"][0] == list(range(0, 1001, 200)) and "dense" not in panels["dead experts"]
+    assert panels["gate norm √(E‖g‖²)"]["kern"][1][::10] == pytest.approx([1, 2])
+    panels = {axes.get_ylabel(): lines_of(axes) for axes in pictures.plot_routing(setting, "kern").axes}
+    assert panels["γ"]["kern"][1][-1] == 1.5 and len(panels) == 4
+    assert any("(1 to 8)" in name for name in panels)  # 64 experts, 8 chosen
+
+
+# ---- pages
+
+
+class Cells(HTMLParser):
+    """Counts tags and collects text and pictures."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.sources, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attributes if name == "src"]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_report_is_written(tmp_path, call):
+    """Tables agree with each other: the pair's verdict stands wherever the pair does."""
+    runs = make_runs(tmp_path / "runs", ("kern", "tanh", "softmax"), ends={"tanh": 2.5})
+    out = tmp_path / "out"
+    printed = call(report.main, *runs, "--out", out)
+    page, html = (out / "report.md").read_text(), Cells((out / "report.html").read_text())
+    assert page.startswith("# 9 runs compared\n") and f"report: {out}/report.html" in printed
+    pictures_of_page = re.findall(r"^!\[.*\]\((.*)\)", page, re.M)
+    assert pictures_of_page == ["loss.png", "ends.png", "difference.png", "measures.png", "routing.png"]
+    assert [base64.b64decode(source.split(",")[1]) for source in html.sources] == [
+        (out / name).read_bytes() for name in pictures_of_page
+    ]
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "tanh" in line and " 3 seeds " in line]
+    assert [re.search(r"\*\*(\w+)\*\*", row)[1] for row in rows if "kern" in row.split("]")[0]] == [
+        "supported",
+        "lower",
+    ]
+    (row,) = [row for row in rows if re.match(r"\| tanh \| \+0\.(49|50)", row)]
+    assert "**higher**" in row
+    assert "of 8 documents" in page and "Losses in nats per byte" in page and "Student's t" in html.text
+    assert re.search(r"^kern +tanh +-0.(49|50)\d+ \[.*\] +3 seeds +lower", printed, re.M)
+    (out / "loss.png").rename(out / "mine.png")
+    call(report.main, *runs[:3], "--out", out)  # again, with less: old pictures go, others stay
+    assert {path.name for path in out.glob("*.png")} == {"loss.png", "measures.png", "routing.png", "mine.png"}
+
+
+def test_a_report_over_a_key(tmp_path, call):
+    runs = [make_run(tmp_path / f"{router}-{x}-{seed}", f"model.router={router}", f"model.gate_norm={x}",
+                     f"run.seed={seed}", end=2 + x / 10 + 0.2 * (router == "tanh"), noise=0.003)
+            for router in ("kern", "tanh") for x in (1, 2) for seed in range(6)]  # fmt: skip
+    out = tmp_path / "out"
+    printed = call(report.main, *runs, "--over", "model.gate_norm", "--choose-on", 0, 1, "--margin", 0.5, "--out", out)
+    page = (out / "report.md").read_text()
+    assert "| initial gate norm | seeds | 1 | 2 |" in page and "| minus kern | 1 | 2 | mean over values" in page
+    assert re.search(r"\| kern, norm 1 \| tanh, norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*lower\*\*", page)
+    assert "chosen" not in printed and re.search(r"kern +tanh .* 6 seeds +equivalent", printed)
+    assert "within ±0.5 nats" in page and "gate norm √(E‖g‖²) | 1 | 2 |" in page
+
+
+@pytest.mark.parametrize("shape", [{"until": 0}, {"points": 1}, {"without": ["val/", "router/"]}, {"old": True}])
+def test_runs_with_little_in_them(tmp_path, call, shape):
+    """Evaluated before training alone, once, without anything but losses, and from before there was arrays/."""
+    if "without" in shape:
+        shape = {"without": ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]}
+    runs = make_runs(tmp_path, ("kern", "softmax"), 1, **shape)
+    printed = call(report.main, *runs, "--out", tmp_path / "out")
+    assert "kern" in printed and (tmp_path / "out/report.html").is_file()
+    assert ("undecided (1 seed)" in printed) == ("until" not in shape)
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    blocks = [("h1", "<b> & co"), ("p", "**bold** `code` <script>"), ("list", ["1 < 2"]), ("table", ["a|b"], [["<i>"]])]
+    write_page([*blocks, ("fold", "<more>", [("p", "in [-1, 2]")])], tmp_path)
+    page, html = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    assert "script" not in Cells(html).tags and "<b>bold</b> <code>code</code> &lt;script&gt;" in html
+    assert "a\\|b" in page and "&lt;script>" in page and "[-1,\u00a02]" in html
+    assert "default-src 'none'" in html
+
+
+def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(tmp_path / f"runs/{name}") for name in ("mine-kern", "mine-tanh", "mine-x", "other")]
+    relative = [run.relative_to(tmp_path) for run in runs]
+    assert str(report.name_folder(relative[:3])) == "runs/report-mine"
+    assert str(report.name_folder(relative[:2])) == "runs/report-mine-kern+tanh"
+    assert str(report.name_folder(relative[:1])) == "runs/report-mine-kern"
+    assert str(report.name_folder(relative)) == "runs/report"
+    long = [make_run(tmp_path / f"runs/mine-{letter * 30}").relative_to(tmp_path) for letter in "ab"]
+    names = {str(report.name_folder(long)), str(report.name_folder([*long, relative[0]]))}
+    assert len(names) == 2 and all(re.fullmatch(r"runs/report-mine-[0-9a-f]{6}", name) for name in names)
+    call(report.main, "runs/mine-kern")
+    assert (tmp_path / "runs/report-mine-kern/report.md").read_text().startswith("# One run\n")
+
+
+def test_bad_input(tmp_path, capsys):
+    kern, tanh = make_run(tmp_path / "kern"), make_run(tmp_path / "tanh", "model.router=tanh")
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "report.md").write_text("# My own\n")
+    for arguments, said in [
+        ([tmp_path / "kernel"], "no such folder; did you mean"),
+        ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
+        ([kern, "--experiment", "books"], "--experiment books: not a file in config/paper"),
+        ([kern, "--out", tanh], "a run's folder; name another"),
+        ([kern, "--out", page], "its report.md is not a report of runs"),
+        ([kern, "--out", kern / "config.toml/x"], "name another folder with --out"),
+        ([kern, tanh, "--choose-on", "0"], "name the key with --over"),
+    ]:
+        assert report.main([*map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and len(error.splitlines()) == 1 and error.startswith("error: ")
+    assert (page / "report.md").read_text() == "# My own\n"
+    assert report.find_ambiguous(load(kern, tanh), "kern") == []
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("common.command.find_spec", lambda name: None if name == "scipy" else True)
+    assert report.main(["runs"]) == 2
+    assert "scipy not installed: pip install -r requirements-report.txt" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""scripts/report/statistics.py against scipy.stats and formulas by hand; how often intervals and verdicts are right."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from scripts.report.statistics import (
+    Difference,
+    cluster_error,
+    correct_holm,
+    estimate_difference,
+    judge_family,
+)
+
+
+@pytest.mark.parametrize("seeds", [3, 4, 8])
+def test_three_seeds_or_more_are_a_paired_t_test(seeds):
+    draw = np.random.default_rng(seeds)
+    left, right = draw.normal(2, 0.1, seeds), draw.normal(2.05, 0.1, seeds)
+    difference = estimate_difference(left - right, windows=draw.normal(size=50), documents=np.arange(50))
+    oracle = stats.ttest_rel(left, right)
+    interval = oracle.confidence_interval(0.95)
+    assert (difference.over, difference.seeds, difference.freedom) == ("seeds", seeds, seeds - 1)
+    assert difference.mean == pytest.approx((left - right).mean())
+    assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
+    assert difference.p_value() == pytest.approx(oracle.pvalue)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_fewer_seeds_have_an_interval_over_documents_that_decides_nothing(seeds):
+    """Documents of equal size: the t-test of their means."""
+    draw = np.random.default_rng(1)
+    windows = draw.normal(0.5, 0.1, 24) + np.repeat(draw.normal(0, 0.1, 6), 4)
+    difference = estimate_difference([0.5] * seeds, windows, np.repeat(np.arange(6), 4) * 10)
+    oracle = stats.ttest_1samp(windows.reshape(6, 4).mean(1), 0).confidence_interval(0.95)
+    assert difference.half_width == pytest.approx((oracle.high - oracle.low) / 2)
+    assert (difference.over, difference.mean, difference.freedom) == ("documents", 0.5, pytest.approx(5))
+    assert math.isnan(difference.p_value()) and math.isnan(difference.p_equivalent(9))
+    (verdict,) = judge_family([difference], margin=9)
+    assert verdict.text == ("undecided (1 seed)", "undecided (2 seeds)")[seeds - 1] and math.isnan(verdict.p)
+
+
+@pytest.mark.parametrize("documents", [None, np.zeros(24)], ids=["unknown", "one"])
+def test_windows_stand_in_for_documents(documents):
+    windows = np.random.default_rng(2).normal(0.5, 0.1, 24)
+    difference = estimate_difference([0.5], windows, documents)
+    oracle = stats.ttest_1samp(windows, 0).confidence_interval(0.95)
+    assert difference.over == "windows" and difference.half_width == pytest.approx((oracle.high - oracle.low) / 2)
+    for missing in (None, windows[:1]):
+        alone = estimate_difference([0.1, 0.3], missing, documents)
+        assert alone.over == "" and math.isnan(alone.low) and str(alone) == "+0.2000"
+
+
+def test_cluster_error_of_unequal_documents_by_hand():
+    values, clusters = np.array([1.0, 3.0, 2.0, 8.0]), np.array([7, 7, 7, 2])
+    # mean 3.5; sums of residuals -4.5 and 4.5; shares 3/4 and 1/4
+    variance = (4.5**2 / (1 - 3 / 4) + 4.5**2 / (1 - 1 / 4)) / 16
+    error, freedom = cluster_error(values, clusters)
+    assert error == pytest.approx(math.sqrt(variance)) and freedom == 1  # (9 + 1)² / (81 + 1) - 1 < 1
+    _, freedom = cluster_error(np.arange(12.0), np.repeat([0, 1, 2, 3, 4], [4, 2, 2, 2, 2]))
+    assert freedom == pytest.approx((16 + 4 * 4) ** 2 / (256 + 4 * 16) - 1)
+
+
+@pytest.mark.parametrize("mean, margin", [(0.01, 0.03), (-0.01, 0.03), (0.05, 0.03), (-0.029, 0.03)])
+def test_equivalence_is_two_one_sided_tests(mean, margin):
+    losses = mean + np.array([-0.01, 0.0, 0.002, 0.008])
+    low = stats.ttest_1samp(losses, -margin, alternative="greater").pvalue
+    high = stats.ttest_1samp(losses, margin, alternative="less").pvalue
+    assert estimate_difference(losses).p_equivalent(margin) == pytest.approx(max(low, high))
+
+
+def test_seeds_that_agree_exactly():
+    same, apart = estimate_difference([0.0] * 3), estimate_difference([0.25] * 3)
+    assert (same.p_value(), apart.p_value()) == (1, 0) and (apart.low, apart.high) == (0.25, 0.25)
+    assert (same.p_equivalent(0.1), apart.p_equivalent(0.1), same.p_equivalent(0)) == (0, 1, 0.5)
+    assert [verdict.text for verdict in judge_family([same, apart])] == ["undecided", "higher"]
+
+
+def test_holm():
+    assert correct_holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+    assert correct_holm([0.5, 0.4]) == pytest.approx([0.8, 0.8]) and correct_holm([0.9, 0.8, 0.7]) == [1, 1, 1]
+    corrected = correct_holm([math.nan, 0.02, 0.04])  # what has no p-value is no member of the family
+    assert math.isnan(corrected[0]) and corrected[1:] == pytest.approx([0.04, 0.04]) and correct_holm([]) == []
+
+
+def make(mean, p, freedom=7.0):
+    """A difference over seeds with that p-value."""
+    return Difference(mean, int(freedom) + 1, abs(mean) / float(stats.t.isf(p / 2, freedom)), freedom, "seeds")
+
+
+def test_verdicts_are_those_of_the_family():
+    verdicts = judge_family([make(-0.02, 0.01), make(0.02, 0.03), make(-0.02, 0.04)])
+    assert [verdict.text for verdict in verdicts] == ["lower", "undecided", "undecided"]
+    assert [verdict.p for verdict in verdicts] == pytest.approx([0.03, 0.06, 0.06])
+    alone = [judge_family([one])[0].text for one in (make(-0.02, 0.049), make(0.02, 0.049), make(0.02, 0.051))]
+    assert alone == ["lower", "higher", "undecided"]
+    near = Difference(-0.004, 8, 0.001, 7.0, "seeds")  # decided, but nearer than the margin
+    assert [judge_family([near], margin)[0].text for margin in (None, 0.02, 0.0045)] == ["lower", "equivalent", "lower"]
+    wide = Difference(0.0, 8, 0.009, 7.0, "seeds")  # equivalent alone (p 0.03), not as one of two
+    assert judge_family([wide], 0.02)[0].text == "equivalent"
+    assert [verdict.text for verdict in judge_family([wide, wide], 0.02)] == ["undecided", "undecided"]
+
+
+def test_text():
+    assert str(Difference(0.0123, 3, 0.001, 2.0, "seeds")) == "+0.0123 [+0.0080, +0.0166]"  # t is 4.303
+
+
+# ---- simulated
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_coverage_over_seeds_and_family_error(seeds):
+    """Of 4,000 draws, 95% of intervals hold the truth; in at most 5% of families of equal routers some pair is decided.
+
+    Routers share the seed's effect; each has one of its own. And in at most 5% some pair at the margin is equivalent.
+    """
+    draw, covered, decided, equivalent = np.random.default_rng(seeds), 0, 0, 0
+    draws = 4000
+    for _ in range(draws):
+        losses = draw.normal(0, 0.02, seeds) + draw.normal(0, 0.01, (4, seeds))  # (routers, seeds)
+        pairs = [(i, j) for i in range(4) for j in range(i)]
+        differences = [estimate_difference(losses[i] - losses[j]) for i, j in pairs]
+        covered += differences[0].low <= 0 <= differences[0].high
+        decided += any(verdict.text != "undecided" for verdict in judge_family(differences))
+        shifted = [estimate_difference(losses[i] - losses[j] + 0.02) for i, j in pairs]
+        equivalent += any(verdict.text == "equivalent" for verdict in judge_family(shifted, margin=0.02))
+    assert covered / draws == pytest.approx(0.95, abs=0.012)
+    assert 0.005 < decided / draws < 0.055 and equivalent / draws < 0.055
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, least, most", [([1] * 64, 0.93, 0.965), ([8] * 16, 0.93, 0.965),
+                                                ([35, 25, 18, 12, 9, 7, 6, 5, 4, 3, 2, 2], 0.92, 1)])  # fmt: skip
+def test_coverage_over_documents(sizes, least, most):
+    """Windows of a document share an effect as large as the window's own. Intervals over windows would cover 50%."""
+    draw, labels = np.random.default_rng(0), np.repeat(np.arange(len(sizes)), sizes)
+    covered = 0
+    for _ in range(2000):
+        windows = draw.normal(0, 0.1, len(sizes))[labels] + draw.normal(0, 0.1, len(labels))
+        difference = estimate_difference([windows.mean()], windows, labels)
+        covered += difference.low <= 0 <= difference.high
+    assert least < covered / 2000 < most
