@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 
@@ -44,7 +44,7 @@ from runtime.cadence import Cadence
 from runtime.checkpoint import Saver
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import Plan, preflight
+from runtime.preflight import Plan, ScoreTasks, preflight
 from runtime.reporter import start_reporter
 from runtime.signals import EXIT_CODE, Stop
 from runtime.state import TrainState
@@ -139,12 +139,17 @@ def forward_backward(
     return stats, losses
 
 
-def train(config: configure.Config, stop: Stop | None = None) -> None:
+def train(
+    config: configure.Config,
+    stop: Stop | None = None,
+    open_tasks: Callable[[configure.Config], ScoreTasks] | None = None,
+) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
+        open_tasks: `eval.in_loop.open_tasks`, which scores the model on eval.tasks; needed with those alone.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -156,7 +161,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
         return distributed.print_once(line)
     if config.train.deterministic:
         distributed.be_deterministic()
-    plan = preflight(config)  # reads only; raises whatever is wrong with the input
+    plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
     seed, max_steps = config.run.seed, config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
@@ -229,7 +234,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             config = folder.renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = folder.find_or_rename(config)
-        train(config, stop)
+        open_tasks = None
+        if config.eval.task_names:
+            from eval.in_loop import open_tasks
+        train(config, stop, open_tasks)
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from numerics import assert_near, tolerance
-from runs import REPO_ROOT, column, end, meet_in, metrics, modules_in, run, start_ranks
+from runs import REPO_ROOT, column, end, meet_in, metrics, modules_in, start_ranks
 from test_downstream import DOCUMENTS, results, write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,9 +22,10 @@ import train
 from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
 from eval.harness import Adapter
+from eval.in_loop import open_tasks
 from eval.scoring import Scorer
 from model import GPT, count_parameters, parameter_shapes
-from runtime import RunError, distributed, memory, task_scores
+from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
@@ -32,6 +33,7 @@ from runtime.signals import Stop
 from scripts.export.__main__ import export_run
 from scripts.plan import main as plan_main
 
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 # What the harness asks of document i of DOCUMENTS for its right answer, and that answer.
 RIGHT = {
@@ -47,6 +49,11 @@ RIGHT = {
 @pytest.fixture
 def folder(tmp_path):
     return write_tasks(tmp_path / "tasks", 5)
+
+
+def run(config):
+    train.train(config, open_tasks=open_tasks)
+    return metrics(config)
 
 
 def scored(folder, names=DOCUMENTS, *more):
@@ -171,16 +178,16 @@ def test_random_numbers_go_on_after_scores_as_if_there_were_none():
 
 def test_stopped_between_tasks_nothing_is_scored(tiny, folder):
     config = tiny(*LONG, *scored(folder, ["sciq", "piqa"]))
-    found, model = task_scores.open_tasks(config), GPT(config.model)
+    found, model = open_tasks(config), GPT(config.model)
     stop = Stop()
-    assert {*found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False)} >= {"tasks/piqa/acc"}
+    assert {*found(model, 0, ONE_RANK, stop)} >= {"tasks/piqa/acc"}
     stop.asked = True
-    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None and model.training
+    assert found(model, 0, ONE_RANK, stop) is None and model.training
 
 
 def test_stopped_within_a_task_its_other_batches_are_left_out(tiny, folder, monkeypatch):
     config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
-    found, model, stop, rows = task_scores.open_tasks(config), GPT(config.model), Stop(), []
+    found, model, stop, rows = open_tasks(config), GPT(config.model), Stop(), []
     score = Scorer._score_columns
 
     def stop_after_one(scorer, x, *rest):
@@ -191,7 +198,7 @@ def test_stopped_within_a_task_its_other_batches_are_left_out(tiny, folder, monk
     monkeypatch.setattr("eval.scoring.make_batches", lambda groups, *_: ([group] for group in groups))
     monkeypatch.setattr(Scorer, "_score_columns", stop_after_one)
     state = random.getstate()
-    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None
+    assert found(model, 0, ONE_RANK, stop) is None
     assert len(rows) == 1 and model.training and random.getstate() == state
 
 
@@ -210,7 +217,7 @@ def be_a_rank(file, folder):
     for parallel in ("ddp", "zero2", "fsdp"):
         where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
         meet_in(file.parent / f"{parallel}.store")
-        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2))
+        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2), open_tasks=open_tasks)
 
 
 @pytest.mark.integration
@@ -232,10 +239,10 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 def be_a_rank_of_two_one_of_which_stops(file, folder):
     meet_in(file.parent / "stop.store")
     config = configure.load(file, [*LONG, "train.micro_batch_size=4", *scored(folder, ["hellaswag", "piqa"])], 2)
-    found, model, stop = task_scores.open_tasks(config), GPT(config.model), Stop()
+    found, model, stop = open_tasks(config), GPT(config.model), Stop()
     with distributed.process_group(torch.device("cpu"), 1) as ranks:
         stop.asked = ranks.rank == 1
-        assert found.measure(model, ranks, stop, sharded=False) is None
+        assert found(model, 0, ranks, stop) is None
 
 
 @pytest.mark.integration
@@ -268,7 +275,7 @@ def test_memory_plan_counts_gathered_weights(tiny, call):
 def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch):
     def refused(message, *overrides):
         with pytest.raises(RunError, match=message):
-            train.train(tiny(*overrides))
+            train.train(tiny(*overrides), open_tasks=open_tasks)
         assert not path_of(tiny()).exists()
 
     refused("eval.tasks: task sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
@@ -284,7 +291,7 @@ def test_a_later_document_that_lacks_a_column_is_said_before_the_first_step(tiny
     with (folder / "sciq.jsonl").open("a") as file:
         file.write('{"question": "x"}\n')
     with pytest.raises(RunError, match="^sciq: lm-evaluation-harness failed .*; a document may lack a column: see"):
-        train.train(config := tiny(*scored(folder, ["sciq"])))
+        train.train(config := tiny(*scored(folder, ["sciq"])), open_tasks=open_tasks)
     assert not metrics(config)
 
 
