@@ -54,6 +54,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+
+
 def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:
     """Load the model of a run folder.
 

@@ -24,11 +24,11 @@ from transformers import (
 )
 
 import attention
-import eval.routing.__main__ as routing
 import scripts.export.__main__ as export
 from attention import KVCache
 from configure import Config
 from configure.conflicts import find_conflicts
+from eval import routing
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import ROUTERS
 from runtime import checkpoint, folder
@@ -383,7 +383,7 @@ def test_routers_all_take_the_modern_block():
 # a run
 
 
-def test_run_of_a_modern_block(tiny, tmp_path, monkeypatch, capsys):
+def test_run_of_a_modern_block(tiny, tmp_path, capsys):
     """Train, resume bit for bit, evaluate, sample, export and check: layers keep their numbers after a dense one."""
     words = ["model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope", "model.gated=true"]
     words += ["model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1", "model.n_layer=3"]
@@ -397,8 +397,6 @@ def test_run_of_a_modern_block(tiny, tmp_path, monkeypatch, capsys):
     for name in ("train/loss", "val/loss", "optim/grad_norm"):
         assert column(again, name)[-2:] == column(lines, name)[-2:]
 
-    monkeypatch.setattr("eval.routing.pictures.plot_routing", lambda found, out: None)
-    monkeypatch.setattr("eval.routing.page.build_page", lambda found: [("p", "")])
     place = str(folder.path_of(config))
     assert routing.main([place, "--windows", "6"]) == 0
     (file,) = (folder.path_of(config) / "eval").rglob("routing.json")

@@ -23,7 +23,7 @@ from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows,
 from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval import val_loss
-from eval.routing.__main__ import main as routing
+from eval.routing import main as routing
 from eval.trained import load_model
 from runtime import RunError
 from runtime.batches import micro_batches

@@ -17,7 +17,6 @@ from fake_runs import CONFIG, add_checkpoint, make_run
 from scipy import stats
 
 import configure
-import eval.routing.__main__ as routing
 import scripts.report.__main__ as report
 from common.text import text_table
 from data.bins import fingerprint, open_tokens, read_meta
@@ -876,8 +875,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "command, packages, file",
-    [(report, "matplotlib, scipy", "report"), (routing, "matplotlib, scipy", "report")]
-    + [(compare, "scipy", "report"), (downstream, "lm_eval", "eval")],
+    [(report, "matplotlib, scipy", "report"), (compare, "scipy", "report"), (downstream, "lm_eval", "eval")],
 )
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch, capsys, command, packages, file):
     monkeypatch.setattr("common.command.find_spec", lambda name: None)

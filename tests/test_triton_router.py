@@ -12,7 +12,7 @@ from numerics import Operators, assert_near, guarded_buffers, seeded, tolerance
 import kernels
 import router as router_module
 from configure.schema import Model
-from eval.routing.counts import record_routing
+from eval.routing import record_routing
 from kernels import route
 from model import GPT
 from router import ROUTERS, Router, Stats, measure, top_k_indices
