@@ -14,7 +14,7 @@ from configure import Config
 from data.bins import open_tokenizer
 from data.tokenizer import Tokenizer
 from eval import tasks
-from eval.scoring import Interrupted, Scorer
+from eval.scoring import Interrupted, Scorer, scoring_dtype
 from model import GPT
 from runtime import RankError, RunError, distributed
 from runtime.distributed import Ranks
@@ -66,7 +66,7 @@ class TaskScores:
     def _score_all(self, model: GPT, ranks: Ranks, stop: Stop) -> dict[str, float] | None:
         from eval.harness import Adapter
 
-        dtype, values = tasks.scoring_dtype(self.config, ranks.device), {}
+        dtype, values = scoring_dtype(self.config, ranks.device), {}
         adapter = Adapter(Scorer(model, dtype, ranks, is_stopped=lambda: stop.asked), self.tokenizer)
         for name, loaded in self.loaded.items():
             # Blocks stay as they are compiled, for the shape of training; the harness' progress bars are hidden.
