@@ -1,6 +1,5 @@
 """Scores on tasks while a run trains (eval.tasks): those of eval.downstream, of HFLM, and by hand; and bad input."""
 
-import json
 import math
 import random
 import subprocess
@@ -25,7 +24,7 @@ from eval.harness import Adapter
 from eval.in_loop import open_tasks
 from eval.scoring import Scorer
 from model import GPT, count_parameters, parameter_shapes
-from runtime import RunError, distributed, memory
+from runtime import RankError, RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
@@ -208,9 +207,14 @@ def test_scores_in_words():
     assert describe_scores({"val/loss": 1.0}) == ""
 
 
-def test_training_without_tasks_imports_no_harness():
-    code = "import sys, train; assert not {'lm_eval', 'transformers', 'eval'} & {*sys.modules}, sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
+@pytest.mark.integration
+def test_training_imports_eval_for_tasks_alone(tiny_file, folder):
+    code = "import sys, train; train.main(sys.argv[1:]); assert ('eval' in sys.modules) == ('tasks' in sys.argv[-1])"
+    for name, more in (("with", scored(folder, ["piqa"])), ("without", [])):
+        words = [str(tiny_file), f"--run.name={name}", "--model.block_size=64", *(f"--{word}" for word in more[::-1])]
+        subprocess.run([sys.executable, "-c", code, *words], cwd=REPO_ROOT, check=True)
+        lines = (tiny_file.parent / "runs" / name / "metrics.jsonl").read_text()
+        assert ("tasks/piqa/acc" in lines) == (name == "with")
 
 
 def be_a_rank(file, folder):
@@ -273,18 +277,23 @@ def test_memory_plan_counts_gathered_weights(tiny, call):
 
 
 def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch):
-    def refused(message, *overrides):
+    def refused(message, name):
         with pytest.raises(RunError, match=message):
-            train.train(tiny(*overrides), open_tasks=open_tasks)
+            train.train(tiny(*scored(folder, [name])), open_tasks=open_tasks)
         assert not path_of(tiny()).exists()
 
-    refused("eval.tasks: task sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
+    monkeypatch.setattr("eval.tasks.build_task_manager", lambda names, build=tasks.build_task_manager: build(["sciq"]))
+    refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
     (folder / "sciq.jsonl").unlink()
-    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", *scored(folder, ["sciq"]))
+    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", "sciq")
     (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
-    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", *scored(folder, ["piqa"]))
+    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", "piqa")
     monkeypatch.setattr("common.command.find_spec", lambda name: None)
-    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", *scored(folder, ["piqa"]))
+    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RunError) as caught:  # of another rank of a node: its first one speaks for all
+        train.train(tiny(*scored(folder, ["piqa"])), open_tasks=open_tasks)
+    assert not isinstance(caught.value, RankError)
 
 
 def test_a_later_document_that_lacks_a_column_is_said_before_the_first_step(tiny, folder):
@@ -314,10 +323,3 @@ def test_names_of_tasks_in_a_config(tiny, tiny_file):
     message = r"eval.task_interval = 3 is not a multiple of eval.interval = 2.*--eval.task_interval=4"
     with pytest.raises(configure.ConfigError, match=message):
         configure.load(tiny_file, ["run.seed=0", "eval.task_interval=3"])
-
-
-def test_config_of_a_run_holds_its_tasks(tiny, tiny_file):
-    config = tiny('eval.tasks=["sciq", "piqa"]')
-    own = tiny_file.with_name("config.toml")
-    own.write_text(configure.dumps(config))
-    assert configure.load(own) == config and json.loads(json.dumps(config.model_dump())) == config.model_dump()

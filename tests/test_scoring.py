@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from test_scripts import small_model
+from test_generation import small_model
 
 from eval.routing import record_routing
 from eval.scoring import CACHED, Score, Scorer, make_batches, split_group

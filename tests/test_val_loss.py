@@ -14,7 +14,7 @@ from fake_runs import make_run
 from numerics import SEED, assert_near, tolerance
 from runs import column
 from runs import run as train_run
-from test_scripts import small_model
+from test_generation import small_model
 
 import configure
 from data.bins import Tokens

@@ -1,0 +1,222 @@
+"""eval/generation.py and scripts/sample.py: how tokens are drawn, cached passes against full ones, the command."""
+
+import math
+import re
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from conftest import write_tiny
+from numerics import assert_near, seeded, tolerance
+from runs import REPO_ROOT
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import configure
+import train
+from attention import KVCache
+from eval import generation
+from model import GPT
+from runtime.folder import path_of
+from scripts import sample
+
+
+def sampled_probabilities(logits, temperature, top_k, top_p):
+    """{token: probability} by brute force: divide, keep k, then the fewest whose mass reaches p."""
+    ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
+    exps = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
+    chosen, mass = {}, 0.0
+    for token, exp in zip(ranked, exps, strict=True):
+        if mass < top_p:
+            chosen[token] = exp / sum(exps)
+            mass += chosen[token]
+    return {token: probability / sum(chosen.values()) for token, probability in chosen.items()}
+
+
+LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (0.8, 4, 0.6), (1.0, 100, 1.0)],
+)
+def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
+    generator, draws = torch.Generator().manual_seed(0), 3000
+    choice = generation.SamplingParams(temperature, top_k, top_p)
+    drawn = generation.sample_token(torch.tensor([LOGITS] * draws), choice, generator)
+    counts = torch.bincount(drawn, minlength=len(LOGITS)).tolist()
+    expected = sampled_probabilities(LOGITS, temperature, top_k, top_p)
+    for token, count in enumerate(counts):
+        p = expected.get(token, 0.0)
+        assert abs(count - draws * p) <= 4 * math.sqrt(draws * p * (1 - p)), token
+
+
+@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_greedy_in_several_ways(choice):
+    drawn = generation.sample_token(torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice))
+    assert drawn.tolist() == [1, 4]
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    penalty, ids = 3.0, torch.tensor([[0, 3, 3], [0, 8, 2], [8, 8, 5]])
+    logits = torch.stack([torch.linspace(*ends, 9) for ends in ((-1, 0.9), (-0.1, -0.9), (0.2, 1))])
+    seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
+    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
+    params = generation.SamplingParams(0, repetition_penalty=penalty)
+    assert generation.sample_token(logits, params, seen=seen).equal(wanted.argmax(1))
+
+
+def small_model(**settings):
+    values = {"model.n_embd": 32, "model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.vocab_size": 64}
+    values |= {"model.expert_hidden": 8, "model.n_expert": 8, "model.top_k": 2, "model.init_std": 0.3, **settings}
+    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]).model
+    torch.manual_seed(0)
+    return GPT(config).eval()
+
+
+def without_cache(model, prompt, count):
+    """The likeliest continuation, a pass over the last block for each token. No two tokens are equally likely."""
+    ids = list(prompt)
+    for _ in range(count):
+        (first, second), (token, _) = model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].topk(2)
+        assert first - second > 1e-3  # rounding, on any CPU, is far below
+        ids.append(token.item())
+    return ids[len(prompt) :]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_cached_logits_equal_those_of_full_passes(pos, router):
+    """Rows of unequal length, some columns at once and one by one, and rows selected from a cache. In fp64."""
+    model = small_model(**{"model.pos": pos, "model.router": router}).double()
+    rows = [torch.randint(64, (length,), generator=seeded(length)).tolist() for length in (9, 11, 5)]
+    start = torch.tensor([11 - len(row) for row in rows])
+    idx = torch.tensor([[0] * (11 - len(row)) + row for row in rows])
+    with torch.no_grad():
+        cache = KVCache(model.config, start, 4, torch.float64)
+        model(idx[:, :4], past=cache)
+        cache = cache.select_rows(torch.tensor([2, 0, 1, 0]), 11)
+        for first, last in ((4, 9), (9, 10), (10, 11)):
+            logits = model(idx[[2, 0, 1, 0], first:last], past=cache).logits[:, 0]
+            wanted = [model(torch.tensor([rows[i][: last - start[i]]])).logits[0, 0] for i in (2, 0, 1, 0)]
+            assert_near(logits, torch.stack(wanted), tolerance(torch.float32, 32))  # rope rounds to fp32
+
+
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
+    model = small_model(**{"model.pos": pos, "model.router": "dense"})
+    prompts = [[1, 2, 3], list(range(16)), [7]]
+    got = list(generation.generate(model, prompts, 20, generation.SamplingParams(0)))
+    wanted = [without_cache(model, prompt, 20) for prompt in prompts]
+    assert [list(row) for row in zip(*got, strict=True)] == wanted
+    assert len(set(map(tuple, wanted))) == 3 and len(set(sum(wanted, []))) > 4
+
+
+def test_generation_costs_a_column_a_token(monkeypatch):
+    model, columns = small_model(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda idx, past: (columns.append(idx.shape[1]), hidden(idx, past))[1])
+    assert len(list(generation.generate(model, [[1, 2, 3]], 16, generation.SamplingParams()))) == 16
+    assert columns == [3] + [1] * 13 + [16, 16]
+
+
+def test_repetition_penalty_covers_prompt_and_new_tokens():
+    def continuation(penalty):
+        params = generation.SamplingParams(0, repetition_penalty=penalty)
+        return [token for (token,) in generation.generate(small_model(), [[1, 2]], 12, params)]
+
+    assert len(set(continuation(1.0))) < 12  # so it matters
+    assert len({1, 2, *continuation(1e6)}) == 14
+
+
+def test_rows_end_one_by_one():
+    model = small_model()
+
+    def sample_rows(prompts, end=None):
+        drawn = generation.generate(model, prompts, 14, generation.SamplingParams(), seeded(), end=end)
+        return [list(row) for row in zip(*drawn, strict=True)]
+
+    free = sample_rows([[1], [2]])[0]
+    end = free[3]
+    at = free.index(end) + 1
+    assert free[at] != end  # which the row would sample if it had not ended
+    row = sample_rows([[1], [2]], end)[0]
+    assert row == free[:at] + [None] * (len(row) - at) and len(row) > at + 1
+    free = sample_rows([[1]])[0]
+    assert sample_rows([[1]], free[3])[0] == free[: free.index(free[3]) + 1]  # and the model is not asked for more
+
+
+PARAMS = [generation.SamplingParams(0), generation.SamplingParams(), generation.SamplingParams(top_k=5)]
+
+
+@pytest.mark.parametrize("choice", PARAMS, ids=["greedy", "sampled", "top_k"])
+def test_padding_of_the_vocabulary_is_never_drawn(choice):
+    tokens = list(generation.generate(small_model(), [[0]], 14, choice, vocab_size=3))
+    assert {token for (token,) in tokens} <= {0, 1, 2}
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    config = configure.load(write_tiny(tmp_path_factory.mktemp("trained"), corpus), ["train.checkpoint_interval=2"])
+    train.train(config)
+    return path_of(config)
+
+
+def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
+    text = partial(call, sample.main, trained, "--prompt", "a bee ", "--tokens", 20)
+    first = text("--seed", "1")
+    assert first.startswith("a bee ") and len(first) > len("a bee \n")
+    assert text("--seed", "1") == first
+    assert text("--seed", "2") != first
+    assert text("--step", "2", "--seed", "1") != first  # the weights of another checkpoint
+    assert text("--temperature", "0", "--seed", "1") == text("--top-k", "1", "--seed", "2")
+
+
+def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch):
+    """The pieces are the text; a character of several bytes waits for its last one. The prompt begins a document."""
+    ids, asked, written = iter([*"é€x".encode(), 256, 0]), [], []
+    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7)))
+    monkeypatch.setattr("builtins.print", lambda *words, **_: written.append("".join(map(str, words))))
+    assert sample.main([str(trained), "--prompt", "à"]) == 0
+    assert written[:-1] == ["à", "é", "€", "x", ""]
+    assert re.fullmatch(r"7 tokens, [\d,.]+ tokens/s", written[-1])
+    (_, prompts, count, _, _, vocab_size, end) = asked[0]
+    assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
+    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or [])
+    assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
+    assert asked[1][2] == 7 and asked[1][-1] is None
+
+
+def test_sample_of_several_prompts(trained, call):
+    text = partial(call, sample.main, trained, "--tokens", 9, "--temperature", 0, "--prompt")
+    assert text("a bee ", "june") == f"--- 1 ---\n{text('a bee ')}--- 2 ---\n{text('june')}"
+
+
+def test_sample_asks_for_prompts(trained, capsys, monkeypatch):
+    prompts = iter(["june", "x" * 40, "kestrels"])
+    monkeypatch.setattr("builtins.input", lambda _: next(prompts, None) or raise_(EOFError))
+    assert sample.main([str(trained), "--tokens", "5"]) == 0
+    said = capsys.readouterr()
+    assert [line[:4] for line in said.out.splitlines() if line[:4] in ("june", "kest")] == ["june", "kest"]
+    assert "a prompt of 40 tokens" in said.err and "at most 32 (model.block_size)" in said.err
+
+
+def raise_(error):
+    raise error
+
+
+def test_sample_refuses_bad_input(trained, tmp_path, call):
+    def error(*words):
+        (line,) = call(sample.main, *words, code=2).splitlines()
+        return line
+
+    assert "no such folder" in error(tmp_path / "nothing")
+    assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
+    assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
+    call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
+    for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
+        assert wrong[0] in error(trained, *wrong)
+    shutil.copytree(trained, tmp_path / "run", ignore=lambda *_: ["checkpoints"])
+    assert "train it first" in error(tmp_path / "run")
