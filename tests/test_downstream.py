@@ -1,11 +1,13 @@
 """eval/downstream.py and eval/harness.py: against HFLM, the harness' own client, and as a command."""
 
 import json
+import math
 import os
 import random
 import shutil
 from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
 from conftest import WORDS as BASIC
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import configure
 import train
 from data.tokenizer import ByteTokenizer
-from eval import downstream
+from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import distributed, folder
@@ -71,14 +73,6 @@ def words(rng, count):
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-def assert_same(client, other, pairs, name):
-    """Equal log-likelihoods and greedy flags of two clients; returns the flags. Ours comes first."""
-    hand = [by_hand(client.scorer.model, [*text.encode()] or [256], [*answer.encode()]) for text, answer in pairs]
-    got, wanted = (ask(one, "loglikelihood", pairs) for one in (client, other))
-    assert_same_scores(got, wanted, [margin for *_, margin in hand], name)
-    return {greedy for _, greedy in wanted}
-
-
 @pytest.mark.numerics
 def test_loglikelihoods_equal_hflms(clients):
     """With contexts that are shared, unshared, empty, only spaces, or too long, and the model's own next token."""
@@ -91,19 +85,10 @@ def test_loglikelihoods_equal_hflms(clients):
         with torch.no_grad():
             best = theirs.model(torch.tensor([[*context.encode()][-32:]])).logits[0, -1].argmax().item()
         pairs += [(context, chr(best))] if 33 <= best < 127 else []
-    assert assert_same(ours, theirs, pairs, "GPT-2") == {True, False}
-
-
-@pytest.mark.numerics
-def test_exported_moe_scores_like_the_run(run, tmp_path):
-    trained, tokenizer = export_run(run, tmp_path / "export")
-    with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
-    theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
-    rng = random.Random(SEED + 2)
-    pairs = [(words(rng, rng.randint(1, 7)), " " + rng.choice(WORDS)) for _ in range(30)]
-    pairs += [(context, f" {letter}") for context, _ in pairs[:5] for letter in "abcd"]
-    assert_same(Adapter(Scorer(trained.model), tokenizer), theirs, pairs, "kern")
+    hand = [by_hand(ours.scorer.model, [*text.encode()] or [256], [*answer.encode()]) for text, answer in pairs]
+    got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
+    assert_same_scores(got, wanted, [margin for *_, margin in hand], "GPT-2")
+    assert {greedy for _, greedy in wanted} == {True, False}
 
 
 @pytest.mark.numerics
@@ -221,36 +206,43 @@ def results(run, label="step_00000004"):
     return json.loads((run / "eval" / label / "results.json").read_text())
 
 
-def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
-    tasks, asked = write_tasks(tmp_path / "tasks", 4), []
-    score = Adapter._loglikelihood_tokens
+# Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer, its place.
+RIGHT = {
+    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb", 1),
+    "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
+    "hellaswag": ("Hop: He{i} He", " is.", 1),
+    "piqa": ("Question: Go {i}\nAnswer:", " walk", 0),
+    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i", 3),
+    "winogrande": ("A{i} d", " b", 1),
+}
 
-    def record(adapter, requests, **options):
-        asked.append(requests)
-        return score(adapter, requests, **options)
 
-    monkeypatch.setattr(Adapter, "_loglikelihood_tokens", record)
-    assert call(run, "--tasks-dir", tasks) == 0
-    found, out = results(run), capsys.readouterr().out
-    assert [*found["results"]] == [*downstream.TASKS] and found["step"] == 4
-    assert found["average"] == pytest.approx(sum(one["acc"] for one in found["results"].values()) / 6)
-    assert (
-        f"| average |  | {found['average']:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
-    )
-    assert all(one["documents"] == 4 and "acc_stderr" in one for one in found["results"].values())
-
-    (requests,) = [batch for batch in asked if batch[0][0][0].startswith("Question: Q0")]
-    trained, tokenizer = downstream.load_run(run)
-    right = 0
-    for i in range(4):
-        values = []
-        for answer in ("a", "bb", f"c{i}", "d"):
-            context, continuation = tokenizer.encode(f"Question: Q{i}?\nAnswer:"), tokenizer.encode(f" {answer}")
-            assert ((f"Question: Q{i}?\nAnswer:", f" {answer}"), context, continuation) in requests
-            values.append(by_hand(trained.model, context, continuation)[0])
-        assert sorted(values)[-1] - sorted(values)[-2] > MARGIN
-        right += values[1] == max(values)
-    assert found["results"]["arc_easy"]["acc"] == right / 4
+@pytest.mark.numerics
+def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
+    """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and command."""
+    folder = write_tasks(tmp_path / "tasks", 4)
+    assert call(run, "--tasks-dir", folder) == 0
+    report, out = results(run), capsys.readouterr().out
+    assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
+    mean = sum(values["acc"] for values in report["results"].values()) / 6
+    assert report["average"] == pytest.approx(mean)
+    assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    export_run(run, tmp_path / "export")
+    with modules_in(tmp_path / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
+    manager = tasks.build_task_manager(RIGHT)
+    specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
+    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000)
+    for name, (context, answer, place) in RIGHT.items():
+        ours, samples = report["results"][name], theirs["samples"][name]
+        for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
+            assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
+        asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
+        assert [sample["arguments"][place] for sample in samples] == asked and ours["documents"] == 4
+        bits = [-sample["resps"][place][0][0] / math.log(2) / len(answer) for sample in samples]
+        got, wanted = (torch.tensor(value, dtype=torch.float64) for value in (ours["bits_per_byte"], sum(bits) / 4))
+        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
 
 
 @pytest.fixture
@@ -278,12 +270,12 @@ def keep_lines(file, count):
 
 
 def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
-    tasks, other = write_tasks(tmp_path / "tasks"), write_tasks(tmp_path / "other", 2)
-    assert call(run, "--tasks-dir", tasks) == 0 and evaluated == [*downstream.TASKS]
-    assert call(run, "--tasks-dir", tasks) == 0 and len(evaluated) == 6
+    folder, other = write_tasks(tmp_path / "tasks"), write_tasks(tmp_path / "other", 2)
+    assert call(run, "--tasks-dir", folder) == 0 and evaluated == [*downstream.TASKS]
+    assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
-    keep_lines(tasks / "piqa.jsonl", 5)
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
+    keep_lines(folder / "piqa.jsonl", 5)
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
     assert results(run)["results"]["piqa"]["documents"] == 5 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
@@ -294,23 +286,23 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
 
 def test_changed_local_file_is_read_again(run, tmp_path):
     """The harness' own cache would take a changed file of the same time for the old one."""
-    tasks = write_tasks(tmp_path / "tasks")
+    folder = write_tasks(tmp_path / "tasks")
     for lines in (6, 5):
-        keep_lines(tasks / "piqa.jsonl", lines)
-        assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+        keep_lines(folder / "piqa.jsonl", lines)
+        assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
         assert results(run)["results"]["piqa"]["documents"] == lines
 
 
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
-    tasks, keys = write_tasks(tmp_path / "tasks", 2), {}
+    folder, keys = write_tasks(tmp_path / "tasks", 2), {}
     labels = ["step_00000002", "step_00000004"] + [f"step_00000004_{end}" for end in ("1shot", "limit2", "mean2")]
     options = [["--checkpoint", 2], [], ["--num-fewshot", 1], ["--limit", 2], ["--average", 2]]
     about = [[2, 1, 0, None], [4, 1, 0, None], [4, 1, 1, None], [4, 1, 0, 2], [4, 2, 0, None]]
     for label, more, values in zip(labels, options, about, strict=True):
-        assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", *more) == 0
+        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
         found = results(run, label)
         assert [found[key] for key in ("step", "averaged_checkpoints", "num_fewshot", "limit")] == values
-        assert (found["dtype"], found["source"]) == ("float32", str(tasks))
+        assert (found["dtype"], found["source"]) == ("float32", str(folder))
         keys[label] = found["weights"]
     assert sorted(path.name for path in (run / "eval").iterdir()) == labels and len(evaluated) == 5
     last = keys.pop("step_00000004")
@@ -318,24 +310,24 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
     assert len({last, keys["step_00000002"], keys["step_00000004_mean2"]}) == 3
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
     shutil.rmtree(run / "checkpoints/step_00000002")
-    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq") == 0 and len(evaluated) == 5  # not part of the key
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5  # not part of the key
 
 
 def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     """Tasks done before are kept, also those of another command meanwhile."""
-    tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
+    folder, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
 
     def interrupted(*given):
         if evaluated == ["sciq"]:
             monkeypatch.setattr(downstream, "score_task", evaluate)
-            assert call(run, "--tasks-dir", tasks, "--tasks", "winogrande") == 0
+            assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
             raise KeyboardInterrupt
         return evaluate(*given)
 
     monkeypatch.setattr(downstream, "score_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa")
-    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa") == 0
+        call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
     assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == ["piqa", "sciq", "winogrande"]
 
 
@@ -365,11 +357,11 @@ def test_generation_is_the_same_on_two_ranks(clients, tmp_path):
 
 @pytest.mark.integration
 def test_results_are_the_same_on_two_ranks(run, tmp_path):
-    tasks = write_tasks(tmp_path / "tasks", 9)
-    assert call(run, "--tasks-dir", tasks) == 0
+    folder = write_tasks(tmp_path / "tasks", 9)
+    assert call(run, "--tasks-dir", folder) == 0
     alone = results(run)
     (run / "eval").rename(run / "alone")
-    arguments = [str(run), "--tasks-dir", str(tasks)]
+    arguments = [str(run), "--tasks-dir", str(folder)]
     ends = [rank.wait(120) for rank in start_ranks(2, evaluate_as_a_rank, str(tmp_path / "meeting"), arguments)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
@@ -388,13 +380,13 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
 
     started = []
     monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: started.append(id) or Fake())
-    tasks = write_tasks(tmp_path / "tasks", 2)
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and not kept
+    folder = write_tasks(tmp_path / "tasks", 2)
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0 and not kept
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
     for less in (["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
-        assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", *less) == 0
+        assert call(run, "--tasks-dir", folder, "--tasks", "piqa", *less) == 0
     ((values, name, head, rows, step),) = kept
     assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2} and started == [None]
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
@@ -409,25 +401,25 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
         assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
         return said.splitlines()[-1]
 
-    tasks = write_tasks(tmp_path / "tasks", 2)
+    folder = write_tasks(tmp_path / "tasks", 2)
     assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(run, "--num-fewshot", -1)
-    assert "not a run" in error(tmp_path, "--tasks-dir", tasks)
+    assert "not a run" in error(tmp_path, "--tasks-dir", folder)
     for text, message in (
         ('{"support": "", "question": ""}\n', "sciq.jsonl: no correct_answer, distractor1, distractor2"),
         ("nonsense\n", "sciq.jsonl: not JSON lines"),
     ):
-        (tasks / "sciq.jsonl").write_text(text)
-        assert message in error(run, "--tasks-dir", tasks)
-    (tasks / "sciq.jsonl").unlink()
-    assert "sciq.jsonl: missing; --tasks-dir" in error(run, "--tasks-dir", tasks)
-    with (tasks / "piqa.jsonl").open("a") as file:
+        (folder / "sciq.jsonl").write_text(text)
+        assert message in error(run, "--tasks-dir", folder)
+    (folder / "sciq.jsonl").unlink()
+    assert "sciq.jsonl: missing; --tasks-dir" in error(run, "--tasks-dir", folder)
+    with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x\n')
-    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", tasks, "--tasks", "piqa")
+    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", folder, "--tasks", "piqa")
     (run / "eval").rename(run / "kept")
     (run / "eval").touch()
-    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", tasks, "--tasks", "arc_easy")
+    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", folder, "--tasks", "arc_easy")
     (run / "eval").unlink()
-    said = error(run, "--tasks-dir", tasks, "--tasks", "arc_easy", "--num-fewshot", 9)
+    said = error(run, "--tasks-dir", folder, "--tasks", "arc_easy", "--num-fewshot", 9)
     assert "arc_easy: lm-evaluation-harness failed" in said and "lower --num-fewshot" in said
     odd = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
     assert call(run, "--tasks-dir", odd, "--tasks", "piqa") == 0

@@ -6,15 +6,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import lm_eval
 import numpy as np
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
-from numerics import assert_near, tolerance
-from runs import REPO_ROOT, column, end, meet_in, metrics, modules_in, start_ranks
-from test_downstream import DOCUMENTS, results, write_tasks
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from runs import REPO_ROOT, column, end, meet_in, metrics, start_ranks
+from test_downstream import DOCUMENTS, RIGHT, results, write_tasks
 
 import configure
 import train
@@ -29,20 +25,10 @@ from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
 from runtime.signals import Stop
-from scripts.export.__main__ import export_run
 from scripts.plan import main as plan_main
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
-# What the harness asks of document i of DOCUMENTS for its right answer, and that answer.
-RIGHT = {
-    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb"),
-    "arc_challenge": ("Question: R{i}?\nAnswer:", " z"),
-    "hellaswag": ("Hop: He{i} He", " is."),
-    "piqa": ("Question: Go {i}\nAnswer:", " walk"),
-    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i"),
-    "winogrande": ("A{i} d", " b"),
-}
 
 
 @pytest.fixture
@@ -75,7 +61,7 @@ def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
 
     lines = (folder / "arc_easy.jsonl").read_text().replace("bb", "b\u00e9")
     (folder / "arc_easy.jsonl").write_text(lines, "utf-8")
-    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9")}
+    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9", 1)}
     manager = tasks.build_task_manager(DOCUMENTS)
     specs = {name: tasks.write_task_spec(manager, name, folder, tmp_path) for name in DOCUMENTS}
     model = SimpleNamespace(config=SimpleNamespace(block_size=64), head=torch.zeros(1))
@@ -83,7 +69,7 @@ def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
     for name, loaded in tasks.load_tasks(manager, specs, folder).items():
         for limit in (None, 3):
             found = tasks.score_task(name, loaded, client, limit=limit)[name]
-            context, answer = right[name]
+            context, answer, _ = right[name]
             bits = [-likelihood(context.replace("{i}", str(i)), answer) / math.log(2) for i in range(limit or 5)]
             wanted = [one / len(answer.encode()) for one in bits]
             mean = sum(wanted) / len(wanted)
@@ -134,28 +120,6 @@ def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder)
     assert bare == other.lines
 
 
-@pytest.mark.numerics
-def test_scores_are_those_of_hflm(tiny, folder, tmp_path):
-    """The harness' own client, on the exported checkpoint of the last step; bits from its samples."""
-    config = tiny(*LONG, *scored(folder, ["arc_easy", "sciq"], "eval.task_limit=4"))
-    line = run(config)[-1]
-    export_run(path_of(config), tmp_path / "export")
-    manager = tasks.build_task_manager(["arc_easy"])
-    specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in ("arc_easy", "sciq")]
-    with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
-    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
-    found = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, limit=4, bootstrap_iters=0)
-    for name, choice in (("arc_easy", 1), ("sciq", 3)):
-        assert line[f"tasks/{name}/acc"] == found["results"][name]["acc,none"]
-        samples, answer = found["samples"][name], RIGHT[name][1]
-        assert len(samples) == 4 and all(sample["arguments"][choice][1] == answer for sample in samples)
-        bits = [-sample["resps"][choice][0][0] / math.log(2) / len(answer) for sample in samples]
-        wanted = torch.tensor(sum(bits) / 4, dtype=torch.float64)
-        got = torch.tensor(line[f"tasks/{name}/bits_per_byte"], dtype=torch.float64)
-        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
-
-
 def test_random_numbers_go_on_after_scores_as_if_there_were_none():
     def draw():
         return random.random(), np.random.rand(), torch.rand(()).item()
@@ -175,30 +139,36 @@ def test_random_numbers_go_on_after_scores_as_if_there_were_none():
     assert draw() == wanted
 
 
-def test_stopped_between_tasks_nothing_is_scored(tiny, folder):
-    config = tiny(*LONG, *scored(folder, ["sciq", "piqa"]))
-    found, model = open_tasks(config), GPT(config.model)
-    stop = Stop()
-    assert {*found(model, 0, ONE_RANK, stop)} >= {"tasks/piqa/acc"}
-    stop.asked = True
-    assert found(model, 0, ONE_RANK, stop) is None and model.training
+@pytest.mark.parametrize("first", ["before", "within a task", "after a task"])
+def test_scores_are_left_out_once_asked_to_stop(tiny, folder, monkeypatch, first):
+    scores, model = open_tasks(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
+    assert {*scores(model, 0, ONE_RANK, Stop())} >= {"tasks/piqa/acc"} and model.training
+    batches, stop, state = [], Stop(), random.getstate()
+    score_columns, score_task = Scorer._score_columns, tasks.score_task
 
+    def score_batch(*given):
+        batches.append(given)
+        stop.asked = first == "within a task"
+        return score_columns(*given)
 
-def test_stopped_within_a_task_its_other_batches_are_left_out(tiny, folder, monkeypatch):
-    config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
-    found, model, stop, rows = open_tasks(config), GPT(config.model), Stop(), []
-    score = Scorer._score_columns
-
-    def stop_after_one(scorer, x, *rest):
-        rows.append(len(x))
+    def score_one(name, *given, **options):
+        results = score_task(name, *given, **options)
         stop.asked = True
-        return score(scorer, x, *rest)
+        return results
 
     monkeypatch.setattr("eval.scoring.make_batches", lambda groups, *_: ([group] for group in groups))
-    monkeypatch.setattr(Scorer, "_score_columns", stop_after_one)
-    state = random.getstate()
-    assert found(model, 0, ONE_RANK, stop) is None
-    assert len(rows) == 1 and model.training and random.getstate() == state
+    monkeypatch.setattr(Scorer, "_score_columns", score_batch)
+    if first == "after a task":
+        monkeypatch.setattr(tasks, "score_task", score_one)
+    stop.asked = first == "before"
+    assert scores(model, 0, ONE_RANK, stop) is None and model.training and random.getstate() == state
+    assert len(batches) == {"before": 0, "within a task": 1, "after a task": 5}[first]
+
+
+def test_scores_are_due_at_multiples_and_at_the_end(tiny, folder):
+    config = tiny(*LONG, *scored(folder, ["piqa"], "eval.interval=2", "eval.task_interval=6", "train.max_steps=8"))
+    scores, model = open_tasks(config), GPT(config.model)
+    assert [bool(scores(model, step, ONE_RANK, Stop())) for step in range(9)] == [n in (0, 6, 8) for n in range(9)]
 
 
 def test_scores_in_words():
@@ -308,18 +278,13 @@ def test_names_of_tasks_in_a_config(tiny, tiny_file):
     for given in ('["sciq", "piqa"]', "sciq,piqa", "sciq, piqa,sciq,"):
         config = tiny(f"eval.tasks={given}")
         assert config.eval.task_names == ["sciq", "piqa"]
-        assert configure.load(tiny_file, [f"eval.tasks={config.eval.tasks}"]) == config
-    with tiny_file.open("a") as file:
-        file.write('[sweep]\n"run.seed" = [0, 1]\n')
-    text = tiny_file.read_text().replace("windows = 6", 'windows = 6\ntasks = ["sciq", "piqa"]')
-    tiny_file.write_text(text)
-    assert configure.load(tiny_file, ["run.seed=0"]).eval.task_names == ["sciq", "piqa"]
-    assert len(configure.sweep_points(tiny_file, ["run.name="])) == 2
+        tiny_file.with_name("config.toml").write_text(configure.dumps(config))
+        assert configure.load(tiny_file.with_name("config.toml")) == config
+    text = tiny_file.read_text()
     for wrong in ("[1, 2]", "[sciq", "3"):
-        tiny_file.write_text(text.replace('["sciq", "piqa"]', wrong))
+        tiny_file.write_text(text.replace("windows = 6", f"windows = 6\ntasks = {wrong}"))
         with pytest.raises(configure.ConfigError):
-            configure.load(tiny_file, ["run.seed=0"])
+            tiny()
     tiny_file.write_text(text)
-    message = r"eval.task_interval = 3 is not a multiple of eval.interval = 2.*--eval.task_interval=4"
-    with pytest.raises(configure.ConfigError, match=message):
-        configure.load(tiny_file, ["run.seed=0", "eval.task_interval=3"])
+    with pytest.raises(configure.ConfigError, match=r"task_interval = 3 is not a multiple of .*--eval.task_interval=4"):
+        tiny("eval.tasks=sciq", "eval.task_interval=3")
