@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 
@@ -45,7 +45,7 @@ from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, find_or_rename, path_of, renamed
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import Plan, preflight
+from runtime.preflight import Plan, ScoreTasks, preflight
 from runtime.reporter import start_reporter
 from runtime.signals import EXIT_CODE, Stop
 from runtime.state import TrainState
@@ -140,12 +140,17 @@ def forward_backward(
     return stats, losses
 
 
-def train(config: configure.Config, stop: Stop | None = None) -> None:
+def train(
+    config: configure.Config,
+    stop: Stop | None = None,
+    open_tasks: Callable[[configure.Config], ScoreTasks] | None = None,
+) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
+        open_tasks: `eval.in_loop.open_tasks`, which scores the model on eval.tasks; needed with those alone.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -157,7 +162,7 @@ def train(config: configure.Config, stop: Stop | None = None) -> None:
         return distributed.print_once(line)
     if config.train.deterministic:
         distributed.be_deterministic()
-    plan = preflight(config)  # reads only; raises whatever is wrong with the input
+    plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
     seed, max_steps = config.run.seed, config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
@@ -227,7 +232,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             config = renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config)
-        train(config, stop)
+        open_tasks = None
+        if config.eval.task_names:
+            from eval.in_loop import open_tasks
+        train(config, stop, open_tasks)
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

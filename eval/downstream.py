@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import markdown_table
 from configure import Config
 from data.bins import sha256_of
 from eval.paper import find_paper_table
+from eval.scoring import Scorer, scoring_dtype
 from eval.tasks import (
     TASKS,
     Metrics,
@@ -37,10 +38,9 @@ from eval.tasks import (
     load_tasks,
     local_file,
     score_task,
-    scoring_dtype,
     write_task_spec,
 )
-from eval.trained import Trained, add_run_arguments, load_run
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
 from runtime import RunError, checkpoint, describe_write_errors, distributed
 from runtime.tracker import start_wandb
 
@@ -195,7 +195,6 @@ def evaluate_run(args: argparse.Namespace) -> None:
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     manager = build_task_manager(args.tasks)
     from eval.harness import Adapter
-    from eval.scoring import Scorer
 
     check_tasks(manager, args.tasks, args.tasks_dir)
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
@@ -213,24 +212,23 @@ def evaluate_run(args: argparse.Namespace) -> None:
         write_report(folder, shared, trained, args)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.downstream", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = build_parser("eval.downstream", __doc__)
     add_run_arguments(parser)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)")
     parser.add_argument("--tasks-dir", type=Path, metavar="FOLDER", help="local files TASK.jsonl instead of the hub")
     parser.add_argument("--limit", type=int, help="documents per task, for a trial")
     parser.add_argument("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+    add_device_argument(parser)
     args = parser.parse_args(argv)
     args.tasks = list(dict.fromkeys(args.tasks))
     try:
         evaluate_run(args)
-    except ValueError as error:  # RunError, DataError, ConfigError
+    except ValueError:
         if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):  # once per node: one may lack the run
-            print(f"error: {error}", file=sys.stderr)
+            raise
         return 2
     return 0
 

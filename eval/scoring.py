@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
 from common.progress import progress_bar
+from configure import Config
 from model import GPT
 from runtime import distributed
 
@@ -35,6 +36,13 @@ class Score(NamedTuple):
 
 class Interrupted(Exception):
     """Scoring was asked to stop before its end."""
+
+
+def scoring_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What a run's model computes in when it is scored: on CUDA as in training, on a CPU float32."""
+    if device.type != "cuda":
+        return torch.float32
+    return distributed.pick_dtype(config.train.dtype, device, config.model.router)
 
 
 class Scorer:
@@ -93,20 +101,20 @@ class Scorer:
         work += [(self._score_shared, batch) for batch in make_batches(shared, pairs, self.tokens)]
         work = work[self.ranks.rank :: self.ranks.world_size]
         total = sum(len(members) for _, batch in work for _, members in batch)
-        found: dict[int, Score] = {}
+        scored: dict[int, Score] = {}
         bar = progress_bar(total=total, desc=progress, disable=not progress)
         with bar, torch.inference_mode(), self.autocast():
             for score_batch, batch in work:
                 if self.is_stopped():
                     break
                 scores = score_batch(batch, pairs)
-                found.update(scores)
+                scored.update(scores)
                 bar.update(len(scores))
-        for part in distributed.gather(found, self.ranks.control):
-            found.update(part)
-        if len(found) < len(pairs):
+        for part in distributed.gather(scored, self.ranks.control):
+            scored.update(part)
+        if len(scored) < len(pairs):
             raise Interrupted
-        return [found[i] for i in range(len(pairs))]
+        return [scored[i] for i in range(len(pairs))]
 
     def _score_alone(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:
         """Context and continuation in one pass, padded on the right."""

@@ -22,8 +22,7 @@ import torch
 
 from common.command import require_packages
 from common.text import first_line
-from configure import Config
-from runtime import RunError, distributed
+from runtime import RunError
 
 if TYPE_CHECKING:  # an extra that other commands do not need
     from lm_eval.tasks import TaskManager
@@ -176,13 +175,6 @@ def load_tasks(
 
 
 # ---- scores
-
-
-def scoring_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What a run's model computes in when it is scored: on CUDA as in training, on a CPU float32."""
-    if device.type != "cuda":
-        return torch.float32
-    return distributed.pick_dtype(config.train.dtype, device, config.model.router)
 
 
 @contextmanager

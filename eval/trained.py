@@ -28,8 +28,10 @@ class Trained(NamedTuple):
     @property
     def label(self) -> str:
         """Name of the folder for results: step_00001000, step_00001000_mean5 or step_00001000_ema."""
-        suffix = f"_mean{self.average}" if self.average > 1 else "_ema" * self.ema
-        return checkpoint.folder_of("", self.step).name + suffix
+        name = checkpoint.folder_of("", self.step).name
+        if self.ema:
+            return f"{name}_ema"
+        return f"{name}_mean{self.average}" if self.average > 1 else name
 
     @property
     def mean(self) -> str:
@@ -54,6 +56,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+
+
 def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:
     """Load the model of a run folder.
 
@@ -72,44 +79,6 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
     if not (folder / "config.toml").is_file():
         raise RunError(explain_missing(folder))
     config = configure.load(folder / "config.toml")
-    _check_ema(folder, config, average, ema)
-    checkpoints = folder / "checkpoints"
-    steps, damaged = checkpoint.steps(checkpoints), checkpoint.damaged_steps(checkpoints)
-    if damaged and not steps:
-        raise RunError(
-            f"{folder}: all its checkpoints are damaged (steps {', '.join(map(str, damaged))}); restore a copy of one "
-            f"under its name, without .damaged, or train again"
-        )
-    if step is None and damaged and damaged[-1] > steps[-1]:
-        print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else f" of step {step}"
-        raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none yet'}; train it first"
-        )
-    step = steps[-1] if step is None else step
-    steps = [other for other in steps if other <= step]
-    if not 1 <= average <= len(steps):
-        raise RunError(
-            f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {step}; name 1 to {len(steps)}, "
-            f"or train with a larger train.keep_checkpoints"
-        )
-    model = GPT(config.model).eval().requires_grad_(False)
-    metadata = checkpoint.load_model(checkpoints, step, model, ema)
-    if average > 1:
-        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
-        for other in steps[-average:-1]:
-            checkpoint.load_model(checkpoints, other, model)
-            for name, tensor in model.state_dict().items():
-                sums[name] += tensor
-        model.load_state_dict({name: total / average for name, total in sums.items()})
-    if config.data.document_mask:
-        model.document_token = metadata["document_token"]
-    return Trained(model, config, step, average, metadata, ema)
-
-
-def _check_ema(folder: Path, config: configure.Config, average: int, ema: bool) -> None:
-    """Raise RunError if the running mean is asked for and the run has none, or another mean is asked for, too."""
     if ema and not config.train.ema_decay:
         raise RunError(
             f"--ema: {folder} has no EMA of its weights (train.ema_decay = 0); leave --ema out, use "
@@ -117,6 +86,44 @@ def _check_ema(folder: Path, config: configure.Config, average: int, ema: bool) 
         )
     if ema and average > 1:
         raise RunError(f"--ema with --average {average}: the weights can be one mean or the other; leave one out")
+    steps = _choose_steps(folder, step, average)
+    model = GPT(config.model).eval().requires_grad_(False)
+    metadata = checkpoint.load_model(folder / "checkpoints", steps[-1], model, ema)
+    if average > 1:
+        sums = {name: tensor.double() for name, tensor in model.state_dict().items()}
+        for other in steps[:-1]:
+            checkpoint.load_model(folder / "checkpoints", other, model)
+            for name, tensor in model.state_dict().items():
+                sums[name] += tensor
+        model.load_state_dict({name: total / average for name, total in sums.items()})
+    if config.data.document_mask:
+        model.document_token = metadata["document_token"]
+    return Trained(model, config, steps[-1], average, metadata, ema)
+
+
+def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
+    """The `average` checkpoints up to `step`, by default the last. Raises RunError if there are not that many."""
+    steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.damaged_steps(folder / "checkpoints")
+    if damaged and not steps:
+        raise RunError(
+            f"{folder}: all its checkpoints are damaged (steps {', '.join(map(str, damaged))}); restore a copy of one "
+            f"under its name, without .damaged, or train again"
+        )
+    if not steps or (step is not None and step not in steps):
+        wanted = "" if step is None else f" of step {step}"
+        raise RunError(
+            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none yet'}; train it first"
+        )
+    if step is None and damaged and damaged[-1] > steps[-1]:
+        print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
+    last = steps[-1] if step is None else step
+    steps = [other for other in steps if other <= last]
+    if not 1 <= average <= len(steps):
+        raise RunError(
+            f"--average {average}: {folder} has {len(steps)} checkpoint(s) up to step {last}; name 1 to {len(steps)}, "
+            f"or train with a larger train.keep_checkpoints"
+        )
+    return steps[-average:]
 
 
 def find_tokenizer(trained: Trained) -> Tokenizer:

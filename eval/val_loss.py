@@ -23,7 +23,6 @@ of the same data, split, stride and windows.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
@@ -43,8 +42,8 @@ from data.mixture import identify, list_sets, split_windows
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
-from eval.scoring import TOKENS
-from eval.trained import Trained, add_run_arguments, load_run, open_set
+from eval.scoring import TOKENS, scoring_dtype
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
 from runtime import RunError, distributed
@@ -70,6 +69,11 @@ class Corpus(NamedTuple):
     split: str | None = None  # None: a text file
     trained_on: bool = False  # the data set that the run was trained on, by sha256
 
+    @property
+    def is_validation(self) -> bool:
+        """Whether training has logged the loss of this set."""
+        return self.trained_on and self.split == "val"
+
 
 class Result(NamedTuple):
     """The losses of a Corpus."""
@@ -93,10 +97,10 @@ def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
         return [open_prepared(folders[0], trained, args)]
     count = trained.config.eval.windows
     shares = split_windows(count, weights, [count] * len(folders))
-    found = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
+    corpora = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
     identity = identify([read_meta(folder) for folder in folders], weights)
     same = all(trained.metadata.get(key) == sha256 for key, sha256 in identity.items())
-    return [corpus._replace(trained_on=same) for corpus in found]
+    return [corpus._replace(trained_on=same) for corpus in corpora]
 
 
 def open_prepared(
@@ -133,11 +137,11 @@ def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse
     for document in documents:
         rows.append(start + make_windows(len(document), block, args.stride or block))
         start += len(document)
-    windows, of = np.concatenate(rows), np.repeat(np.arange(len(rows)), [*map(len, rows)])
+    windows, numbers = np.concatenate(rows), np.repeat(np.arange(len(rows)), [*map(len, rows)])
     count = int(min(args.windows or math.inf, len(windows)))
     chosen = np.arange(count) if args.stride else spread_evenly(len(windows), count)
     tokens = Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size)
-    return Corpus(str(path), tokens, windows[chosen], of[chosen])
+    return Corpus(str(path), tokens, windows[chosen], numbers[chosen])
 
 
 def check_token_count(name: str | Path, count: int) -> None:
@@ -234,6 +238,12 @@ def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.d
     return summarize_losses(nats, windows[:, 1] - windows[:, 2], size, corpus.documents)
 
 
+def number_clusters(documents: np.ndarray) -> np.ndarray:
+    """(W,) labels from 0 on: of documents, or of windows where there are no two documents."""
+    labels = np.unique(documents, return_inverse=True)[1]
+    return labels if labels.any() else np.arange(len(documents))
+
+
 def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray) -> Result:
     """Loss over all windows, with the standard error of a ratio of two sums over documents.
 
@@ -244,9 +254,7 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
         documents: (W,) equal numbers for windows of one document; of a single one each window counts as one.
     """
     W, tokens, loss = len(nats), int(counts.sum()), float(nats.sum() / counts.sum())
-    labels = np.unique(documents, return_inverse=True)[1]
-    if not labels.any():
-        labels = np.arange(W)
+    labels = number_clusters(documents)
     rest, parts = np.bincount(labels, nats - loss * counts), np.bincount(labels, counts) / tokens
     stderr = math.sqrt((rest**2 / (1 - parts)).sum()) / tokens if W > 1 else math.nan
     bits = float(nats.sum() / math.log(2) / size) if size else math.nan
@@ -276,11 +284,10 @@ def describe_losses(
         mean = sum(part * result.loss for part, result in zip(sets.values(), results, strict=True))
         yield f"mean by the weights of the mixture: {mean:.4f}"
     if logged:
-        of_sets = [f"{name} {logged[f'val/{name}/loss']:.4f}" for name in sets if f"val/{name}/loss" in logged]
-        words = f"; {', '.join(of_sets)}" * bool(of_sets)
+        by_set = [f"{name} {logged[f'val/{name}/loss']:.4f}" for name in sets if f"val/{name}/loss" in logged]
+        losses = "; ".join([f"{logged['val/loss']:.4f}", *([", ".join(by_set)] if by_set else [])])
         count = len(logged.get("val/window_losses", ())) or "?"
-        loss, step = f"{logged['val/loss']:.4f}{words}", f"{trained.step:,}"
-        yield f"logged in training at step {step}: {loss} ({count} windows, no overlap)"
+        yield f"logged in training at step {trained.step:,}: {losses} ({count} windows, no overlap)"
 
 
 def read_results(path: Path) -> dict[tuple, dict]:
@@ -308,29 +315,32 @@ def window_count(text: str) -> float:
     return math.inf if text == "all" else int(text)
 
 
-def evaluate_run(args: argparse.Namespace) -> None:
-    """Score all data, print the table and write val_loss.json. Raises ValueError and OSError."""
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    config, model = trained.config, trained.model
+def score_run(args: argparse.Namespace, trained: Trained, tokenizer: Tokenizer) -> tuple[list[Corpus], list[Result]]:
+    """Open what is to be scored, all of it before any of it is scored. Raises ValueError and OSError."""
+    config = trained.config
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
         raise ValueError(f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)")
-    file = args.run / "eval" / trained.label / "val_loss.json"
-    lines = read_results(file)
     if args.data:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
         corpora = open_own(trained, args)
     device = distributed.pick_device(args.device)
-    dtype = torch.float32
-    if device.type == "cuda":
-        dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
-    model, lengths = model.to(device), token_lengths(tokenizer)
-    results = [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
+    dtype = scoring_dtype(config, device)
+    model, lengths = trained.model.to(device), token_lengths(tokenizer)
+    return corpora, [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
+
+
+def evaluate_run(args: argparse.Namespace) -> None:
+    """Score all data, print the table and write val_loss.json. Raises ValueError and OSError."""
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
+    lines = read_results(file)
+    corpora, results = score_run(args, trained, tokenizer)
     mean = f", {trained.mean}" if trained.mean else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
     logged = {}
-    if any(corpus.trained_on and corpus.split == "val" for corpus in corpora):
+    if any(corpus.is_validation for corpus in corpora):
         logged = read_logged(args.run, trained.step, trained.ema)
     for text in describe_losses(trained, corpora, results, logged):
         print(text)
@@ -342,18 +352,17 @@ def evaluate_run(args: argparse.Namespace) -> None:
         line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
         line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
         key = f"val/{Path(corpus.name).name}/loss" if config.data.mix else "val/loss"
-        line |= {"logged": logged.get(key) if corpus.trained_on and corpus.split == "val" else None}
+        line["logged"] = logged.get(key) if corpus.is_validation else None
         lines[tuple(line[key] for key in KEY)] = line
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines.values()))
     print(file)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.val_loss", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = build_parser("eval.val_loss", __doc__)
     add_run_arguments(parser)
     parser.add_argument(
         "--data",
@@ -371,16 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the run's eval.windows)",
     )
     parser.add_argument("--text-field", default="text", help="of rows of JSON and parquet (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        evaluate_run(args)
-    except BrokenPipeError:  # an OSError that is for run_command
-        raise
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    add_device_argument(parser)
+    evaluate_run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from model import parameter_shapes
 from runtime import RunError, distributed, initial, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
-from runtime.task_scores import TaskScores, open_tasks
 from runtime.tracker import require_tensorboard
+
+ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 
 
 class Plan(NamedTuple):
@@ -33,7 +35,7 @@ class Plan(NamedTuple):
     memory: memory.Memory  # estimated bytes on each rank
     initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
-    tasks: TaskScores | None  # eval.tasks
+    tasks: ScoreTasks | None  # eval.tasks
     document_token: int | None  # that begins a document, with data.document_mask
 
     @property
@@ -73,8 +75,12 @@ class Plan(NamedTuple):
                 )
 
 
-def preflight(config: Config) -> Plan:
+def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None = None) -> Plan:
     """Read, check and plan a run, without changing anything on disk or on a device.
+
+    Args:
+        config: checked settings.
+        open_tasks: `eval.in_loop.open_tasks`; needed with eval.tasks.
 
     Raises:
         RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
@@ -120,6 +126,13 @@ def preflight(config: Config) -> Plan:
         memory=needed,
         initial_weights=None if last_step or branch else initial.read_initial_weights(config),
         branch=branch,
-        tasks=open_tasks(config),
+        tasks=_open_tasks(config, open_tasks),
         document_token=metas[0].tokenizer["eot"] if config.data.document_mask else None,
     )
+
+
+def _open_tasks(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None) -> ScoreTasks | None:
+    if not config.eval.task_names:
+        return None
+    assert open_tasks, "train(…, open_tasks=eval.in_loop.open_tasks) is needed with eval.tasks"
+    return open_tasks(config)

@@ -28,8 +28,8 @@ def evaluate(state: TrainState, plan: Plan, step: int, ranks: Ranks, stop: Stop)
         if of_mean is None:
             return None
         values |= {name.replace("val/", "val_ema/"): of_mean[name] for name in of_mean if name.endswith("/loss")}
-    if values is not None and plan.tasks and plan.tasks.is_due(step):
-        scores = plan.tasks.measure(state.model, ranks, stop, plan.sharded)
+    if values is not None and plan.tasks:
+        scores = plan.tasks(state.model, step, ranks, stop, plan.sharded)
         values = None if scores is None else values | scores
     return values
 

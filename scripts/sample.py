@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from common.command import run_command
+from common.command import build_parser, command, run_command
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, check_prompt_length, generate
-from eval.trained import add_run_arguments, load_run
+from eval.trained import add_device_argument, add_run_arguments, load_run
 from model import GPT
 from runtime import distributed
 
@@ -35,7 +35,8 @@ def print_continuations(
         for text, token in zip(texts, tokens, strict=True):
             if token is not None:
                 count += 1
-                text += [token] * (token != end)
+                if token != end:
+                    text.append(token)
         if len(prompts) == 1:
             text = tokenizer.decode(texts[0]).rstrip("\ufffd")  # a character waits for its last byte
             if len(text) > len(printed):
@@ -66,11 +67,10 @@ def answer_prompts(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, p
             print(f"error: {error}", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.sample", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = build_parser("scripts.sample", __doc__)
     add_run_arguments(parser)
     parser.add_argument("--prompt", nargs="+", default=[], help='texts to continue, "" for the start of a document')
     parser.add_argument("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
@@ -84,25 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ignore-end", action="store_true", help="continue after the end of the document")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+    add_device_argument(parser)
     args = parser.parse_args(argv)
-    try:
-        params = SamplingParams(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-        params.check()
-        if args.tokens < 1:
-            raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
-        trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-        for prompt in args.prompt:
-            check_prompt_length(tokenizer.encode(prompt), trained.config.model.block_size)
-        model = trained.model.to(distributed.pick_device(args.device))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    params.check()
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    for prompt in args.prompt:
+        check_prompt_length(tokenizer.encode(prompt), trained.config.model.block_size)
+    model = trained.model.to(distributed.pick_device(args.device))
     if args.prompt:
         print_continuations(model, tokenizer, args.prompt, args, params)
     else:
         answer_prompts(model, tokenizer, args, params)
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from configure import Config
 from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
-from eval.routing.__main__ import main as routing
+from eval.routing import main as routing
 from eval.scoring import Scorer
 from eval.trained import load_model
 from model import GPT, parameter_shapes

@@ -1,11 +1,13 @@
 """eval/downstream.py and eval/harness.py: against HFLM, the harness' own client, and as a command."""
 
 import json
+import math
 import os
 import random
 import shutil
 from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
 from conftest import WORDS as BASIC
@@ -14,14 +16,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
 from runs import meet_in, modules_in, start_ranks
+from test_generation import small_model
 from test_scoring import MARGIN, assert_same_scores, by_hand
-from test_scripts import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import configure
 import train
 from data.tokenizer import ByteTokenizer
-from eval import downstream
+from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.scoring import Scorer
 from runtime import distributed, folder
@@ -71,14 +73,6 @@ def words(rng, count):
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-def assert_same(client, other, pairs, name):
-    """Equal log-likelihoods and greedy flags of two clients; returns the flags. Ours comes first."""
-    hand = [by_hand(client.scorer.model, [*text.encode()] or [256], [*answer.encode()]) for text, answer in pairs]
-    got, wanted = (ask(one, "loglikelihood", pairs) for one in (client, other))
-    assert_same_scores(got, wanted, [margin for *_, margin in hand], name)
-    return {greedy for _, greedy in wanted}
-
-
 @pytest.mark.numerics
 def test_loglikelihoods_equal_hflms(clients):
     """With contexts that are shared, unshared, empty, only spaces, or too long, and the model's own next token."""
@@ -91,19 +85,10 @@ def test_loglikelihoods_equal_hflms(clients):
         with torch.no_grad():
             best = theirs.model(torch.tensor([[*context.encode()][-32:]])).logits[0, -1].argmax().item()
         pairs += [(context, chr(best))] if 33 <= best < 127 else []
-    assert assert_same(ours, theirs, pairs, "GPT-2") == {True, False}
-
-
-@pytest.mark.numerics
-def test_exported_moe_scores_like_the_run(run, tmp_path):
-    trained, tokenizer = export_run(run, tmp_path / "export")
-    with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
-    theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
-    rng = random.Random(SEED + 2)
-    pairs = [(words(rng, rng.randint(1, 7)), " " + rng.choice(WORDS)) for _ in range(30)]
-    pairs += [(context, f" {letter}") for context, _ in pairs[:5] for letter in "abcd"]
-    assert_same(Adapter(Scorer(trained.model), tokenizer), theirs, pairs, "kern")
+    hand = [by_hand(ours.scorer.model, [*text.encode()] or [256], [*answer.encode()]) for text, answer in pairs]
+    got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
+    assert_same_scores(got, wanted, [margin for *_, margin in hand], "GPT-2")
+    assert {greedy for _, greedy in wanted} == {True, False}
 
 
 @pytest.mark.numerics
@@ -143,34 +128,30 @@ def test_sampled_continuations_depend_only_on_the_seed(clients):
 
 def test_answer_without_a_token_is_refused(clients, monkeypatch):
     ours = clients[1]
-    with pytest.raises(ValueError, match="an empty answer after 'so' cannot be scored; correct the task"):
+    with pytest.raises(ValueError, match="empty answer after 'so' .* correct the task"):
         ask(ours, "loglikelihood", [("so", "")])
     monkeypatch.setattr(ours.tokens, "encode", lambda text: [1] * ((len(text) + 1) // 2), raising=False)
-    with pytest.raises(ValueError, match="'e' after 'abc' shares its only token with the context, so no token is left"):
+    with pytest.raises(ValueError, match="'e' after 'abc' shares its only token .* put a space"):
         ask(ours, "loglikelihood", [("abc", "e")])
 
 
-def test_prompt_keeps_half_the_block(clients, capsys):
-    ours = clients[1]
-    request = ours.parse_request("maps " * 20, {"until": [], "max_gen_toks": 256})
+def test_options_of_a_request(clients, capsys):
+    """At most half of the block is new; sampling options count with do_sample alone."""
+
+    def parse(text="a", **options):
+        return clients[1].parse_request(text, {"until": [], "max_gen_toks": 12, **options})
+
+    text = "kestrels dance above bees"
+    assert parse(text).prompt == [*text.encode()][-20:] and not capsys.readouterr().out
+    request = parse("maps " * 20, max_gen_toks=256)
     assert (len(request.prompt), request.max_new_tokens) == (16, 16)
     assert "256 new tokens are asked for, 16 are generated" in capsys.readouterr().out
-    text = "kestrels dance above bees"
-    assert ours.parse_request(text, {"until": [], "max_gen_toks": 12}).prompt == [*text.encode()][-20:]
-    assert ours.parse_request("", {"until": ["\n", ""]})[2:] == ([256], ["\n"])
-
-
-def test_options_of_a_request(clients):
-    ours = clients[1]
-
-    def params(**options):
-        return ours.parse_request("a", {"until": [], "max_gen_toks": 4, **options}).params
-
-    assert params() == params(temperature=0.7, do_sample=False) == (0, 0, 1.0, 1.0)
-    drawn = params(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.5)
-    assert drawn == (0.7, 5, 0.9, 1.5) and params(do_sample=True) == (1.0, 0, 1.0, 1.0)
+    assert parse("", until=["\n", ""])[2:] == ([256], ["\n"])
+    assert parse().params == parse(temperature=0.7, do_sample=False).params == (0, 0, 1.0, 1.0)
+    drawn = parse(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.5).params
+    assert drawn == (0.7, 5, 0.9, 1.5) and parse(do_sample=True).params == (1.0, 0, 1.0, 1.0)
     with pytest.raises(ValueError, match="--top-p"):
-        params(do_sample=True, top_p=2.0)
+        parse(do_sample=True, top_p=2.0)
 
 
 def test_text_ends_at_the_first_stop_sequence(clients, monkeypatch):
@@ -225,36 +206,43 @@ def results(run, label="step_00000004"):
     return json.loads((run / "eval" / label / "results.json").read_text())
 
 
-def test_six_tasks_from_local_files(run, tmp_path, capsys, monkeypatch):
-    tasks, asked = write_tasks(tmp_path / "tasks", 4), []
-    score = Adapter._loglikelihood_tokens
+# Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer, its place.
+RIGHT = {
+    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb", 1),
+    "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
+    "hellaswag": ("Hop: He{i} He", " is.", 1),
+    "piqa": ("Question: Go {i}\nAnswer:", " walk", 0),
+    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i", 3),
+    "winogrande": ("A{i} d", " b", 1),
+}
 
-    def record(adapter, requests, **options):
-        asked.append(requests)
-        return score(adapter, requests, **options)
 
-    monkeypatch.setattr(Adapter, "_loglikelihood_tokens", record)
-    assert call(run, "--tasks-dir", tasks) == 0
-    found, out = results(run), capsys.readouterr().out
-    assert [*found["results"]] == [*downstream.TASKS] and found["step"] == 4
-    assert found["average"] == pytest.approx(sum(one["acc"] for one in found["results"].values()) / 6)
-    assert (
-        f"| average |  | {found['average']:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
-    )
-    assert all(one["documents"] == 4 and "acc_stderr" in one for one in found["results"].values())
-
-    (requests,) = [batch for batch in asked if batch[0][0][0].startswith("Question: Q0")]
-    trained, tokenizer = downstream.load_run(run)
-    right = 0
-    for i in range(4):
-        values = []
-        for answer in ("a", "bb", f"c{i}", "d"):
-            context, continuation = tokenizer.encode(f"Question: Q{i}?\nAnswer:"), tokenizer.encode(f" {answer}")
-            assert ((f"Question: Q{i}?\nAnswer:", f" {answer}"), context, continuation) in requests
-            values.append(by_hand(trained.model, context, continuation)[0])
-        assert sorted(values)[-1] - sorted(values)[-2] > MARGIN
-        right += values[1] == max(values)
-    assert found["results"]["arc_easy"]["acc"] == right / 4
+@pytest.mark.numerics
+def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
+    """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and command."""
+    folder = write_tasks(tmp_path / "tasks", 4)
+    assert call(run, "--tasks-dir", folder) == 0
+    report, out = results(run), capsys.readouterr().out
+    assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
+    mean = sum(values["acc"] for values in report["results"].values()) / 6
+    assert report["average"] == pytest.approx(mean)
+    assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    export_run(run, tmp_path / "export")
+    with modules_in(tmp_path / "modules"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
+    manager = tasks.build_task_manager(RIGHT)
+    specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
+    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000)
+    for name, (context, answer, place) in RIGHT.items():
+        ours, samples = report["results"][name], theirs["samples"][name]
+        for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
+            assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
+        asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
+        assert [sample["arguments"][place] for sample in samples] == asked and ours["documents"] == 4
+        bits = [-sample["resps"][place][0][0] / math.log(2) / len(answer) for sample in samples]
+        got, wanted = (torch.tensor(value, dtype=torch.float64) for value in (ours["bits_per_byte"], sum(bits) / 4))
+        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
 
 
 @pytest.fixture
@@ -274,17 +262,21 @@ def evaluated(monkeypatch):
     return names
 
 
+def keep_lines(file, count):
+    """Cut a file to its first lines, without a new time, as rsync and tar leave it."""
+    time = file.stat().st_mtime_ns
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:count]))
+    os.utime(file, ns=(time, time))
+
+
 def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
-    tasks = write_tasks(tmp_path / "tasks")
-    assert call(run, "--tasks-dir", tasks) == 0 and evaluated == [*downstream.TASKS]
-    assert call(run, "--tasks-dir", tasks) == 0 and len(evaluated) == 6
+    folder, other = write_tasks(tmp_path / "tasks"), write_tasks(tmp_path / "other", 2)
+    assert call(run, "--tasks-dir", folder) == 0 and evaluated == [*downstream.TASKS]
+    assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
-    time = (tasks / "piqa.jsonl").stat().st_mtime_ns
-    (tasks / "piqa.jsonl").write_text("\n".join((tasks / "piqa.jsonl").read_text().splitlines()[:5]) + "\n")
-    os.utime(tasks / "piqa.jsonl", ns=(time, time))  # as rsync and tar leave it
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
+    keep_lines(folder / "piqa.jsonl", 5)
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
     assert results(run)["results"]["piqa"]["documents"] == 5 and results(run)["average"] == 0.5
-    other = write_tasks(tmp_path / "other", 2)
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
@@ -294,56 +286,48 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
 
 def test_changed_local_file_is_read_again(run, tmp_path):
     """The harness' own cache would take a changed file of the same time for the old one."""
-    tasks, counts = write_tasks(tmp_path / "tasks"), []
-    time = (tasks / "piqa.jsonl").stat().st_mtime_ns
+    folder = write_tasks(tmp_path / "tasks")
     for lines in (6, 5):
-        (tasks / "piqa.jsonl").write_text("\n".join((tasks / "piqa.jsonl").read_text().splitlines()[:lines]) + "\n")
-        os.utime(tasks / "piqa.jsonl", ns=(time, time))
-        assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
-        counts.append(results(run)["results"]["piqa"]["documents"])
-    assert counts == [6, 5]
+        keep_lines(folder / "piqa.jsonl", lines)
+        assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
+        assert results(run)["results"]["piqa"]["documents"] == lines
 
 
-def test_each_checkpoint_and_trial_has_a_folder(run, tmp_path, evaluated):
-    tasks = write_tasks(tmp_path / "tasks", 2)
-    for options in (["--limit", 2], ["--checkpoint", 2], ["--average", 2], ["--num-fewshot", 1], []):
-        assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", *options) == 0
+def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
+    folder, keys = write_tasks(tmp_path / "tasks", 2), {}
     labels = ["step_00000002", "step_00000004"] + [f"step_00000004_{end}" for end in ("1shot", "limit2", "mean2")]
+    options = [["--checkpoint", 2], [], ["--num-fewshot", 1], ["--limit", 2], ["--average", 2]]
+    about = [[2, 1, 0, None], [4, 1, 0, None], [4, 1, 1, None], [4, 1, 0, 2], [4, 2, 0, None]]
+    for label, more, values in zip(labels, options, about, strict=True):
+        assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
+        found = results(run, label)
+        assert [found[key] for key in ("step", "averaged_checkpoints", "num_fewshot", "limit")] == values
+        assert (found["dtype"], found["source"]) == ("float32", str(folder))
+        keys[label] = found["weights"]
     assert sorted(path.name for path in (run / "eval").iterdir()) == labels and len(evaluated) == 5
-    keys = ("step", "averaged_checkpoints", "num_fewshot", "limit")
-    found = [[results(run, label)[key] for key in keys] for label in labels]
-    assert found == [[2, 1, 0, None], [4, 1, 0, None], [4, 1, 1, None], [4, 1, 0, 2], [4, 2, 0, None]]
+    last = keys.pop("step_00000004")
+    assert keys["step_00000004_1shot"] == keys["step_00000004_limit2"] == last  # the same weights
+    assert len({last, keys["step_00000002"], keys["step_00000004_mean2"]}) == 3
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
-
-
-def test_key_is_of_the_weights_and_the_source(run, tmp_path):
-    def key(step=4, average=1, dtype=torch.float32, source=None):
-        return downstream.result_key(run, downstream.load_run(run, step, average)[0], dtype, source)
-
-    first = key()
-    others = [key(2), key(4, 2), key(dtype=torch.float16), key(source=tmp_path)]
-    assert first == key() and all(other != first for other in others)
-    weights = [one["weights"] for one in (first, *others[:2])]
-    assert len(set(weights)) == 3 and first["source"] == "hub" and others[3]["source"] == str(tmp_path)
     shutil.rmtree(run / "checkpoints/step_00000002")
-    assert key() == first  # of the checkpoints evaluated alone
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5  # not part of the key
 
 
 def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     """Tasks done before are kept, also those of another command meanwhile."""
-    tasks, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
+    folder, evaluate = write_tasks(tmp_path / "tasks", 2), downstream.score_task
 
     def interrupted(*given):
         if evaluated == ["sciq"]:
             monkeypatch.setattr(downstream, "score_task", evaluate)
-            assert call(run, "--tasks-dir", tasks, "--tasks", "winogrande") == 0
+            assert call(run, "--tasks-dir", folder, "--tasks", "winogrande") == 0
             raise KeyboardInterrupt
         return evaluate(*given)
 
     monkeypatch.setattr(downstream, "score_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa")
-    assert call(run, "--tasks-dir", tasks, "--tasks", "sciq", "piqa") == 0
+        call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
     assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == ["piqa", "sciq", "winogrande"]
 
 
@@ -373,11 +357,11 @@ def test_generation_is_the_same_on_two_ranks(clients, tmp_path):
 
 @pytest.mark.integration
 def test_results_are_the_same_on_two_ranks(run, tmp_path):
-    tasks = write_tasks(tmp_path / "tasks", 9)
-    assert call(run, "--tasks-dir", tasks) == 0
+    folder = write_tasks(tmp_path / "tasks", 9)
+    assert call(run, "--tasks-dir", folder) == 0
     alone = results(run)
     (run / "eval").rename(run / "alone")
-    arguments = [str(run), "--tasks-dir", str(tasks)]
+    arguments = [str(run), "--tasks-dir", str(folder)]
     ends = [rank.wait(120) for rank in start_ranks(2, evaluate_as_a_rank, str(tmp_path / "meeting"), arguments)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
@@ -396,54 +380,49 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
 
     started = []
     monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: started.append(id) or Fake())
-    tasks = write_tasks(tmp_path / "tasks", 2)
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0 and not kept
+    folder = write_tasks(tmp_path / "tasks", 2)
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0 and not kept
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    assert call(run, "--tasks-dir", tasks, "--tasks", "piqa") == 0
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
     for less in (["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
-        assert call(run, "--tasks-dir", tasks, "--tasks", "piqa", *less) == 0
+        assert call(run, "--tasks-dir", folder, "--tasks", "piqa", *less) == 0
     ((values, name, head, rows, step),) = kept
     assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2} and started == [None]
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
 
 
 def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
+    import datasets
+
     def error(*arguments):
         assert call(*arguments) == 2
         said = capsys.readouterr().err.strip()
         assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
         return said.splitlines()[-1]
 
-    tasks = write_tasks(tmp_path / "tasks", 2)
-    assert "--limit at least 1" in error(run, "--limit", 0)
-    assert "not a run" in error(tmp_path, "--tasks-dir", tasks)
-    assert "no checkpoint of step 3" in error(run, "--tasks-dir", tasks, "--checkpoint", 3)
-    (tasks / "sciq.jsonl").write_text('{"support": "", "question": ""}\n')
-    assert "sciq.jsonl: no correct_answer, distractor1, distractor2" in error(run, "--tasks-dir", tasks)
-    (tasks / "sciq.jsonl").write_text("nonsense\n")
-    assert "sciq.jsonl: not JSON lines" in error(run, "--tasks-dir", tasks)
-    (tasks / "sciq.jsonl").unlink()
-    assert "sciq.jsonl: missing; --tasks-dir" in error(run, "--tasks-dir", tasks)
-    good = (tasks / "piqa.jsonl").read_text()
-    (tasks / "piqa.jsonl").write_text(good + good[:30] + "\n")
-    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", tasks, "--tasks", "piqa")
-
+    folder = write_tasks(tmp_path / "tasks", 2)
+    assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(run, "--num-fewshot", -1)
+    assert "not a run" in error(tmp_path, "--tasks-dir", folder)
+    for text, message in (
+        ('{"support": "", "question": ""}\n', "sciq.jsonl: no correct_answer, distractor1, distractor2"),
+        ("nonsense\n", "sciq.jsonl: not JSON lines"),
+    ):
+        (folder / "sciq.jsonl").write_text(text)
+        assert message in error(run, "--tasks-dir", folder)
+    (folder / "sciq.jsonl").unlink()
+    assert "sciq.jsonl: missing; --tasks-dir" in error(run, "--tasks-dir", folder)
+    with (folder / "piqa.jsonl").open("a") as file:
+        file.write('{"goal": "x\n')
+    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", folder, "--tasks", "piqa")
     (run / "eval").rename(run / "kept")
     (run / "eval").touch()
-    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", tasks, "--tasks", "arc_easy")
+    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", folder, "--tasks", "arc_easy")
     (run / "eval").unlink()
-    said = error(run, "--tasks-dir", tasks, "--tasks", "arc_easy", "--num-fewshot", 9)
+    said = error(run, "--tasks-dir", folder, "--tasks", "arc_easy", "--num-fewshot", 9)
     assert "arc_easy: lm-evaluation-harness failed" in said and "lower --num-fewshot" in said
-    odd = write_tasks(tmp_path / "ev[1]*", 2)
+    odd = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
     assert call(run, "--tasks-dir", odd, "--tasks", "piqa") == 0
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert "not a run" in error(tmp_path, "--tasks-dir", odd)  # of a second node
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("LOCAL_RANK")
-
-    import datasets
 
     def offline(*args, **options):
         raise ConnectionError("Couldn't reach 'allenai/sciq' on the Hub")
@@ -453,29 +432,37 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     assert "hub (ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "--tasks-dir FOLDER" in said
 
 
-def test_table_of_results_with_gaps(tiny):
-    tasks = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
-    tasks["gsm8k"] = {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.25, "documents": 2}
-    head, rows = downstream.tabulate_results(tasks, tiny())
-    assert rows[0] == ["group", "", "0.2500", "", "", "", ""]
-    assert rows[1:3] == [["text", "3", "", "", "", "", ""], ["text: nll", "", "1.0000 ± 0.1000", "", "", "", ""]]
-    assert rows[4] == ["gsm8k: exact_match,strict-match", "", "0.5000 ± 0.2500", "", "", "", ""]
-    assert {len(row) for row in rows} == {len(head)}
+@pytest.mark.parametrize("ranks, lines", [(("8", "0"), 1), (("0", "0"), 1), (("3", "3"), 0)])
+def test_an_error_is_printed_once_per_node(ranks, lines, tmp_path, capsys, monkeypatch):
+    for name, value in zip(("RANK", "LOCAL_RANK"), ranks, strict=True):
+        monkeypatch.setenv(name, value)
+    assert call(tmp_path) == 2 and len(capsys.readouterr().err.splitlines()) == lines
 
 
-def test_table_has_each_accuracy_in_its_column_and_the_mean_of_acc():
+def test_table_of_results():
+    """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other metrics below."""
     config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
     same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
     same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
-    results = {task: same | {"acc": 0.1 * i} for i, task in enumerate(downstream.TASKS)}
-    head, rows = downstream.tabulate_results(results, config)
+    six = {task: same | {"acc": 0.1 * i} for i, task in enumerate(downstream.TASKS)}
+    head, rows = downstream.tabulate_results(six, config)
     assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
     assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500", "0.5000", "0.7089"]
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     unprinted = configure.load(REPO_ROOT / "config/350m.toml", ["model.router=kern-mc"])
-    assert downstream.tabulate_results(results, unprinted)[1][3][-1] == ""
-    del results["sciq"]
-    assert downstream.mean_accuracy(results) is None and len(downstream.tabulate_results(results, config)[1]) == 5
+    assert downstream.tabulate_results(six, unprinted)[1][3][-1] == ""
+    del six["sciq"]
+    assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
+    gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    gaps["gsm8k"] = {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.25, "documents": 2}
+    rows = downstream.tabulate_results(gaps, config)[1]
+    assert [row[:3] for row in rows] == [
+        ["group", "", "0.2500"],
+        ["text", "3", ""],
+        ["text: nll", "", "1.0000 ± 0.1000"],
+        ["gsm8k", "2", ""],
+        ["gsm8k: exact_match,strict-match", "", "0.5000 ± 0.2500"],
+    ]
 
 
 def test_unknown_task(tmp_path):

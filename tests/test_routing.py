@@ -1,4 +1,4 @@
-"""eval/routing: counts against loops over tokens, measures by hand, agreement, and the command."""
+"""eval/routing.py: counts against loops over tokens, measures by hand, agreement, and the command."""
 
 import itertools
 import json
@@ -15,14 +15,13 @@ from numerics import assert_near, seeded, tolerance
 from runs import column
 
 import configure
-import eval.routing.__main__ as routing
 import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
-from eval.routing import counts as routing_counts
-from eval.routing import page, pictures
-from eval.routing.counts import compare_choices, count_routing, describe_layer, record_routing, shuffled_baseline
+from eval import routing
+from eval.routing import compare_choices, count_routing, describe_layer, record_routing, shuffled_baseline
+from eval.trained import load_model
 from model import GPT
 from router import ROUTERS, Routing
 from runtime.metrics import read_metrics
@@ -64,12 +63,12 @@ def near(found, wanted, length, name):
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", MIXTURES)
 def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
-    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)  # two windows a batch
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)  # two windows a batch
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")
     idx = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
     often = Counter(idx.ravel().tolist())
     least = sorted(often.values())[len(often) // 2]
-    monkeypatch.setattr(routing_counts, "MIN_COUNT", least)
+    monkeypatch.setattr(routing, "MIN_COUNT", least)
     counted, ids, seen = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
     layers = [describe_layer(layer, ids, seen, ByteTokenizer()) for layer in counted]
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
@@ -123,8 +122,8 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
 
 
 def test_gates_are_kept_of_a_bounded_sample_of_tokens(tiny, monkeypatch):
-    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
-    monkeypatch.setattr(routing_counts, "GATE_TOKENS", 50)
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(routing, "GATE_TOKENS", 50)
     model, tokens = tiny_model(tiny)
     layers, *_ = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
     assert [torch.cat(layer.gates, 1).shape for layer in layers] == [(2, 48)] * 2  # 8 of 64 in each of 6 batches
@@ -134,8 +133,8 @@ def test_gates_are_kept_of_a_bounded_sample_of_tokens(tiny, monkeypatch):
 @pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
 def test_long_windows_go_in_pairs(number, sizes, tiny, monkeypatch):
     """Chance needs a second window, even where one window is more than BATCH_TOKENS."""
-    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 16)
-    monkeypatch.setattr(routing_counts, "MIN_COUNT", 1)
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 16)
+    monkeypatch.setattr(routing, "MIN_COUNT", 1)
     model, tokens = tiny_model(tiny)
     hidden, rows = model.hidden, []
     monkeypatch.setattr(model, "hidden", lambda idx: (rows.append(len(idx)), hidden(idx))[1])
@@ -153,18 +152,19 @@ def test_chance_is_another_window_and_position():
 
 def test_measures_by_hand():
     together = np.array([[4, 3, 1, 0], [3, 6, 3, 0], [1, 3, 4, 0], [0, 0, 0, 0]])  # 7 tokens, two experts each
-    shares = routing_counts.coactivation_shares(together)
+    shares = routing.coactivation_shares(together)
     assert np.isnan(shares.diagonal()).all() and np.isnan(shares[3]).all()
     assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
-    assert routing_counts.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
+    assert routing.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
-    assert routing_counts.vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
+    assert routing.vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
     e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
-    assert routing_counts.divergence_from_text(rows) == pytest.approx([e0, e1])
-    assert routing_counts.divergence_from_text(np.array([[2, 0], [3, 0]])).tolist() == [0, 0]  # all tokens; no token
+    assert routing.divergence_from_text(rows) == pytest.approx([e0, e1])
+    absent = np.array([[2, 0], [3, 0], [0, 0]])  # the second expert took no token, and no token is rare
+    assert routing.divergence_from_text(absent).tolist() == [0, 0]
     ids, counts = np.array([101, 103]), np.array([4, 4])
-    (found,) = routing_counts.find_tokens(rows[:, 1], ids, counts, 10, ByteTokenizer())
+    (found,) = routing.find_tokens(rows[:, 1], ids, counts, 10, ByteTokenizer())
     assert found == {"id": 103, "text": "g", "share": 4 / 6, "lift": pytest.approx(4 / 6 / 0.4)}
 
 
@@ -181,24 +181,13 @@ def test_matching_is_the_best_of_all_permutations(E):
             assert found[key] == pytest.approx(best / counts.sum())
 
 
-def test_partners_are_put_side_by_side():
-    """Three groups of experts, and one without a token, which comes last."""
-    group = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 9])
-    lift = np.where(group[:, None] == group, 2.0, -9.0)
-    lift[9], lift[:, 9] = np.nan, np.nan
-    np.fill_diagonal(lift, np.nan)
-    order = pictures.order_by_similarity(lift)
-    assert sorted(order) == list(range(10)) and order[-1] == 9
-    assert (np.diff(group[order[:-1]]) != 0).sum() == 2
-
-
-def agreement_of(model, other, tokens, top_k=2):
-    layers, _, _ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
-    return [compare_choices(layer.agreement.numpy(), top_k) for layer in layers]
+def agreement_of(model, other, tokens):
+    layers, *_ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    return [compare_choices(layer.agreement.numpy(), top_k=2) for layer in layers]
 
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
-    monkeypatch.setattr(routing_counts, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
     softmax = "model.router=softmax"  # no ties, which go to the lower number
     model, tokens = tiny_model(tiny, 0, softmax)
     for layer in agreement_of(model, model, tokens):
@@ -225,7 +214,7 @@ def test_independent_choices_agree_by_chance():
     E, K, N = 16, 4, 8192
 
     def compare(mine, theirs):
-        counts = routing_counts.LayerCounts(E, 1, 1, torch.device("cpu"))
+        counts = routing.LayerCounts(E, 1, 1, torch.device("cpu"))
         routings = (Routing(torch.ones(N, K), experts, *torch.ones(2, N, E)) for experts in (mine, theirs))
         first, second = routings
         counts.add(first, torch.zeros(32, N // 32, dtype=torch.int64), second)
@@ -243,37 +232,36 @@ def test_independent_choices_agree_by_chance():
     assert found["same_number"] == found["matched"] == pytest.approx(0.5 + 0.5 * K / E, abs=0.01)
 
 
-def test_command_writes_the_page_of_two_checkpoints(made, capsys, monkeypatch):
-    monkeypatch.setattr("scripts.report.figures.DPI", 30)
+def test_command_compares_two_checkpoints(made, capsys):
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
     said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"
-    assert f"192 tokens; {out}/routing.md" in said
-    assert "| layer | busiest |" in said and "| layer | same number | matched | beyond chance |" in said
-    found = json.loads((out / "routing.json").read_text())
+    assert f"192 tokens; a page with pictures: python -m scripts.draw {out}/routing.json" in said
+    assert "agreement with kern, step_00000002" in said and "beyond chance" in said
+    report = json.loads((out / "routing.json").read_text())
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
-    assert [layer["loads"] for layer in found["layers"]] == logged  # what training saw in the same six windows
-    assert (found["step"], found["windows"], found["tokens"], found["router"]) == (4, 6, 192, "kern")
-    for layer in found["agreement"]:
-        assert layer["same_number_by_chance"] < layer["same_number"] <= layer["matched"] < 1
-    text, names = (out / "routing.md").read_text(), sorted(file.stem for file in out.glob("*.png"))
-    assert names == ["coactivation", "loads"]
-    assert all(f"({name}.png)" in text for name in names) and "{" not in text
-    assert "# Routing of kern at step 4" in text and "## Agreement with kern, step_00000002" in text
-    assert (out / "routing.html").read_text().count("data:image/png") == 2
+    assert [layer["loads"] for layer in report["layers"]] == logged  # what training saw in the same six windows
+    assert (report["step"], report["windows"], report["tokens"], report["router"]) == (4, 6, 192, "kern")
+    assert (report["top_k"], report["average"], report["other"]) == (2, 1, "kern, step_00000002")
+    models = [load_model(run, step).model for step in (4, 2)]
+    tokens = open_tokens(report["data"], "val")
+    layers, *_ = count_routing(*models, tokens=tokens, indices=fixed_windows(tokens, 32, 6))
+    for found, layer in zip(report["agreement"], layers, strict=True):
+        assert found["layer"] in (0, 1) and found["same_number"] <= found["matched"] < 1
+        assert found["same_number"] == layer.agreement[0].trace().item() / (192 * 2)
+        assert found["same_number_by_chance"] < found["same_number"]
 
 
-def test_command_takes_another_set_and_a_mean(made, corpus, monkeypatch):
-    monkeypatch.setattr(pictures, "plot_routing", lambda found, out: None)
-    monkeypatch.setattr(page, "build_page", lambda found: [("p", f"{found['average']} {found['checkpoint']}")])
+def test_command_takes_another_set_and_a_mean(made, corpus):
     words = [str(made / "kern"), "--average", "2", "--windows", "99", "--data", "tiny"]
     assert routing.main(words) == 0
-    assert routing.main([*words[:-1], str(corpus / "tiny")]) == 0
-    out = made / "kern/eval/step_00000004_mean2/routing"
-    found = json.loads((out / "routing.json").read_text())
-    assert found["windows"] == len(fixed_windows(open_tokens(found["data"], "val"), 32, 99)) < 99
-    assert found["tokens"] == 32 * found["windows"] and "agreement" not in found
-    assert (out / "routing.md").read_text() == "2 step_00000004_mean2\n"
+    file = made / "kern/eval/step_00000004_mean2/routing/routing.json"
+    by_name = file.read_text()
+    assert routing.main([*words[:-1], str(corpus / "tiny")]) == 0 and file.read_text() == by_name
+    report = json.loads(by_name)
+    assert report["windows"] == len(fixed_windows(open_tokens(report["data"], "val"), 32, 99)) < 99
+    assert report["tokens"] == 32 * report["windows"] and "agreement" not in report
+    assert (report["average"], report["mean"]) == (2, "mean of 2 checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +286,7 @@ def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
                 patch.setattr(ByteTokenizer, "hash", tokenizer)
                 write_ids(made / name, [120] * length, [120] * length)
     if "--windows 2" in words:
-        monkeypatch.setattr(routing_counts, "MIN_COUNT", 65)
+        monkeypatch.setattr(routing, "MIN_COUNT", 65)
         message = message.replace("10", "65")
     assert routing.main(words.format(runs=made).split()) == 2
     said = capsys.readouterr()
@@ -306,21 +294,10 @@ def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
     assert re.search(message, said.err), said.err
 
 
-def test_tokens_are_shown_in_quotes():
-    texts = (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30)
-    expected = ["' the'", r"'\n\t'", "#7", r"'\x00'", "'é'", "'" + "x" * 19 + "…'"]
-    assert [page.format_token({"text": text, "id": 7}) for text in texts] == expected
-    token = {"id": 42, "text": " **", "share": 0.5, "lift": 2.0}
-    expert = {"nats": 1.0, "nats_by_chance": 0.25, "tokens": [token]}
-    idle = {"nats": 9.0, "nats_by_chance": 0.0, "tokens": []}
-    table = page.build_token_table({"layers": [{"layer": 1, "loads": [99, 1], "experts": [expert, idle]}]})
-    assert table[2] == [["1, 0", "1.98", "0.75", "' ∗∗' 50% 2.0×", *[""] * 5]]  # the rare one is left out
-
-
 def test_agreement_table_is_scaled_by_chance():
     layer = {"layer": 0, "same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
     other = layer | {"layer": 1, "matched": 1.0, "matched_by_chance": 1.0}
-    rows = page.build_agreement({"agreement": [layer, other]})[2]
+    _, rows = routing.summarize_agreement({"agreement": [layer, other]})
     assert rows == [["0", "50% (25%)", "70% (40%)", "0.50"], ["1", "50% (25%)", "100% (100%)", "-"]]
 
 
@@ -329,7 +306,7 @@ def test_summary_table():
     layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
     layer |= {"zero_gates": 0.125, "gate_sum": gates, "gate_norm": gates | {"0.5": 0.2}}
     layer |= {"vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
-    _, head, (row,) = page.build_summary({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
+    head, (row,) = routing.summarize_layers({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
     assert head[:7] == ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates"]
     assert row[:7] == ["3", "2.00", "3", "5.0", "4.0", "1.386", "12.50%"]
     assert head[7:] == ["sum", "norm", "vocabulary", "partner"]

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from test_scripts import small_model
+from test_generation import small_model
 
-from eval.routing.counts import record_routing
+from eval.routing import record_routing
 from eval.scoring import CACHED, Score, Scorer, make_batches, split_group
 
 MARGIN = 1e-3  # of logits and router scores: more than rounding can change, so ranks are certain

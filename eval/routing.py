@@ -1,29 +1,46 @@
-"""Count what routers decide over validation windows, and measure what the counts show about each layer.
+"""What the experts of a trained run do, layer by layer, over fixed validation windows.
 
-N tokens, E experts, K chosen per token, U tokens of the vocabulary that are common enough to be counted one by one.
-Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060, Sec. 5).
+    python -m eval.routing runs/quickstart-kern                                   loads, pairs, tokens, gates
+    python -m eval.routing runs/quickstart-kern --other runs/quickstart-softmax   and where two runs agree
+    python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
 
-The chance level is measured too: everything is counted a second time with each token's choices taken from another
-token of another window. That keeps how often each token and each expert occurs, and removes how they are related.
+Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
+earlier call; `python -m scripts.draw FILE` makes a page with pictures of it. Computed in float32, in memory that does
+not grow with --windows. A comparison needs requirements-report.txt.
+
+Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060, Sec. 5). The chance
+level is measured too: everything is counted a second time with each token's choices taken from another token of another
+window. That keeps how often each token and each expert occurs, and removes how they are related.
+
+Shapes: N tokens, E experts, K chosen per token, U tokens of the vocabulary that are common enough to be counted one by
+one.
 """
 
+import argparse
 import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
-from scipy.special import entr, rel_entr
 from torch import Tensor
 
+from common.command import build_parser, command, require_packages, run_command
+from common.files import write_atomic
 from common.progress import progress_bar
+from common.text import text_table
 from data.bins import Tokens
 from data.loader import windows
 from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation
 from model import GPT
-from router import Router, Routing, entropy, expert_loads, token_distribution
+from router import ROUTERS, Router, Routing, entropy, expert_loads, token_distribution
+from runtime import distributed
+
+COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
@@ -171,7 +188,9 @@ def divergence_from_text(rows: np.ndarray) -> np.ndarray:
 
     Σ_x P(x|e) ln(P(x|e) / P(x)); 0 for an expert without tokens.
     """
-    return rel_entr(rows / np.maximum(rows.sum(0), 1), rows.sum(1, keepdims=True) / rows.sum()).sum(0)
+    of_expert, of_text = rows / np.maximum(rows.sum(0), 1), rows.sum(1, keepdims=True) / rows.sum()
+    ratio = of_expert / np.maximum(of_text, 1e-300)  # 0 for a token that does not occur
+    return (of_expert * np.log(np.where(ratio > 0, ratio, 1))).sum(0)
 
 
 def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
@@ -180,12 +199,14 @@ def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
     `same_number` is the share of a token's experts with equal numbers in both; `matched` the same after the best
     one-to-one renumbering of the other model's experts, `matching` (E,).
     """
-    found: Described = {"matching": linear_sum_assignment(agreement[0], maximize=True)[1].tolist()}
+    from scipy.optimize import linear_sum_assignment
+
+    layer: Described = {"matching": linear_sum_assignment(agreement[0], maximize=True)[1].tolist()}
     for counts, suffix in zip(agreement, ("", "_by_chance"), strict=True):
-        found[f"same_number{suffix}"] = float(counts.trace() * top_k / counts.sum())
+        layer[f"same_number{suffix}"] = float(counts.trace() * top_k / counts.sum())
         matched = counts[linear_sum_assignment(counts, maximize=True)]
-        found[f"matched{suffix}"] = float(matched.sum() * top_k / counts.sum())
-    return found
+        layer[f"matched{suffix}"] = float(matched.sum() * top_k / counts.sum())
+    return layer
 
 
 def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, tokenizer: Tokenizer) -> Described:
@@ -198,7 +219,7 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
         "loads": loads,
         "load_imbalance": loads.max() / loads.mean(),
         "dead_experts": (loads == 0).sum(),
-        "load_entropy": entr(loads / loads.sum()).sum(),
+        "load_entropy": torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
         "entropy": counts.entropy.item() / N,
         "zero_gates": counts.zero_gates.item() / loads.sum(),
         "coactivation": together,
@@ -227,12 +248,115 @@ def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, to
     lift = chose / load / (seen / N)
     gain = chose * np.log(np.maximum(lift, 1))
     return [
-        {
-            "id": ids[row],
-            "text": tokenizer.decode([ids[row]]),
-            "share": chose[row] / load,
-            "lift": lift[row],
-        }
+        {"id": ids[row], "text": tokenizer.decode([ids[row]]), "share": chose[row] / load, "lift": lift[row]}
         for row in np.argsort(-gain, kind="stable")[:SHOWN]
         if gain[row] > 0
     ]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
+    """The run and, if asked for, the one to compare it with. Raises ValueError."""
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    models = [trained]
+    if args.other or args.other_checkpoint is not None:
+        require_packages("scipy")
+        models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
+    for model in models:
+        if ROUTERS[model.config.model.router] is None:
+            raise ValueError(
+                f"{model.config.run.name} is dense and has no router; name a run with another model.router"
+            )
+    for other in models[1:]:
+        names = f"{trained.config.run.name} and {other.config.run.name} cannot be compared"
+        for key in COMPARABLE:
+            mine, theirs = getattr(trained.config.model, key), getattr(other.config.model, key)
+            if mine != theirs:
+                raise ValueError(f"{names}: model.{key} is {mine} and {theirs}; name a run with {mine}")
+        if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
+            raise ValueError(f"{names}: they have different tokenizers; name a run with the same")
+    return models, tokenizer
+
+
+def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
+    """The content of routing.json, and the folder it belongs in. Raises ValueError and OSError."""
+    device = distributed.pick_device(args.device)
+    models, tokenizer = load_models(args)
+    trained, *others = models
+    config, folders = trained.config, trained.data_folders
+    if args.data:
+        by_name = Path(config.data.dir, args.data)
+        folders = [by_name if by_name.is_dir() and not Path(args.data).is_dir() else Path(args.data)]
+    data = str(folders[0]) if len(folders) == 1 else config.data.label
+    tokens, indices, *_ = open_validation(trained, folders, args.windows)
+    if len(indices) < 2:
+        raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
+    layers, ids, seen = count_routing(*(model.model.to(device) for model in models), tokens=tokens, indices=indices)
+    numbered = list(enumerate(layers, config.model.n_dense_layer))
+    report: Described = {"run": config.run.name, "checkpoint": trained.label, "step": trained.step}
+    report |= {"average": trained.average, "mean": trained.mean, "router": config.model.router}
+    report |= {"top_k": config.model.top_k, "data": data, "windows": len(indices), "tokens": layers[0].tokens}
+    report |= {"min_count": MIN_COUNT, "torch": torch.__version__}
+    report["layers"] = [{"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered]
+    for other in others:
+        report["other"] = f"{other.config.run.name}, {other.label}"
+        report["agreement"] = [
+            {"layer": n} | compare_choices(layer.agreement.cpu().numpy(), config.model.top_k) for n, layer in numbered
+        ]
+    name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
+    return report, args.run / "eval" / trained.label / name
+
+
+def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of one line per layer; the page of scripts.draw explains the columns."""
+    head = ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates", "sum", "norm"]
+    rows = []
+    for layer in report["layers"]:
+        row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
+        row += [f"{math.exp(layer['load_entropy']):.1f}", f"{math.exp(layer['entropy']):.1f}"]
+        row += [f"{layer['entropy']:.3f}", f"{layer['zero_gates']:.2%}"]
+        for quantiles in (layer["gate_sum"], layer["gate_norm"]):
+            row.append(f"{quantiles['0.5']:.3g} [{quantiles['0.05']:.3g}, {quantiles['0.95']:.3g}]")
+        rows.append([*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))])
+    return [*head, "vocabulary", "partner"], rows
+
+
+def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of how far two models agree, one line per layer."""
+    rows = []
+    for layer in report["agreement"]:
+        chance = layer["matched_by_chance"]
+        beyond = f"{(layer['matched'] - chance) / (1 - chance):.2f}" if chance < 1 else "-"
+        rows.append([f"{layer['layer']}", _with_chance(layer, "same_number"), _with_chance(layer, "matched"), beyond])
+    return ["layer", "same number", "matched", "beyond chance"], rows
+
+
+def _with_chance(layer: Described, key: str) -> str:
+    return f"{layer[key]:.0%} ({layer[f'{key}_by_chance']:.0%})"
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = build_parser("eval.routing", __doc__)
+    add_run_arguments(parser)
+    parser.add_argument("--other", type=Path, metavar="RUN", help="a run to compare with")
+    parser.add_argument(
+        "--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)"
+    )
+    parser.add_argument("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
+    parser.add_argument("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
+    add_device_argument(parser)
+    report, folder = measure_routing(parser.parse_args(argv))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "routing.json", json.dumps(report) + "\n")
+    print(f"{text_table(*summarize_layers(report))}\n")
+    if "agreement" in report:
+        print(f"agreement with {report['other']}\n{text_table(*summarize_agreement(report))}\n")
+    print(f"{report['tokens']:,} tokens; a page with pictures: python -m scripts.draw {folder}/routing.json")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,52 +1,44 @@
 """Scores on tasks while a run trains (eval.tasks): those of eval.downstream, of HFLM, and by hand; and bad input."""
 
-import json
 import math
 import random
 import subprocess
 import sys
 from types import SimpleNamespace
 
-import lm_eval
 import numpy as np
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
-from numerics import assert_near, tolerance
-from runs import REPO_ROOT, column, end, meet_in, metrics, modules_in, run, start_ranks
-from test_downstream import DOCUMENTS, results, write_tasks
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from runs import REPO_ROOT, column, end, meet_in, metrics, start_ranks
+from test_downstream import DOCUMENTS, RIGHT, results, write_tasks
 
 import configure
 import train
 from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
 from eval.harness import Adapter
+from eval.in_loop import open_tasks
 from eval.scoring import Scorer
 from model import GPT, count_parameters, parameter_shapes
-from runtime import RunError, distributed, memory, task_scores
+from runtime import RankError, RunError, distributed, memory
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
 from runtime.signals import Stop
-from scripts.export.__main__ import export_run
 from scripts.plan import main as plan_main
 
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
-# What the harness asks of document i of DOCUMENTS for its right answer, and that answer.
-RIGHT = {
-    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb"),
-    "arc_challenge": ("Question: R{i}?\nAnswer:", " z"),
-    "hellaswag": ("Hop: He{i} He", " is."),
-    "piqa": ("Question: Go {i}\nAnswer:", " walk"),
-    "sciq": ("S\nQuestion: T{i}?\nAnswer:", " i"),
-    "winogrande": ("A{i} d", " b"),
-}
 
 
 @pytest.fixture
 def folder(tmp_path):
     return write_tasks(tmp_path / "tasks", 5)
+
+
+def run(config):
+    train.train(config, open_tasks=open_tasks)
+    return metrics(config)
 
 
 def scored(folder, names=DOCUMENTS, *more):
@@ -69,7 +61,7 @@ def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
 
     lines = (folder / "arc_easy.jsonl").read_text().replace("bb", "b\u00e9")
     (folder / "arc_easy.jsonl").write_text(lines, "utf-8")
-    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9")}
+    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9", 1)}
     manager = tasks.build_task_manager(DOCUMENTS)
     specs = {name: tasks.write_task_spec(manager, name, folder, tmp_path) for name in DOCUMENTS}
     model = SimpleNamespace(config=SimpleNamespace(block_size=64), head=torch.zeros(1))
@@ -77,7 +69,7 @@ def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
     for name, loaded in tasks.load_tasks(manager, specs, folder).items():
         for limit in (None, 3):
             found = tasks.score_task(name, loaded, client, limit=limit)[name]
-            context, answer = right[name]
+            context, answer, _ = right[name]
             bits = [-likelihood(context.replace("{i}", str(i)), answer) / math.log(2) for i in range(limit or 5)]
             wanted = [one / len(answer.encode()) for one in bits]
             mean = sum(wanted) / len(wanted)
@@ -128,28 +120,6 @@ def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder)
     assert bare == other.lines
 
 
-@pytest.mark.numerics
-def test_scores_are_those_of_hflm(tiny, folder, tmp_path):
-    """The harness' own client, on the exported checkpoint of the last step; bits from its samples."""
-    config = tiny(*LONG, *scored(folder, ["arc_easy", "sciq"], "eval.task_limit=4"))
-    line = run(config)[-1]
-    export_run(path_of(config), tmp_path / "export")
-    manager = tasks.build_task_manager(["arc_easy"])
-    specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in ("arc_easy", "sciq")]
-    with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
-    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
-    found = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, limit=4, bootstrap_iters=0)
-    for name, choice in (("arc_easy", 1), ("sciq", 3)):
-        assert line[f"tasks/{name}/acc"] == found["results"][name]["acc,none"]
-        samples, answer = found["samples"][name], RIGHT[name][1]
-        assert len(samples) == 4 and all(sample["arguments"][choice][1] == answer for sample in samples)
-        bits = [-sample["resps"][choice][0][0] / math.log(2) / len(answer) for sample in samples]
-        wanted = torch.tensor(sum(bits) / 4, dtype=torch.float64)
-        got = torch.tensor(line[f"tasks/{name}/bits_per_byte"], dtype=torch.float64)
-        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
-
-
 def test_random_numbers_go_on_after_scores_as_if_there_were_none():
     def draw():
         return random.random(), np.random.rand(), torch.rand(()).item()
@@ -169,30 +139,36 @@ def test_random_numbers_go_on_after_scores_as_if_there_were_none():
     assert draw() == wanted
 
 
-def test_stopped_between_tasks_nothing_is_scored(tiny, folder):
-    config = tiny(*LONG, *scored(folder, ["sciq", "piqa"]))
-    found, model = task_scores.open_tasks(config), GPT(config.model)
-    stop = Stop()
-    assert {*found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False)} >= {"tasks/piqa/acc"}
-    stop.asked = True
-    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None and model.training
+@pytest.mark.parametrize("first", ["before", "within a task", "after a task"])
+def test_scores_are_left_out_once_asked_to_stop(tiny, folder, monkeypatch, first):
+    scores, model = open_tasks(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
+    assert {*scores(model, 0, ONE_RANK, Stop())} >= {"tasks/piqa/acc"} and model.training
+    batches, stop, state = [], Stop(), random.getstate()
+    score_columns, score_task = Scorer._score_columns, tasks.score_task
 
+    def score_batch(*given):
+        batches.append(given)
+        stop.asked = first == "within a task"
+        return score_columns(*given)
 
-def test_stopped_within_a_task_its_other_batches_are_left_out(tiny, folder, monkeypatch):
-    config = tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))
-    found, model, stop, rows = task_scores.open_tasks(config), GPT(config.model), Stop(), []
-    score = Scorer._score_columns
-
-    def stop_after_one(scorer, x, *rest):
-        rows.append(len(x))
+    def score_one(name, *given, **options):
+        results = score_task(name, *given, **options)
         stop.asked = True
-        return score(scorer, x, *rest)
+        return results
 
     monkeypatch.setattr("eval.scoring.make_batches", lambda groups, *_: ([group] for group in groups))
-    monkeypatch.setattr(Scorer, "_score_columns", stop_after_one)
-    state = random.getstate()
-    assert found.measure(model, Ranks(0, 1, torch.device("cpu")), stop, sharded=False) is None
-    assert len(rows) == 1 and model.training and random.getstate() == state
+    monkeypatch.setattr(Scorer, "_score_columns", score_batch)
+    if first == "after a task":
+        monkeypatch.setattr(tasks, "score_task", score_one)
+    stop.asked = first == "before"
+    assert scores(model, 0, ONE_RANK, stop) is None and model.training and random.getstate() == state
+    assert len(batches) == {"before": 0, "within a task": 1, "after a task": 5}[first]
+
+
+def test_scores_are_due_at_multiples_and_at_the_end(tiny, folder):
+    config = tiny(*LONG, *scored(folder, ["piqa"], "eval.interval=2", "eval.task_interval=6", "train.max_steps=8"))
+    scores, model = open_tasks(config), GPT(config.model)
+    assert [bool(scores(model, step, ONE_RANK, Stop())) for step in range(9)] == [n in (0, 6, 8) for n in range(9)]
 
 
 def test_scores_in_words():
@@ -201,16 +177,21 @@ def test_scores_in_words():
     assert describe_scores({"val/loss": 1.0}) == ""
 
 
-def test_training_without_tasks_imports_no_harness():
-    code = "import sys, train; assert not {'lm_eval', 'transformers', 'eval'} & {*sys.modules}, sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
+@pytest.mark.integration
+def test_training_imports_eval_for_tasks_alone(tiny_file, folder):
+    code = "import sys, train; train.main(sys.argv[1:]); assert ('eval' in sys.modules) == ('tasks' in sys.argv[-1])"
+    for name, more in (("with", scored(folder, ["piqa"])), ("without", [])):
+        words = [str(tiny_file), f"--run.name={name}", "--model.block_size=64", *(f"--{word}" for word in more[::-1])]
+        subprocess.run([sys.executable, "-c", code, *words], cwd=REPO_ROOT, check=True)
+        lines = (tiny_file.parent / "runs" / name / "metrics.jsonl").read_text()
+        assert ("tasks/piqa/acc" in lines) == (name == "with")
 
 
 def be_a_rank(file, folder):
     for parallel in ("ddp", "zero2", "fsdp"):
         where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
         meet_in(file.parent / f"{parallel}.store")
-        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2))
+        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2), open_tasks=open_tasks)
 
 
 @pytest.mark.integration
@@ -232,10 +213,10 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 def be_a_rank_of_two_one_of_which_stops(file, folder):
     meet_in(file.parent / "stop.store")
     config = configure.load(file, [*LONG, "train.micro_batch_size=4", *scored(folder, ["hellaswag", "piqa"])], 2)
-    found, model, stop = task_scores.open_tasks(config), GPT(config.model), Stop()
+    found, model, stop = open_tasks(config), GPT(config.model), Stop()
     with distributed.process_group(torch.device("cpu"), 1) as ranks:
         stop.asked = ranks.rank == 1
-        assert found.measure(model, ranks, stop, sharded=False) is None
+        assert found(model, 0, ranks, stop) is None
 
 
 @pytest.mark.integration
@@ -266,25 +247,30 @@ def test_memory_plan_counts_gathered_weights(tiny, call):
 
 
 def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch):
-    def refused(message, *overrides):
+    def refused(message, name):
         with pytest.raises(RunError, match=message):
-            train.train(tiny(*overrides))
+            train.train(tiny(*scored(folder, [name])), open_tasks=open_tasks)
         assert not path_of(tiny()).exists()
 
-    refused("eval.tasks: task sciqq: no such task; nearest: sciq", *scored(folder, ["sciqq"]))
+    monkeypatch.setattr("eval.tasks.build_task_manager", lambda names, build=tasks.build_task_manager: build(["sciq"]))
+    refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
     (folder / "sciq.jsonl").unlink()
-    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", *scored(folder, ["sciq"]))
+    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", "sciq")
     (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
-    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", *scored(folder, ["piqa"]))
+    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", "piqa")
     monkeypatch.setattr("common.command.find_spec", lambda name: None)
-    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", *scored(folder, ["piqa"]))
+    refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RunError) as caught:  # of another rank of a node: its first one speaks for all
+        train.train(tiny(*scored(folder, ["piqa"])), open_tasks=open_tasks)
+    assert not isinstance(caught.value, RankError)
 
 
 def test_a_later_document_that_lacks_a_column_is_said_before_the_first_step(tiny, folder):
     with (folder / "sciq.jsonl").open("a") as file:
         file.write('{"question": "x"}\n')
     with pytest.raises(RunError, match="^sciq: lm-evaluation-harness failed .*; a document may lack a column: see"):
-        train.train(config := tiny(*scored(folder, ["sciq"])))
+        train.train(config := tiny(*scored(folder, ["sciq"])), open_tasks=open_tasks)
     assert not metrics(config)
 
 
@@ -292,25 +278,13 @@ def test_names_of_tasks_in_a_config(tiny, tiny_file):
     for given in ('["sciq", "piqa"]', "sciq,piqa", "sciq, piqa,sciq,"):
         config = tiny(f"eval.tasks={given}")
         assert config.eval.task_names == ["sciq", "piqa"]
-        assert configure.load(tiny_file, [f"eval.tasks={config.eval.tasks}"]) == config
-    with tiny_file.open("a") as file:
-        file.write('[sweep]\n"run.seed" = [0, 1]\n')
-    text = tiny_file.read_text().replace("windows = 6", 'windows = 6\ntasks = ["sciq", "piqa"]')
-    tiny_file.write_text(text)
-    assert configure.load(tiny_file, ["run.seed=0"]).eval.task_names == ["sciq", "piqa"]
-    assert len(configure.sweep_points(tiny_file, ["run.name="])) == 2
+        tiny_file.with_name("config.toml").write_text(configure.dumps(config))
+        assert configure.load(tiny_file.with_name("config.toml")) == config
+    text = tiny_file.read_text()
     for wrong in ("[1, 2]", "[sciq", "3"):
-        tiny_file.write_text(text.replace('["sciq", "piqa"]', wrong))
+        tiny_file.write_text(text.replace("windows = 6", f"windows = 6\ntasks = {wrong}"))
         with pytest.raises(configure.ConfigError):
-            configure.load(tiny_file, ["run.seed=0"])
+            tiny()
     tiny_file.write_text(text)
-    message = r"eval.task_interval = 3 is not a multiple of eval.interval = 2.*--eval.task_interval=4"
-    with pytest.raises(configure.ConfigError, match=message):
-        configure.load(tiny_file, ["run.seed=0", "eval.task_interval=3"])
-
-
-def test_config_of_a_run_holds_its_tasks(tiny, tiny_file):
-    config = tiny('eval.tasks=["sciq", "piqa"]')
-    own = tiny_file.with_name("config.toml")
-    own.write_text(configure.dumps(config))
-    assert configure.load(own) == config and json.loads(json.dumps(config.model_dump())) == config.model_dump()
+    with pytest.raises(configure.ConfigError, match=r"task_interval = 3 is not a multiple of .*--eval.task_interval=4"):
+        tiny("eval.tasks=sciq", "eval.task_interval=3")

@@ -1,4 +1,4 @@
-"""scripts/: sample."""
+"""eval/generation.py and scripts/sample.py: how tokens are drawn, cached passes against full ones, the command."""
 
 import math
 import re

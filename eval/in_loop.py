@@ -1,6 +1,6 @@
 """Scores on tasks of lm-evaluation-harness while a run trains (eval.tasks), by the code of eval.downstream.
 
-This is the one place where training uses the package eval: it is imported only for a run that asks for tasks.
+train.py imports this file only for a run that asks for tasks, and gives `open_tasks` to `train`.
 """
 
 import io
@@ -13,6 +13,8 @@ import torch
 from configure import Config
 from data.bins import open_tokenizer
 from data.tokenizer import Tokenizer
+from eval import tasks
+from eval.scoring import Interrupted, Scorer, scoring_dtype
 from model import GPT
 from runtime import RankError, RunError, distributed
 from runtime.distributed import Ranks
@@ -21,12 +23,10 @@ from runtime.signals import Stop
 
 
 class TaskScores:
-    """The tasks of a run, loaded with their documents."""
+    """The tasks of a run, loaded with their documents. Called at each evaluation."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Check and load the tasks. Raises ValueError: the harness, a task or its documents are missing."""
-        from eval import tasks
-
         self.config, self.tokenizer, names = config, tokenizer, config.eval.task_names
         folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
         options = tasks.Options("task", "eval.tasks_dir")
@@ -36,16 +36,14 @@ class TaskScores:
         specs = {name: tasks.write_task_spec(manager, name, folder, self._scratch.name) for name in names}
         self.loaded = tasks.load_tasks(manager, specs, folder, options)
 
-    def is_due(self, step: int) -> bool:
-        """Whether the evaluation at `step` scores tasks; the last one does."""
-        every = self.config.eval.task_interval
-        return not every or step % every == 0 or step == self.config.train.max_steps
-
-    def measure(self, model: GPT, ranks: Ranks, stop: Stop, sharded: bool) -> dict[str, float] | None:
-        """Score the model. Every rank calls it; random numbers of training stay as they are.
+    def __call__(
+        self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False
+    ) -> dict[str, float] | None:
+        """Score the model after `step` steps. Every rank calls it; random numbers of training stay as they are.
 
         Args:
             model: on its device. It is left in training mode.
+            step: an evaluation that no multiple of eval.task_interval has scores nothing, but for the last one.
             ranks: this rank; documents are split across all.
             stop: whether this rank is asked to stop; looked at between batches and tasks.
             sharded: whether ranks hold parts of its weights. Each gathers the full weights then, as generation with a
@@ -54,41 +52,40 @@ class TaskScores:
         Returns:
             {`tasks/NAME/acc`, `tasks/NAME/bits_per_byte`, …}, or None if any rank is asked to stop meanwhile.
         """
-        from eval import tasks
-        from eval.harness import Adapter
-        from eval.scoring import Interrupted, Scorer
-
+        if step % (self.config.eval.task_interval or 1) and step != self.config.train.max_steps:
+            return {}
         scored = gather_model(model) if sharded else model
-        dtype = tasks.scoring_dtype(self.config, ranks.device)
         scored.eval()
-        scorer = Scorer(scored, dtype, ranks, is_stopped=lambda: stop.asked)
-        adapter, values, interrupted = Adapter(scorer, self.tokenizer), {}, False
+        try:
+            return self._score_all(scored, ranks, stop)
+        except Interrupted:  # on every rank alike
+            return None
+        finally:
+            model.train()
+
+    def _score_all(self, model: GPT, ranks: Ranks, stop: Stop) -> dict[str, float] | None:
+        from eval.harness import Adapter
+
+        dtype, values = scoring_dtype(self.config, ranks.device), {}
+        adapter = Adapter(Scorer(model, dtype, ranks, is_stopped=lambda: stop.asked), self.tokenizer)
         for name, loaded in self.loaded.items():
             # Blocks stay as they are compiled, for the shape of training; the harness' progress bars are hidden.
-            try:
-                with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
-                    found = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
-            except Interrupted:  # on every rank alike
-                interrupted = True
-                break
-            for task, metrics in found.items():
+            with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
+                results = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
+            for task, metrics in results.items():
                 shown = {key: value for key, value in metrics.items() if "stderr" not in key and value is not None}
                 values |= {f"tasks/{task}/{key}": value for key, value in shown.items()}
-            interrupted = distributed.any_rank([stop.asked], ranks)[0]
-            if interrupted:
-                break
-        model.train()
-        return None if interrupted else values
+            if distributed.any_rank([stop.asked], ranks)[0]:
+                return None
+        return values
 
 
-def open_tasks(config: Config) -> TaskScores | None:
-    """The tasks of eval.tasks, for the tokenizer of the run's data; None if there are none.
+def open_tasks(config: Config) -> TaskScores:
+    """The tasks of eval.tasks, for the tokenizer of the run's data.
 
     Raises:
         RunError: lm-evaluation-harness, a task or its documents are missing.
     """
-    if not config.eval.task_names:
-        return None
     try:
         return TaskScores(config, open_tokenizer(config.data.folders[0]))
     except ValueError as error:

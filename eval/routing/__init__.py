@@ -1,1 +1,0 @@
-"""Analyse what the routers of a trained run do: python -m eval.routing."""

@@ -1,0 +1,140 @@
+"""scripts/draw.py: the page and pictures of a routing.json, the pictures of a theory.json."""
+
+import json
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from router import ROUTERS
+from scripts import draw
+from scripts.report.style import STYLES, style
+
+GATES = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
+
+
+def make_layer(number, loads, tokens=()):
+    """A layer's entry of routing.json, of independent experts."""
+    together = np.minimum.outer(loads, loads) // 2
+    np.fill_diagonal(together, loads)
+    experts = [{"nats": 1.0 - 0.1 * e, "nats_by_chance": 0.25, "tokens": [*tokens]} for e in range(len(loads))]
+    layer = {"layer": number, "loads": loads, "load_imbalance": 1.5, "dead_experts": loads.count(0), "entropy": 1.0}
+    layer |= {"load_entropy": 1.0, "zero_gates": 0.25, "gate_sum": GATES, "gate_norm": GATES, "experts": experts}
+    layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25, "coactivation": together.tolist()}
+    return layer | {"strongest_partner": 0.5, "strongest_partner_by_chance": 0.25}
+
+
+@pytest.fixture
+def report():
+    tokens = [{"id": 42, "text": " **", "share": 0.5, "lift": 2.0}]
+    layers = [make_layer(1, [30, 20, 6, 0], tokens), make_layer(2, [14, 14, 14, 14])]
+    agreement = {"same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
+    about = {"run": "kern", "checkpoint": "step_00001000", "step": 1000, "average": 1, "mean": "", "router": "kern"}
+    about |= {
+        "top_k": 2,
+        "data": "data/<b>",
+        "windows": 6,
+        "tokens": 28,
+        "min_count": 10,
+        "torch": "2",
+        "layers": layers,
+    }
+    return about | {"other": "kern, step_00000500", "agreement": [agreement | {"layer": n} for n in (1, 2)]}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures drawn, which stay open."""
+    drawn = {}
+    monkeypatch.setattr("scripts.report.figures.save_figure", lambda figure, path: drawn.update({path.stem: figure}))
+    yield drawn
+    plt.close("all")
+
+
+def draw_file(tmp_path, content):
+    (tmp_path / "file.json").write_text(json.dumps(content))
+    return draw.main([str(tmp_path / "file.json")])
+
+
+def test_page_of_a_routing_report(report, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("scripts.report.figures.DPI", 30)
+    assert draw_file(tmp_path, report) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "routing.md"), str(tmp_path / "routing.html")]
+    text = (tmp_path / "routing.md").read_text()
+    assert text.startswith("# Routing of kern at step 1,000\n") and "{" not in text and "&lt;b>" in text
+    assert "2 layers of 4 experts, 2 per token; 6 validation windows" in text and "28 tokens" in text
+    assert "| 1 | 1.50 | 1 |" in text and "| 1, 1 | 1.43 | 0.65 | ' ∗∗' 50% 2.0× |" in text
+    assert "| 1, 2 |" in text and "| 1, 3 |" not in text  # an expert with less than a tenth of the mean load
+    assert "## Agreement with kern, step_00000500" in text and "| 2 | 50% (25%) | 70% (40%) | 0.50 |" in text
+    assert "(loads.png)" in text and "(coactivation.png)" in text
+    assert (tmp_path / "routing.html").read_text().count("data:image/png") == 2
+    del report["agreement"]
+    assert draw_file(tmp_path, report | {"mean": "mean of 2 checkpoints"}) == 0
+    text = (tmp_path / "routing.md").read_text()
+    assert "Agreement" not in text and "2 per token, mean of 2 checkpoints;" in text
+
+
+def test_tokens_are_shown_in_quotes():
+    texts = (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30, "`")
+    expected = ["' the'", r"'\n\t'", "#7", r"'\x00'", "'é'", "'" + "x" * 19 + "…'", "'ˋ'"]
+    assert [draw.format_token({"text": text, "id": 7}) for text in texts] == expected
+
+
+def test_loads_and_pairs_are_relative_to_the_layer(report, figures):
+    loads = draw.plot_loads(report).axes[0]
+    assert loads.images[0].get_array().tolist()[1] == [0.0] * 4
+    assert loads.images[0].get_array()[0, 0] == pytest.approx(np.log2(30 / 14))
+    assert loads.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
+    assert [label.get_text() for label in loads.get_yticklabels()] == ["1", "2"]
+    pairs = draw.plot_coactivation(report)
+    image = np.ma.filled(pairs.axes[1].images[0].get_array(), np.nan)
+    assert image[0, 1] == pytest.approx(np.log2(7 / 14 / (14 / 28))) and np.isnan(image.diagonal()).all()
+    assert [axes.get_title() for axes in pairs.axes[:2]] == ["layer 1", "layer 2"]
+    first = np.ma.filled(pairs.axes[0].images[0].get_array(), np.nan)
+    assert np.isnan(first[3]).all() and np.isnan(first).sum() == 4 + 6  # the idle expert comes last
+    plt.close("all")
+
+
+def test_partners_are_put_side_by_side():
+    """Three groups of experts, and one without a token, which comes last."""
+    group = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 9])
+    lift = np.where(group[:, None] == group, 2.0, -9.0)
+    lift[9], lift[:, 9] = np.nan, np.nan
+    np.fill_diagonal(lift, np.nan)
+    order = draw.order_by_similarity(lift)
+    assert sorted(order) == list(range(10)) and order[-1] == 9
+    assert (np.diff(group[order[:-1]]) != 0).sum() == 2
+
+
+def test_lines_are_exact_and_markers_measured(tmp_path, figures):
+    curves = {"kern": [(1, 2.0, 2.5, 0.25), (2, 3.0, 3.5, 0.5)], "only measured": [(1, None, 7.0, 0.0)]}
+    panel = {"title": "title", "xlabel": "x", "ylabel": "y", "yscale": "log", "curves": curves}
+    claims = {"variance": {"rows": [], "panels": [panel]}, "family": {"rows": [], "panels": []}}
+    assert draw_file(tmp_path, {"claims": claims}) == 0
+    assert [*figures] == ["theory-variance"]
+    (axes,) = figures["theory-variance"].axes
+    lines = [line.get_ydata().tolist() for line in axes.lines]
+    assert [2.0, 3.0] in lines and [2.5, 3.5] in lines and lines[-4:] == [[7.0]] * 4
+    bars = axes.containers[0][2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[2.0, 3.0], [2.5, 4.5]]  # two standard errors
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x", "y")
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*curves]
+    assert axes.lines[0].get_color() == STYLES["kern"][0]
+
+
+@pytest.mark.parametrize("content", [[], {}, {"run": 1}])
+def test_another_file_is_refused(tmp_path, capsys, content):
+    assert draw_file(tmp_path, content) == 2
+    assert "not written by eval.routing or eval.theory" in capsys.readouterr().err
+    assert draw.main([str(tmp_path / "none.json")]) == 2
+
+
+def test_every_router_has_a_style_of_its_own(monkeypatch):
+    assert set(STYLES) == set(ROUTERS)
+    markers = [marker for _, _, marker in STYLES.values()]
+    assert len(set(markers)) == len(markers)  # readable in black and white
+    monkeypatch.setitem(ROUTERS, "someone's", None)
+    monkeypatch.setitem(ROUTERS, "another's", None)
+    looks = [repr(style(name)) for name in [*ROUTERS, "removed"]]
+    assert len(set(looks)) == len(looks)
