@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -9,11 +9,14 @@ from configure import Config
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify, open_sets
 from model import parameter_shapes
-from runtime import RunError, checkpoint, distributed, initial, memory
+from runtime import RunError, checkpoint, distributed, memory
 from runtime import folder as run_folder
 from runtime.branch import Branch, check_length, find_branch
 from runtime.task_scores import TaskScores, open_tasks
 from runtime.tensorboard import require_tensorboard
+
+if TYPE_CHECKING:
+    from hf.init_from import Weights
 
 
 class Plan(NamedTuple):
@@ -31,7 +34,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # autocast computes in it
     parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
     memory: memory.Memory  # estimated bytes on each rank
-    initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
+    initial_weights: "Weights | None"  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
     tasks: TaskScores | None  # eval.tasks
     document_token: int | None  # that begins a document, with data.document_mask
@@ -121,8 +124,17 @@ def preflight(config: Config) -> Plan:
         dtype=dtype,
         parallel=parallel,
         memory=needed,
-        initial_weights=None if last_step or branch else initial.read_initial_weights(config),
+        initial_weights=None if last_step or branch else _read_initial_weights(config),
         branch=branch,
         tasks=open_tasks(config),
         document_token=metas[0].tokenizer["eot"] if config.data.document_mask else None,
     )
+
+
+def _read_initial_weights(config: Config) -> "Weights | None":
+    """The weights of train.init_from, which alone needs the package hf."""
+    if not config.train.init_from:
+        return None
+    from hf.init_from import read_initial_weights
+
+    return read_initial_weights(config)

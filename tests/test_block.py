@@ -25,15 +25,14 @@ from transformers import (
 
 import attention
 import eval.routing.__main__ as routing
-import scripts.export.__main__ as export
 from attention import KVCache
 from configure import Config
 from configure.conflicts import find_conflicts
+from hf.names import from_hf, to_hf
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import ROUTERS
 from runtime import checkpoint, folder
-from runtime.names import from_hf, to_hf
-from scripts import sample
+from scripts import export, sample
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}

@@ -24,10 +24,10 @@ from data.tokenizer import ByteTokenizer
 from eval import downstream
 from eval.harness import Adapter
 from eval.scoring import Scorer
+from hf.names import from_gpt2
+from hf.tokenizer_files import write_tokenizer
 from runtime import distributed, folder
-from runtime.names import from_gpt2
-from scripts.export.__main__ import export_run
-from scripts.export.tokenizer_files import write_tokenizer
+from scripts.export import export_run
 
 REPO_ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def gpt2_and_ours(block=32):
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": block, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
-    state = from_gpt2(theirs.transformer.state_dict())
+    state = from_gpt2(theirs.state_dict())
     ours.load_state_dict({name: state[name] for name in ours.state_dict()})
     return theirs, ours
 
@@ -96,14 +96,14 @@ def test_loglikelihoods_equal_hflms(clients):
 
 @pytest.mark.numerics
 def test_exported_moe_scores_like_the_run(run, tmp_path):
-    trained, tokenizer = export_run(run, tmp_path / "export")
+    source = export_run(run, tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
     theirs = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
     rng = random.Random(SEED + 2)
     pairs = [(words(rng, rng.randint(1, 7)), " " + rng.choice(WORDS)) for _ in range(30)]
     pairs += [(context, f" {letter}") for context, _ in pairs[:5] for letter in "abcd"]
-    assert_same(Adapter(Scorer(trained.model), tokenizer), theirs, pairs, "kern")
+    assert_same(Adapter(Scorer(source.model), source.tokenizer), theirs, pairs, "kern")
 
 
 @pytest.mark.numerics

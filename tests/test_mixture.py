@@ -24,13 +24,13 @@ from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval import val_loss
 from eval.routing.__main__ import main as routing
-from eval.trained import load_model
+from hf.card import describe_data
 from runtime import RunError
 from runtime.batches import micro_batches
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from scripts import sample
-from scripts.export.card import training_rows
+from scripts.export import load_source
 from scripts.report.__main__ import main as report
 from scripts.report.runs import load_run_record
 from scripts.report.settings import group_runs
@@ -370,7 +370,7 @@ def test_other_commands_on_a_mixture(trained, call, tmp_path):
     assert call(sample.main, path_of(trained), "--tokens", 4, "--prompt", "a")
     call(routing, path_of(trained), "--windows", 12)
     assert '"data": "arxiv 0.3 + books 0.5 + edu 0.2"' in next(path_of(trained).rglob("routing.json")).read_text()
-    rows = dict(training_rows(load_model(path_of(trained)), path_of(trained)))
+    rows = dict(describe_data(load_source(path_of(trained))))
     assert rows["data set"] == "arxiv 0.3 + books 0.5 + edu 0.2" and rows["part of edu"] == "20.00%"
 
 

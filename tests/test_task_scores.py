@@ -29,7 +29,7 @@ from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
 from runtime.signals import Stop
-from scripts.export.__main__ import export_run
+from scripts.export import export_run
 from scripts.plan import main as plan_main
 
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]

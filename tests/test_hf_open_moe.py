@@ -1,4 +1,4 @@
-"""runtime/open_moe.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
+"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
 
 import json
 
@@ -6,16 +6,19 @@ import pytest
 import torch
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, column, run
-from test_initial import refused, start
+from safetensors.torch import load_file, save_file
+from test_hf_init_from import refused, start
 
 import configure
-import scripts.export.__main__ as export
 from data.bins import open_tokens
 from data.loader import Loader
 from eval.trained import load_model
+from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
 from model import count_parameters
+from runtime import RunError
 from runtime.folder import path_of
-from runtime.open_moe import FAMILIES, find_misfits, from_open, make_open_config
+from scripts import export
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 256}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "num_local_experts": 8}
@@ -61,7 +64,7 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, k
     theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")
     assert len([*(tmp_path / kind).glob("model-*.safetensors")]) > 2
     model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
-    assert words.endswith(f"a model of class {FAMILIES[kind].architecture}")  # and nothing changes, as the router
+    assert words.endswith(f"a model of class {FORMATS[kind].architecture}")  # and nothing changes, as the router
     idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
     logits = theirs(idx).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -71,7 +74,8 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, k
     assert_near(out.loss, loss, LIMIT, "loss")
     out.loss.backward()
     loss.backward()
-    expected = from_open({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, kind)
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    expected = FORMATS[kind].to_own(FORMATS[kind].unify_names(grads))
     for name, p in model.named_parameters():
         assert_near(p.grad, expected[name], 3 * LIMIT, name)
 
@@ -149,32 +153,90 @@ def test_what_we_do_not_compute_is_refused(tiny, tmp_path, kind, update, words):
     assert words in refused(tiny(f"train.init_from={tmp_path / kind}", *SHAPE, *OURS[kind]))
 
 
-DAMAGES = [
-    ({"rope_parameters": {"type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
-    ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_base: Input should be a valid number"),
-    ({"rope_parameters": "default"}, "rope_parameters 'default', expected"),
-    ({"num_attention_heads": 0}, "num_attention_heads 0, rope_parameters"),
-    ({"hidden_size": None}, "hidden_size is None, num"),
-    ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-    ({"num_key_value_heads": 3}, "attn.qkv.weight is (64, 32), expected (80, 32)"),
-]
+Q_NORM = "model.layers.1.self_attn.q_norm.weight"
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
+    "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
+    "rope_base: Input should be a valid number": {"rope_parameters": {"rope_theta": "1e4"}},
+    "rope_parameters is 'default', expected an object": {"rope_parameters": "default"},
+    "num_attention_heads is 0, expected a whole": {"num_attention_heads": 0},
+    "hidden_size is None, expected a whole": {"hidden_size": None},
+    "router_jitter_noise is 0.1": {"router_jitter_noise": 0.1},
+    "quantization_config is {'bits': 8}": {"quantization_config": {"bits": 8}},
+    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
+    "sliding_window is 16": {"use_sliding_window": True, "sliding_window": 16},
+    "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
+    "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
+    "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
+    f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
+    f"{GATE} is missing, expected (16, 32)": {GATE: None},
+    f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
+    "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
+    f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
+    f"{Q_NORM} (torch.float8_e4m3fn) is not floating": {Q_NORM: torch.ones(8).to(torch.float8_e4m3fn)},
+}
 
 
-def test_a_damaged_config_is_refused(tiny, tmp_path):
-    """Written by hand, since transformers itself does not make them."""
-    make_model("mixtral").save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    for update, words in DAMAGES:
-        (tmp_path / "config.json").write_text(json.dumps(written | update))
-        assert words in refused(tiny(f"train.init_from={tmp_path}", *SHAPE, *OURS["mixtral"]))
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    place = tmp_path_factory.mktemp("qwen3")
+    make_model("qwen3_moe").save_pretrained(place)
+    return json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damage_is_refused(tiny, tmp_path, qwen3, words):
+    settings, state = (dict(table) for table in qwen3)
+    for key, value in DAMAGES[words].items():
+        table = state if key.startswith("model.") else settings
+        table[key] = value
+    write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
+    assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
+
+
+def write_folder(place, settings, state):
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(settings))
+    save_file(state, place / "model.safetensors")
+
+
+STRANGE = (None, 0, -1, 3, 10**9, 0.5, "2", True, [], {}, [1], {"a": 1})
+
+
+@pytest.mark.integration
+def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen3):
+    """One key or weight at a time; never another exception than RunError."""
+    config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
+    settings, state = qwen3
+    folders = [(settings | {key: value}, state) for key in settings for value in STRANGE]
+    folders += [({k: v for k, v in settings.items() if k != key}, state) for key in settings]
+    for name in state:
+        if "layers.0" not in name and "experts.1" not in name:
+            strange = (torch.ones(()), torch.ones(0), state[name][:-1].clone(), state[name][None].clone())
+            folders += [(settings, state | {name: tensor}) for tensor in strange]
+    refusals = 0
+    for folder in folders:
+        write_folder(tmp_path / "theirs", *folder)
+        try:
+            read_initial_weights(config)
+        except RunError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert refusals > len(folders) / 3
+
+
+def test_a_window_that_is_switched_off_is_no_window(tiny, tmp_path, qwen3):
+    settings, state = qwen3
+    write_folder(tmp_path / "theirs", settings | {"sliding_window": 16, "use_sliding_window": False}, state)
+    start(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
 
 
 @KINDS
 def test_what_a_family_does_not_compute_is_named(tiny, kind):
     model = tiny(*SHAPE, *OURS[kind]).model
-    assert find_misfits(model, kind) == []
+    assert FORMATS[kind].find_misfits(model) == []
     kern = model.model_copy(update={"router": "kern", "n_shared_expert": 1})
-    assert find_misfits(kern, kind) == ["model.n_shared_expert = 1", "model.router = kern"]
+    assert FORMATS[kind].find_misfits(kern) == ["model.n_shared_expert = 1", "model.router = kern"]
 
 
 def test_a_run_with_selection_biases_needs_our_code(tiny, tmp_path, capsys):
@@ -195,6 +257,6 @@ def test_the_preset_has_the_shape_of_olmoe():
     total, active = count_parameters(model)
     assert total == sum(p.numel() for p in theirs.parameters()) == 6_919_161_856
     assert active == total - 16 * 56 * 3 * 2048 * 1024  # without 56 of 64 experts in each of 16 layers
-    written = make_open_config(model, "olmoe")
+    written = FORMATS["olmoe"].make_config(model)
     shared = written.keys() & SIZES.keys()
     assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}

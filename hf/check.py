@@ -11,12 +11,13 @@ from torch import Tensor
 from attention import KVCache
 from common.text import first_line
 from data.tokenizer import Tokenizer, token_bytes
-from eval.trained import Trained, load_run
+from gate_norm import gate_scale
+from hf.card import Source
+from hf.export import DTYPES
+from hf.formats import OPEN_MOES
 from model import GPT
 from runtime import RunError
-from runtime.open_moe import FAMILIES
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # of an export
 # On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its own mixtures what
 # goes into every norm, router and rotation, too, even of a model in fp64.
 LIMIT, LIMIT_OF_FAMILIES = 1e-5, 1e-4
@@ -30,63 +31,66 @@ ODD_TEXTS = [
 ]
 
 
-def load_source(run: Path, out: Path) -> tuple[Trained, Tokenizer]:
-    """Load the weights of `run` that the export `out` was made from. Raises RunError if `out` is no export."""
+def read_origin(out: Path) -> tuple[int, int, bool]:
+    """The step, average and ema of the weights that the export `out` was made from. Raises RunError if it is none."""
     try:
-        source = json.loads((out / "config.json").read_text())["nanokern"]
-        which = source["step"], source["average"], source.get("ema", False)
+        origin = json.loads((out / "config.json").read_text())["nanokern"]
+        return origin["step"], origin["average"], origin.get("ema", False)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"{out}/config.json: missing, or not written by scripts.export; export the run into a new folder"
         ) from error
-    return load_run(run, *which)
 
 
-def check_export(trained: Trained, tokenizer: Tokenizer, run: str | Path, out: Path) -> int:
+def check_export(source: Source, out: Path) -> int:
     """Print what was compared and by how much it differs. Returns the exit code: 1 if something differs."""
-    import transformers as hf
+    import transformers
 
-    hf.utils.logging.set_verbosity_error()
-    hf.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        errors = find_differences(trained, tokenizer, out)
+        errors = find_differences(source, out)
     except Exception as error:  # a damaged file makes transformers raise almost anything
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     for error in errors:
         print(f"error: {out}: {error}", file=sys.stderr)
     if errors:
-        print(f"remedy: export again, into a new folder: python -m scripts.export {run} NEW --check", file=sys.stderr)
+        command = f"python -m scripts.export {source.run} NEW --check"
+        print(f"remedy: export again, into a new folder: {command}", file=sys.stderr)
     return 1 if errors else 0
 
 
 @torch.no_grad()
-def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[str]:
+def find_differences(source: Source, out: Path) -> list[str]:
     """Compare tokenizer, logits and generation; print what agrees and return what differs.
 
     The run's weights are first rounded to the export's dtype. Both models compute in fp64, so that rounding on the way
     does not look like a fault.
     """
-    import transformers as hf
+    import transformers
 
-    config = json.loads((out / "config.json").read_text())
+    config, tokenizer = json.loads((out / "config.json").read_text()), source.tokenizer
+    kind, own_code = config["model_type"], "auto_map" in config
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(tokenizer.vocab_size, (WINDOWS, trained.config.model.block_size), generator=generator)
-    trust = {"trust_remote_code": "auto_map" in config}
-    errors = compare_tokenizers(hf.AutoTokenizer.from_pretrained(out, **trust), tokenizer, idx)
-    settings: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
-    limit = LIMIT
-    if config["model_type"] in FAMILIES:
-        limit = LIMIT_OF_FAMILIES
+    idx = torch.randint(tokenizer.vocab_size, (WINDOWS, source.config.model.block_size), generator=generator)
+    theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=own_code)
+    errors = compare_tokenizers(theirs, tokenizer, idx)
+    settings: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": own_code}
+    if kind in OPEN_MOES:
         settings["experts_implementation"] = "eager"  # others know no fp64
-    model, info = hf.AutoModelForCausalLM.from_pretrained(out, **trust, **settings)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            errors.append(f"{kind.replace('_', ' ')}: {', '.join(map(str, sorted(info[kind])))}")
-    model, own = model.double(), round_weights(trained.model, DTYPES[config["dtype"]]).double()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **settings)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            errors.append(f"{problem.replace('_', ' ')}: {', '.join(map(str, sorted(info[problem])))}")
+    factor = gate_scale(source.config.model) if kind in OPEN_MOES else 1.0
+    model, own = model.double(), round_weights(source.model, DTYPES[config["dtype"]], factor)
+    limit = LIMIT_OF_FAMILIES if kind in OPEN_MOES else LIMIT
     start = torch.arange(WINDOWS) * idx.shape[1] // WINDOWS
-    mask = hide_padding(idx, start, tokenizer.eot)
-    distances = model(idx, attention_mask=mask).logits - compute_logits(own, idx, start)
-    errors += judge_distance(f"logits of {mask.sum()} random tokens in {WINDOWS} rows", distances[mask == 1], limit)
+    inputs = {"attention_mask": hide_padding(idx, start, tokenizer.eot)}
+    if kind == "gpt2":  # it counts padding as positions, unless `generate` or the caller gives them
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    distances = (model(idx, **inputs).logits - compute_logits(own, idx, start))[inputs["attention_mask"] == 1]
+    errors += judge_distance(f"logits of {len(distances)} random tokens in {WINDOWS} rows", distances, limit)
     distances, ids = compare_generation(model, own, tokenizer.eot, idx)
     errors += judge_distance(f"logits of {ids.numel()} tokens generated with a cache", distances, limit)
     if ids.max() >= tokenizer.vocab_size:
@@ -116,11 +120,19 @@ def judge_distance(name: str, distances: Tensor, limit: float) -> list[str]:
     return [f"{line}, allowed are {limit:g}"]
 
 
-def round_weights(model: GPT, dtype: torch.dtype) -> GPT:
-    """Round the weights to `dtype` in place, except the routers'."""
+def round_weights(model: GPT, dtype: torch.dtype, factor: float = 1.0) -> GPT:
+    """Make `model` compute in fp64 with weights rounded to `dtype`, except the routers'.
+
+    Args:
+        model: changed in place.
+        dtype: of the export.
+        factor: on the experts' w_out in the export, before it was rounded. Here the gates have it.
+    """
+    rounded = {}
     for name, tensor in model.state_dict().items():
-        if ".router." not in name:
-            tensor.copy_(tensor.to(dtype))
+        scale = factor if name.endswith("experts.w_out") else 1.0
+        rounded[name] = tensor.double() if ".router." in name else (tensor * scale).to(dtype).double() / scale
+    model.double().load_state_dict(rounded)
     return model
 
 
