@@ -29,31 +29,29 @@ class Source(NamedTuple):
     """A trained model and where it comes from."""
 
     run: Path  # the run folder
-    model: GPT  # on the CPU
-    config: Config
     tokenizer: Tokenizer
-    step: int
-    average: int  # checkpoints that the weights are the mean of
-    ema: bool  # whether they are the running mean
     label: str  # name of the folder with these weights' results, such as "step_00001000"
     mean: str  # in words, which mean the weights are; empty for those of a checkpoint
+    model: GPT  # on the CPU
+    config: Config
+    step: int
+    average: int  # checkpoints that the weights are the mean of
     metadata: dict[str, Any]  # stored in the checkpoint besides tensors
+    ema: bool  # whether the weights are the running mean
 
 
 def format_card(source: Source, form: str, dtype: str) -> str:
     """README.md of an export of `source` as `form`, a key of FORMATS, with weights in `dtype`."""
-    model, own_code = source.config.model, form == "nanokern"
-    spec, (total, active) = ROUTERS[model.router], count_parameters(model)
-    scale, settings = gate_scale(model), model.model_dump()
-    tags, kind, router, mean = ["nanokern"], "dense", "", "those of"
+    model, own_code, total, active = source.config.model, form == "nanokern", *count_parameters(source.config.model)
+    spec, settings = ROUTERS[model.router], model.model_dump()
+    tags, kind, router = ["nanokern"], "dense", ""
     if spec:
         tags += ["mixture-of-experts", model.router]
         kind = f"{model.n_expert} experts, {model.top_k} per token, router `{model.router}`"
-        router = ROUTER.format(spec=spec, **settings | {"gate_scale": scale})
+        router = ROUTER.format(spec=spec, **settings | {"gate_scale": gate_scale(model)})
     if not own_code:
         tags.append(form)
-    if source.mean:
-        mean = f"the {source.mean} up to"
+    mean = f"the {source.mean} up to" if source.mean else "those of"
     return CARD.read_text("utf-8").format(
         tags=", ".join(tags),
         name=source.config.run.name,

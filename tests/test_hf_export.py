@@ -22,13 +22,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
-from hf import check
 from hf.card import Source
 from hf.export import write_export
 from hf.formats import FORMATS
 from hf.names import from_gpt2, to_gpt2, to_hf
 from model import GPT
 from router import ROUTERS
+from scripts import export
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -57,7 +57,7 @@ def exported(tiny, tmp_path):
         run.mkdir()
         (run / "config.toml").touch()
         out.mkdir()
-        source = Source(run, model, config, TOKENIZER, 4, 1, False, "step_00000004", "", {})
+        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, 1, {}, False)
         write_export(source, out, form, dtype)
         return source, out
 
@@ -162,7 +162,7 @@ def test_modern_blocks_in_half_precision(exported, dtype):
     """Norms of queries and keys, too; all experts chosen, so that rounding cannot choose others."""
     trained, out = exported(*BLOCKS["olmoe"], "model.top_k=8", dtype=str(dtype).removeprefix("torch."))
     idx, theirs = random_ids(1, 30), load(out, "auto")
-    wanted = logits_of(check.round_weights(trained.model, dtype), idx)
+    wanted = logits_of(export.round_weights(trained.model, dtype), idx)
     assert theirs(idx).logits.dtype == dtype
     assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 24))
     with torch.autocast("cpu", torch.bfloat16):
@@ -230,7 +230,7 @@ def test_routers_stay_in_fp32(exported, dtype):
     assert {kind for key, kind in kinds.items() if ".router." not in key} == {dtype}
     idx, theirs = random_ids(1, 30), load(out, "auto")
     assert {key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds} == kinds
-    wanted = logits_of(check.round_weights(trained.model, dtype), idx)
+    wanted = logits_of(export.round_weights(trained.model, dtype), idx)
     assert_near(load(out).double()(idx).logits, wanted, NEAR)
     assert theirs(idx).logits.dtype == dtype
     assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 16))  # 8 operations per layer round to dtype
@@ -405,12 +405,12 @@ HARMS = {
 
 def test_differences_are_found(exported, tmp_path, capsys):
     trained, out = exported()
-    assert check.check_export(trained, out) == 0
+    assert export.check_export(trained, out) == 0
     correct = capsys.readouterr().out
     for harm, words in HARMS.items():
         copy = Path(shutil.copytree(out, tmp_path / harm.__name__))  # transformers keeps the code it knows by a name
         harm(copy)
-        assert check.check_export(trained, copy) == 1
+        assert export.check_export(trained, copy) == 1
         printed = capsys.readouterr()
         assert words in printed.err and words not in printed.out, harm
         assert (
@@ -427,6 +427,6 @@ def test_generated_padding_is_found(exported, monkeypatch):
     suppressed = json.loads((out / "generation_config.json").read_text())["suppress_tokens"]
     assert suppressed == [257]  # beside the tokenizer's 257 ids
     for id, wrong in ((256, False), (257, True)):
-        monkeypatch.setattr(check, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
-        errors = check.find_differences(trained, out)
+        monkeypatch.setattr(export, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
+        errors = export.find_differences(trained, out)
         assert errors == ["generates id 257, which pads the vocabulary of 257"] * wrong

@@ -16,7 +16,6 @@ import configure
 import train
 from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer, token_bytes
 from eval.trained import load_model
-from hf import check
 from hf.export import CODE, choose_form
 from hf.names import to_hf
 from hf.tokenizer_files import find_merges, write_tokenizer
@@ -35,7 +34,7 @@ def modules(tmp_path_factory):
         yield
 
 
-TEXTS = [*check.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
+TEXTS = [*export.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
 TEXTS += [chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)]
 
 
