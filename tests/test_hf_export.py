@@ -24,8 +24,7 @@ from attention import KVCache
 from data.tokenizer import ByteTokenizer
 from hf.card import Source
 from hf.export import write_export
-from hf.formats import FORMATS
-from hf.names import from_gpt2, to_gpt2, to_hf
+from hf.names import to_hf
 from model import GPT
 from router import ROUTERS
 from scripts import export
@@ -148,27 +147,6 @@ def test_modern_blocks(exported, block):
     assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in BLOCKS[block])
 
 
-def test_default_models_export_as_before(exported):
-    """The keys of config.json that were there before those of the modern block."""
-    _, out = exported("model.router=kern")
-    keys = set(json.loads((out / "config.json").read_text()))
-    assert not keys & {"num_key_value_heads", "hidden_act", "gated", "norm", "norm_eps", "qk_norm", "rope_base"}
-    assert not keys & {"n_shared_expert", "n_dense_layer"} and "gate_scale" in keys
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_modern_blocks_in_half_precision(exported, dtype):
-    """Norms of queries and keys, too; all experts chosen, so that rounding cannot choose others."""
-    trained, out = exported(*BLOCKS["olmoe"], "model.top_k=8", dtype=str(dtype).removeprefix("torch."))
-    idx, theirs = random_ids(1, 30), load(out, "auto")
-    wanted = logits_of(export.round_weights(trained.model, dtype), idx)
-    assert theirs(idx).logits.dtype == dtype
-    assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 24))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert load(out)(idx).logits.isfinite().all()
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
 def test_dense_is_plain_gpt2(exported, more):
@@ -206,16 +184,6 @@ def test_hidden_states_and_cache_on_request(exported):
     theirs.layers[0].register_forward_hook(lambda module, args, kwargs, y: calls.append(kwargs), with_kwargs=True)
     theirs(idx, use_cache=False)
     assert calls[0]["past_key_values"] is None  # which would cost its memory
-
-
-def test_gpt2_names_round_trip(tiny):
-    state = GPT(tiny("model.router=dense").model).state_dict()
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in to_gpt2(state).items()}  # as on the hub
-    theirs |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())}
-    back = from_gpt2(FORMATS["gpt2"].unify_names(theirs))
-    assert all(back[name].equal(state[name]) for name in state)
-    added = back.keys() - state.keys()
-    assert len(added) == 2 * 6 + 1 and all(name.endswith(".bias") and not back[name].any() for name in added)
 
 
 @pytest.mark.numerics
