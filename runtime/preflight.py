@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,12 +10,15 @@ from configure import Config
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify, open_sets
 from model import parameter_shapes
-from runtime import RunError, distributed, initial, memory
+from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
 from runtime.tracker import require_tensorboard
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
+
+if TYPE_CHECKING:
+    from hf.init_from import Weights
 
 
 class Plan(NamedTuple):
@@ -33,7 +36,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # autocast computes in it
     parallel: str  # "ddp", "zero2", "fsdp" or "hsdp"
     memory: memory.Memory  # estimated bytes on each rank
-    initial_weights: initial.Weights | None  # train.init_from; None once there is a checkpoint
+    initial_weights: "Weights | None"  # train.init_from; None once there is a checkpoint
     branch: Branch | None  # train.branch_from; None once there is a checkpoint
     tasks: ScoreTasks | None  # eval.tasks
     document_token: int | None  # that begins a document, with data.document_mask
@@ -124,7 +127,7 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         dtype=dtype,
         parallel=parallel,
         memory=needed,
-        initial_weights=None if last_step or branch else initial.read_initial_weights(config),
+        initial_weights=None if last_step or branch else _read_initial_weights(config),
         branch=branch,
         tasks=_open_tasks(config, open_tasks),
         document_token=metas[0].tokenizer["eot"] if config.data.document_mask else None,
@@ -136,3 +139,12 @@ def _open_tasks(config: Config, open_tasks: Callable[[Config], ScoreTasks] | Non
         return None
     assert open_tasks, "train(…, open_tasks=eval.in_loop.open_tasks) is needed with eval.tasks"
     return open_tasks(config)
+
+
+def _read_initial_weights(config: Config) -> "Weights | None":
+    """The weights of train.init_from, which alone needs the package hf."""
+    if not config.train.init_from:
+        return None
+    from hf.init_from import read_initial_weights
+
+    return read_initial_weights(config)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configure.schema import Optim
 from model import GPT, MoE
 from router import update_selection_bias
-from runtime import checkpoint, distributed, initial
+from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
@@ -84,7 +84,7 @@ class TrainState:
         self.model = GPT(config.model)
         self.model.document_token = plan.document_token
         if plan.initial_weights:
-            initial.load_initial_weights(self.model, plan.initial_weights, ranks)
+            plan.initial_weights.load_into(self.model, ranks)
         for block in self.model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         shape = (config.train.micro_batch_size, config.model.block_size)

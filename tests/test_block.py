@@ -22,8 +22,8 @@ import attention
 from attention import KVCache
 from configure import Config
 from configure.conflicts import find_conflicts
+from hf.names import to_hf
 from model import GPT, MoE, count_parameters, flops_per_token
-from runtime.names import to_hf
 
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}

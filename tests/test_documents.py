@@ -17,7 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import attention
 import configure
-import scripts.export.__main__ as export
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
@@ -33,7 +32,7 @@ from runtime.folder import path_of
 from runtime.memory import estimate_memory
 from runtime.parallel import compile_blocks
 from runtime.preflight import preflight
-from scripts import sample
+from scripts import export, sample
 
 T, V, END = 12, 40, 39
 MASKED = "data.document_mask=true"

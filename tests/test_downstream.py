@@ -26,10 +26,10 @@ from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.scoring import Scorer
+from hf.names import from_gpt2
+from hf.tokenizer_files import write_tokenizer
 from runtime import distributed, folder
-from runtime.names import from_gpt2
-from scripts.export.__main__ import export_run
-from scripts.export.tokenizer_files import write_tokenizer
+from scripts.export import export_run
 
 REPO_ROOT = Path(__file__).parents[1]
 
@@ -47,7 +47,7 @@ def gpt2_and_ours(block=32):
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": block, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
-    state = from_gpt2(theirs.transformer.state_dict())
+    state = from_gpt2(theirs.state_dict())
     ours.load_state_dict({name: state[name] for name in ours.state_dict()})
     return theirs, ours
 

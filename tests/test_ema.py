@@ -22,8 +22,7 @@ from runtime.folder import path_of
 from runtime.preflight import preflight
 from runtime.signals import Stop
 from runtime.validation import evaluate, measure_loss
-from scripts import sample
-from scripts.export import __main__ as export
+from scripts import export, sample
 
 DECAY = 0.75
 EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint_interval=1"]

@@ -3,16 +3,16 @@
 import json
 
 import pytest
-from test_initial import refused, start
-from test_open_moe import OURS, SHAPE, make_model
+from test_hf_init_from import refused, start
+from test_hf_open_moe import OURS, SHAPE, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-import scripts.export.__main__ as export
 import train
 from data import DataError, prepare
 from data.bins import open_tokenizer, open_tokens, read_meta
 from data.tokenizer import load_tokenizer, token_bytes
 from runtime.folder import path_of
+from scripts import export
 
 TEXTS = [f"The {word} of page {i} is naïve, isn't it? 日本語 🙂\n" for i in range(40) for word in ("kernel", "router")]
 SPECIAL = ["<pad>", "<|end|>"]

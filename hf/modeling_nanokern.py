@@ -315,18 +315,10 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute logits, and the loss with `labels`.
+        """Compute logits, and the loss with `labels`: (B, T) int64, shifted inside, where -100 is ignored.
 
-        Args:
-            input_ids: as for NanoKernModel.
-            attention_mask: as for NanoKernModel.
-            position_ids: as for NanoKernModel.
-            past_key_values: as for NanoKernModel.
-            inputs_embeds: as for NanoKernModel.
-            labels: (B, T) int64, shifted inside; -100 is ignored.
-            use_cache: as for NanoKernModel.
-            logits_to_keep: compute logits at this many last positions, 0 for all; or at the positions of a tensor.
-            **kwargs: passed on to the model and the loss.
+        Logits are computed at `logits_to_keep` last positions, 0 for all, or at the positions in that tensor. The other
+        arguments are those of NanoKernModel; `kwargs` are passed on to the model and the loss.
         """
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from runtime import RunError
-
 MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
     "wte": ("model.embed_tokens", "transformer.wte"),
     "wpe": ("model.embed_positions", "transformer.wpe"),
@@ -33,10 +31,10 @@ MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); #
 }
 HF = {name: hf for name, (hf, _) in MODULES.items()}
 GPT2 = {name: gpt2 for name, (_, gpt2) in MODULES.items() if gpt2}
-FROM_HF, FROM_GPT2 = ({new: old for old, new in names.items()} for names in (HF, GPT2))
+FROM_HF = {hf: name for name, hf in HF.items()}
+FROM_GPT2 = {gpt2: name for name, gpt2 in GPT2.items()}
 TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")  # (in, out) in GPT-2
 BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
-MASKS = re.compile(r".*\.attn\.(bias|masked_bias)")  # not weights: GPT-2's causal masks in older files
 
 BUFFERS = ("router.c", "selection_bias")  # of our routers, which classes of transformers lack
 
@@ -44,65 +42,42 @@ State = Mapping[str, Tensor]
 
 
 def to_hf(state: State) -> dict[str, Tensor]:
-    """Rename weights of model.py to those of modeling_nanokern.py.
-
-    Raises:
-        RunError: a name is unknown.
-    """
+    """Rename weights of model.py, all those of a model, to those of modeling_nanokern.py."""
     out = {}
     for name, tensor in state.items():
-        new, names, sizes = _rename(name, HF), [], []
+        new = _rename(name, HF)
         if ".qkv." in name:
             C = len(state[re.sub(r"qkv\.\w+$", "proj.weight", name)])
             kv = (len(tensor) - C) // 2
-            names, sizes = [new.replace(".qkv_proj.", f".{letter}_proj.") for letter in "qkv"], [C, kv, kv]
-        elif name.endswith((".w_in", ".w_in.weight")) and _is_gated(name, state):
-            if tensor.dim() == 3:
-                new = new.replace("up_proj", "gate_up_proj")
-            else:
-                names, sizes = (
-                    [new.replace("up_proj", f"{part}_proj") for part in ("gate", "up")],
-                    [len(tensor) // 2] * 2,
-                )
-        out |= zip(names, tensor.split(sizes), strict=True) if names else {new: tensor}
+            for letter, part in zip("qkv", tensor.split([C, kv, kv]), strict=True):
+                out[new.replace("qkv_proj", f"{letter}_proj")] = part
+        elif not _is_gated(name, state):
+            out[new] = tensor
+        elif tensor.dim() == 3:
+            out[new.replace("up_proj", "gate_up_proj")] = tensor
+        else:
+            out[new.replace("up_proj", "gate_proj")], out[new] = tensor.chunk(2)
     return out
 
 
 def from_hf(state: State) -> dict[str, Tensor]:
-    """Rename weights of modeling_nanokern.py to those of model.py.
-
-    Raises:
-        RunError: a name is unknown.
-        KeyError: of q_proj, k_proj and v_proj, or of gate_proj and up_proj, only some are in `state`.
-    """
+    """Rename weights of modeling_nanokern.py, all those of a model, to those of model.py."""
     out = {}
     for name, tensor in state.items():
-        new = _rename(
-            re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"gate_up_proj|gate_proj", "up_proj", name)), FROM_HF
-        )
-        if new in out:
-            continue
-        if ".qkv." in new:
-            tensor = torch.cat([state[re.sub(r"\.[qkv]_proj\.", f".{letter}_proj.", name)] for letter in "qkv"])
-        gate, up = (re.sub(r"\.(gate|up)_proj\.", f".{part}_proj.", name) for part in ("gate", "up"))
-        if gate != up and gate in state:
-            tensor = torch.cat([state[gate], state[up]])
-        out[new] = tensor
+        if re.search(r"\.(k|v|gate)_proj\.", name):
+            continue  # joined to q_proj or up_proj
+        if ".q_proj." in name:
+            tensor = torch.cat([state[name.replace(".q_proj.", f".{letter}_proj.")] for letter in "qkv"])
+            name = name.replace(".q_proj.", ".qkv_proj.")
+        gate = name.replace(".up_proj.", ".gate_proj.")
+        if gate != name and gate in state:
+            tensor = torch.cat([state[gate], tensor])
+        out[_rename(name.replace("gate_up_proj", "up_proj"), FROM_HF)] = tensor
     return out
 
 
-def _is_gated(name: str, state: State) -> bool:
-    """Whether the MLP or the experts whose w_in is `name` have twice as many pre-activations as activations."""
-    w_in, w_out = state[name], state[name.replace("w_in", "w_out")]
-    return (w_in.shape[2] if w_in.dim() == 3 else len(w_in)) == 2 * w_out.shape[1]
-
-
 def to_gpt2(state: State) -> dict[str, Tensor]:
-    """Rename weights of a dense model with learned positions to GPT-2's; biases it lacks become zeros.
-
-    Raises:
-        RunError: GPT-2 has no weight for a name.
-    """
+    """Rename weights of a dense model with learned positions to GPT-2's; biases it lacks become zeros."""
     out = {}
     for name, tensor in state.items():
         new = _rename(name, GPT2)
@@ -113,24 +88,29 @@ def to_gpt2(state: State) -> dict[str, Tensor]:
 
 
 def from_gpt2(state: State) -> dict[str, Tensor]:
-    """Rename weights of GPT-2, with or without the prefix `transformer.`, to those of model.py with biases.
-
-    Raises:
-        RunError: a name is unknown.
-    """
+    """Rename weights of transformers' GPT-2 to those of model.py with biases."""
     out = {}
     for name, tensor in state.items():
-        if not MASKS.fullmatch(name):
-            new = _rename(name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}", FROM_GPT2)
-            out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(new) else tensor
+        new = _rename(name, FROM_GPT2)
+        out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(new) else tensor
     return out
 
 
+def _is_gated(name: str, state: State) -> bool:
+    """Whether `name` is the w_in of an MLP or of experts, with twice as many pre-activations as activations."""
+    if not name.endswith((".w_in", ".w_in.weight")):
+        return False
+    w_in, w_out = state[name], state[name.replace("w_in", "w_out")]
+    return (w_in.shape[2] if w_in.dim() == 3 else len(w_in)) == 2 * w_out.shape[1]
+
+
 def _rename(name: str, names: Mapping[str, str]) -> str:
-    """Replace a parameter's name, or its module's, by that in `names`; keep the layer's number."""
+    """Replace a parameter's name, or its module's, by that in `names`; keep the layer's number.
+
+    Raises:
+        KeyError: neither is in `names`.
+    """
     layer = re.search(r"\.\d+\.", name)
     general = name.replace(layer[0], ".#.", 1) if layer else name
     module, dot, leaf = (general, "", "") if general in names else general.rpartition(".")
-    if module not in names:
-        raise RunError(f"{name}: no weight of that name is known; use an unmodified GPT-2 or exported language model")
     return (names[module] + dot + leaf).replace(".#.", layer[0] if layer else "")

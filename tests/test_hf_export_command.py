@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 import configure
-import scripts.export.__main__ as export
 import train
 from data.tokenizer import RANKS_SHA256, ByteTokenizer, GPT2Tokenizer, token_bytes
 from eval.trained import load_model
+from hf.export import CODE, choose_form
+from hf.names import to_hf
+from hf.tokenizer_files import find_merges, write_tokenizer
 from model import count_parameters
 from runtime import folder
-from runtime.names import to_hf
-from scripts.export import check
-from scripts.export.tokenizer_files import find_merges, write_tokenizer
+from scripts import export
 
 TOKENIZER = ByteTokenizer()
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or Path(__file__).parents[2] / "shared/data/gpt2.tiktoken")
@@ -34,7 +34,7 @@ def modules(tmp_path_factory):
         yield
 
 
-TEXTS = [*check.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
+TEXTS = [*export.ODD_TEXTS, "a" * 900 + " " * 300 + "b", "\x00\xad ¡ÿĀ"]
 TEXTS += [chr(i) + " " + chr(i + 1) for i in range(0, 900, 2)]
 
 
@@ -99,7 +99,7 @@ def test_export_and_check(run, tmp_path, capsys):
     assert "logits of 80 random tokens in 4 rows: at most" in printed
     assert "32 tokens generated with a cache: at most" in printed
     names = {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"}
-    assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json", *export.CODE}
+    assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json", *CODE}
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()
     losses = [line["val/loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val/loss" in line]
@@ -144,7 +144,7 @@ def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/kept").touch()  # somebody's
     with monkeypatch.context() as patch:
-        patch.setattr(export, "format_card", full)
+        patch.setattr("hf.export.format_card", full)
         assert command(run, tmp_path / "out") == 2
     assert "error: [Errno 28] No space left" in capsys.readouterr().err
     assert list(tmp_path.glob("*out*")) == [tmp_path / "out.partial"]
@@ -188,7 +188,7 @@ def test_check_needs_an_export(run, tmp_path, capsys):
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):
     assert command(run, tmp_path / "out", "--format", "gpt2") == 2
-    assert "the run has model.router = kern, unlike GPT-2; use --format nanokern" in capsys.readouterr().err
+    assert "the run has model.router = kern, unlike GPT2LMHeadModel; use --format nanokern" in capsys.readouterr().err
     assert command(tmp_path, tmp_path / "out") == 2
     assert "no config.toml, so not a run" in capsys.readouterr().err
 
@@ -209,5 +209,5 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
 )
 def test_form_is_gpt2_where_possible(tiny, overrides, form):
     model = tiny(*overrides).model
-    assert export.choose_form("auto", model) == form
-    assert export.choose_form("nanokern", model) == "nanokern"
+    assert choose_form("auto", model) == form
+    assert choose_form("nanokern", model) == "nanokern"

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import scripts.export.__main__ as export
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
-from eval.trained import Trained
+from hf.card import Source
+from hf.export import write_export
+from hf.names import to_hf
 from model import GPT
 from router import ROUTERS
-from runtime.names import from_gpt2, from_hf, to_gpt2, to_hf
-from scripts.export import check
+from scripts import export
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -56,9 +56,9 @@ def exported(tiny, tmp_path):
         run.mkdir()
         (run / "config.toml").touch()
         out.mkdir()
-        trained = Trained(model, config, 4, 1, {})
-        export.write_export(trained, TOKENIZER, run, out, form, dtype)
-        return trained, out
+        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, 1, {}, False)
+        write_export(source, out, form, dtype)
+        return source, out
 
     return make
 
@@ -147,27 +147,6 @@ def test_modern_blocks(exported, block):
     assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in BLOCKS[block])
 
 
-def test_default_models_export_as_before(exported):
-    """The keys of config.json that were there before those of the modern block."""
-    _, out = exported("model.router=kern")
-    keys = set(json.loads((out / "config.json").read_text()))
-    assert not keys & {"num_key_value_heads", "hidden_act", "gated", "norm", "norm_eps", "qk_norm", "rope_base"}
-    assert not keys & {"n_shared_expert", "n_dense_layer"} and "gate_scale" in keys
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_modern_blocks_in_half_precision(exported, dtype):
-    """Norms of queries and keys, too; all experts chosen, so that rounding cannot choose others."""
-    trained, out = exported(*BLOCKS["olmoe"], "model.top_k=8", dtype=str(dtype).removeprefix("torch."))
-    idx, theirs = random_ids(1, 30), load(out, "auto")
-    wanted = logits_of(check.round_weights(trained.model, dtype).double(), idx)
-    assert theirs(idx).logits.dtype == dtype
-    assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 24))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert load(out)(idx).logits.isfinite().all()
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
 def test_dense_is_plain_gpt2(exported, more):
@@ -207,18 +186,6 @@ def test_hidden_states_and_cache_on_request(exported):
     assert calls[0]["past_key_values"] is None  # which would cost its memory
 
 
-def test_gpt2_names_round_trip(tiny):
-    state = GPT(tiny("model.router=dense").model).state_dict()
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in to_gpt2(state).items()}  # as on the hub
-    back = from_gpt2(theirs | {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(())})
-    assert all(back[name].equal(state[name]) for name in state)
-    added = back.keys() - state.keys()
-    assert len(added) == 2 * 6 + 1 and all(name.endswith(".bias") and not back[name].any() for name in added)
-    for function in (from_gpt2, from_hf, to_hf, to_gpt2):
-        with pytest.raises(ValueError, match="h.0.crossattention.q.weight: no weight of that name"):
-            function({"h.0.crossattention.q.weight": torch.ones(1)})
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_routers_stay_in_fp32(exported, dtype):
@@ -231,7 +198,7 @@ def test_routers_stay_in_fp32(exported, dtype):
     assert {kind for key, kind in kinds.items() if ".router." not in key} == {dtype}
     idx, theirs = random_ids(1, 30), load(out, "auto")
     assert {key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds} == kinds
-    wanted = logits_of(check.round_weights(trained.model, dtype).double(), idx)
+    wanted = logits_of(export.round_weights(trained.model, dtype), idx)
     assert_near(load(out).double()(idx).logits, wanted, NEAR)
     assert theirs(idx).logits.dtype == dtype
     assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 16))  # 8 operations per layer round to dtype
@@ -406,15 +373,18 @@ HARMS = {
 
 def test_differences_are_found(exported, tmp_path, capsys):
     trained, out = exported()
-    assert check.check_export(trained, TOKENIZER, "runs/x", out) == 0
+    assert export.check_export(trained, out) == 0
     correct = capsys.readouterr().out
     for harm, words in HARMS.items():
         copy = Path(shutil.copytree(out, tmp_path / harm.__name__))  # transformers keeps the code it knows by a name
         harm(copy)
-        assert check.check_export(trained, TOKENIZER, "runs/x", copy) == 1
+        assert export.check_export(trained, copy) == 1
         printed = capsys.readouterr()
         assert words in printed.err and words not in printed.out, harm
-        assert "remedy: export again, into a new folder: python -m scripts.export runs/x NEW --check" in printed.err
+        assert (
+            f"remedy: export again, into a new folder: python -m scripts.export {trained.run} NEW --check"
+            in printed.err
+        )
         if harm is break_names:
             assert "unexpected keys: model.layers.0.mlp.router.gama" in printed.err
     assert correct.count("apart") == 2
@@ -425,6 +395,6 @@ def test_generated_padding_is_found(exported, monkeypatch):
     suppressed = json.loads((out / "generation_config.json").read_text())["suppress_tokens"]
     assert suppressed == [257]  # beside the tokenizer's 257 ids
     for id, wrong in ((256, False), (257, True)):
-        monkeypatch.setattr(check, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
-        errors = check.find_differences(trained, TOKENIZER, out)
+        monkeypatch.setattr(export, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
+        errors = export.find_differences(trained, out)
         assert errors == ["generates id 257, which pads the vocabulary of 257"] * wrong

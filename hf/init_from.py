@@ -1,0 +1,328 @@
+"""Initial weights of a run (train.init_from): a model of Hugging Face, GPT-2 or an open MoE, an export, or a run.
+
+They are read from a local folder and checked before anything else of the run begins. A run that resumes from a
+checkpoint of its own does not look at them. Reading them executes nothing.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+import configure
+from attention import kv_heads
+from configure import Config
+from configure.conflicts import find_conflicts
+from configure.schema import Model
+from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
+from data.tokenizer import TOKENIZERS, FileTokenizer, Tokenizer, identity
+from gate_norm import gate_scale
+from hf.formats import FORMATS, dense_width
+from hf.names import BUFFERS
+from model import GPT
+from router import ROUTERS
+from runtime import RankError, RunError, checkpoint, distributed, folder
+
+WEIGHTS = "model.safetensors"  # or split into several files, listed in that with .index.json
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Weights(NamedTuple):
+    """Weights read from a folder, checked and ready for a GPT of the run's model."""
+
+    source: str  # in words, such as "a run at step 4"
+    model: Model  # the model they belong to
+    state: dict[str, Tensor]  # by model.py's names; an embedding may have fewer rows than the run's model
+    notes: list[str]  # to print: where they come from, and what the run's model does differently
+
+    @torch.no_grad()
+    def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
+        """Move the weights into `model`, which empties `state`, and print the notes.
+
+        Raises:
+            RunError: on all ranks, if the model then differs between ranks.
+        """
+        own = model.state_dict()
+        while self.state:
+            name, tensor = self.state.popitem()
+            own[name][: len(tensor)].copy_(tensor)
+        checksum = sum(int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in own.values())
+        if len(set(distributed.gather(checksum, ranks.control))) > 1:
+            raise RunError("train.init_from holds different weights on different ranks: copy one folder to all nodes")
+        if ranks.rank == 0:
+            print("; ".join(self.notes))
+
+
+def read_initial_weights(config: Config) -> Weights:
+    """Read and check the weights that train.init_from names.
+
+    Raises:
+        RunError: they are incomplete, do not fit config.model (the message has every override that is needed), or
+            belong to another tokenizer than the data set's.
+    """
+    place, data = Path(config.train.init_from), config.data.folders[0]  # all have one tokenizer
+    try:
+        weights = _read_folder(place, config.model, data)
+        needed = _find_overrides(weights, config.model)
+        if needed:
+            raise RunError(f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}")
+    except (RunError, configure.ConfigError) as error:
+        # One rank per node reports a RankError: other nodes may have the folder.
+        raise (RunError if distributed.local_rank() else RankError)(f"train.init_from = {place}: {error}") from error
+    weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
+    weights.notes.extend(_describe_changes(weights.model, config.model))
+    _fit_state(weights, config.model)
+    return weights
+
+
+# ---- which weights fit which model
+
+
+def _find_overrides(weights: Weights, model: Model) -> list[str]:
+    """The overrides under which `weights` fit into `model`; none if they fit already."""
+    theirs = weights.model
+    keys = ["n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings"]
+    keys += _find_mlp_keys(theirs, model)
+    if kv_heads(theirs) != (model.n_kv_head or theirs.n_head):  # once n_head is theirs
+        keys.append("n_kv_head")
+    if theirs.pos == "rope":
+        keys.append("rope_base")
+    if theirs.vocab_size > model.vocab_size:
+        keys.append("vocab_size")
+    if theirs.pos == "learned" and theirs.block_size < model.block_size:
+        keys.append("block_size")
+    needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
+    if not model.bias and _has_biases(weights.state):
+        needed["bias"] = True
+    return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
+
+
+def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
+    """The keys in which `model` must be like `theirs`, so that MLPs and experts have the same shapes."""
+    dense, was_dense = ROUTERS[model.router] is None, ROUTERS[theirs.router] is None
+    keys = ["router"] if dense != was_dense else []
+    if was_dense:
+        same = dense_width(theirs) == dense_width(model)
+        return keys if same else [*keys, "top_k", "expert_hidden", "n_shared_expert"]
+    keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
+    if dense or theirs.n_dense_layer or model.top_k > theirs.n_expert:
+        keys.append("top_k")
+    return keys
+
+
+def _has_biases(state: dict[str, Tensor]) -> bool:
+    """Whether a bias other than a router's is not zero."""
+    biases = [name for name in state if name.endswith(".bias") and not name.endswith("router.bias")]
+    return any(state[name].any() for name in biases)
+
+
+def _describe_changes(theirs: Model, model: Model) -> list[str]:
+    """What `model` computes differently with the same weights."""
+    before = {"router": theirs.router, "top_k": theirs.top_k, "gate_scale": gate_scale(theirs)}
+    now = {"router": model.router, "top_k": model.top_k, "gate_scale": gate_scale(model)}
+    if ROUTERS[model.router] is None:
+        before, now = {}, {}
+    before["norm_eps"], now["norm_eps"] = theirs.norm_eps, model.norm_eps
+    return [f"model.{key} changes from {before[key]} to {now[key]}" for key in now if before[key] != now[key]]
+
+
+def _fit_state(weights: Weights, model: Model) -> None:
+    """Reduce weights.state to what a GPT of `model` takes, and note what is missing or not used."""
+    state, notes, own, unused = weights.state, weights.notes, _meta_state(model), []
+    for name in list(state):
+        other_router = weights.model.router != model.router and name.endswith("selection_bias")
+        if name.endswith("router.c"):  # a constant that follows from the config
+            del state[name]
+        elif (name not in own or other_router) and state.pop(name).any():
+            unused.append(name)
+    if "wpe.weight" in state and len(state["wpe.weight"]) > model.block_size:
+        notes.append(f"only the first {model.block_size} of {len(state['wpe.weight'])} positions are used")
+        state["wpe.weight"] = state["wpe.weight"][: model.block_size]
+    rows = len(state["wte.weight"])
+    if rows < model.vocab_size:
+        notes.append(f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation")
+    missing = [name for name in own if name not in state and not name.endswith(BUFFERS)]
+    if missing:
+        notes.append(f"missing, so initialised as usual: {_list_once(missing)}")
+    if unused:
+        notes.append(f"not used: {_list_once(unused)}")
+
+
+def _list_once(names: list[str]) -> str:
+    """Names of weights, each once, not in each block."""
+    return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in names))
+
+
+def _meta_state(model: Model) -> dict[str, Tensor]:
+    """Parameters and buffers of a GPT on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return GPT(model).state_dict()
+
+
+# ---- reading a folder
+
+
+def _read_folder(place: Path, model: Model, data: Path) -> Weights:
+    """The weights in `place`, of whichever kind, for a run of `model` on the data set `data`."""
+    if not place.is_dir():
+        advice = "no such folder. Weights are only read from this machine"
+        if not place.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(place)):
+            advice += f"; from the Hugging Face hub: hf download {place} --local-dir {place.name}"
+        raise RunError(advice)
+    if (place / "config.json").is_file():
+        weights = _read_transformers(place, model, data)
+    elif (place / "config.toml").is_file():
+        weights = _read_run(place, data)
+    else:
+        raise RunError(
+            f"contains neither a config.json (with {WEIGHTS}) nor a run's config.toml; give a folder that transformers "
+            f"or scripts.export wrote, or a run such as runs/quickstart-kern"
+        )
+    for name, tensor in weights.state.items():
+        if not tensor.isfinite().all():
+            raise RunError(f"{name} contains NaN or Inf; use other weights")
+    return weights
+
+
+def _read_run(place: Path, data: Path) -> Weights:
+    """The last checkpoint of a run."""
+    config = configure.load(place / "config.toml")
+    steps = checkpoint.steps(place / "checkpoints")
+    if not steps:
+        raise RunError("a run without a checkpoint; train it first")
+    with torch.device("meta"):
+        model = GPT(config.model)
+    metadata = checkpoint.load_model(place / "checkpoints", steps[-1], model.to_empty(device="cpu"))
+    meta = read_meta(data)
+    if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
+        known = (name for name in TOKENIZERS if sha256_of(identity(name)) == metadata.get("tokenizer"))
+        raise _wrong_tokenizer(next(known, "another"), data, meta)
+    return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [])
+
+
+def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
+    """A folder that transformers or scripts.export wrote."""
+    settings = _read_json(place / "config.json")
+    kind = str(settings.get("model_type"))
+    if kind not in FORMATS:
+        raise RunError(f"config.json: model_type is {kind!r}, expected one of {', '.join(FORMATS)}; use other weights")
+    form = FORMATS[kind]
+    described, notes = _read_model(form.read_config(settings), model.top_k), []
+    activation = settings.get("activation_function", "gelu_new")
+    if kind == "gpt2" and activation != "gelu":
+        notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
+    state = dict(form.unify_names(_read_tensors(place)))
+    if described.tie_embeddings:
+        state.pop("lm_head.weight", None)  # older files store the tied weight twice
+    _check_shapes(state, form.from_own(_meta_state(described), described))
+    _check_vocabulary(place, settings, described.vocab_size, data)
+    return Weights(form.source, described, form.to_own(state), notes)
+
+
+def _read_model(keys: dict[str, Any], top_k: int) -> Model:
+    """The [model] of a config.json; a dense MLP is described by `top_k`, if its width can be divided by it."""
+    try:
+        described = Model(**keys)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
+    for conflict in find_conflicts(Config(model=described)):
+        raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
+    if described.router == "dense" and described.expert_hidden % top_k == 0:
+        return described.model_copy(update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k})
+    return described
+
+
+def _check_shapes(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise RunError if `state` has not the names and shapes of `expected`, or a tensor is not floating point."""
+    for name in expected | state:
+        shape = tuple(state[name].shape) if name in state else "missing"
+        wanted = tuple(expected[name].shape) if name in expected else "none"
+        if shape != wanted:
+            raise RunError(
+                f"config.json and the weights do not match: {name} is {shape}, expected {wanted}; download both again"
+            )
+        if state[name].dtype not in FLOATS:
+            raise RunError(f"{name} ({state[name].dtype}) is not floating point; use weights that are not quantized")
+
+
+def _read_tensors(place: Path) -> dict[str, Tensor]:
+    """All tensors in `place`."""
+    index, names = place / f"{WEIGHTS}.index.json", {WEIGHTS}
+    if index.is_file() and not (place / WEIGHTS).is_file():
+        files = _read_json(index).get("weight_map")
+        if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
+            raise RunError(f"{index.name}: its weight_map is not an object of file names; download it again")
+        names = set(files.values())
+    tensors = {}
+    for name in sorted(names):
+        try:
+            tensors |= load_file(place / name)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"{name} cannot be read ({error}); download it again, or convert older formats with transformers' "
+                f"save_pretrained"
+            ) from error
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path.name} is unreadable ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{path.name} is not a JSON object; download it again")
+    return value
+
+
+# ---- the tokenizer
+
+
+def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
+    """Raise RunError if the ids of the weights are visibly not those of the data set.
+
+    Compares their number (`rows`), the id that ends a document, and where a vocabulary file is present every token of
+    printable ASCII.
+    """
+    meta = read_meta(data)
+    ids, end = meta.tokenizer["vocab_size"], settings.get("eos_token_id")
+    if rows < ids:
+        raise _wrong_tokenizer(f"one of {rows} ids", data, meta)
+    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:  # GPT2Config's default may be above `rows`
+        raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
+    files = [place / name for name in ("tokenizer.json", "vocab.json") if (place / name).is_file()]
+    if not files:
+        return
+    vocabulary = _read_json(files[0])
+    if files[0].name == "tokenizer.json":
+        described = vocabulary.get("model")
+        vocabulary = described.get("vocab") if isinstance(described, dict) else None
+    if not isinstance(vocabulary, dict):
+        raise _wrong_tokenizer("not a byte-level one", data, meta)
+    tokenizer = open_tokenizer(data)
+    for text, number in vocabulary.items():
+        if number in range(ids) and not _is_token(tokenizer, number, text):
+            raise _wrong_tokenizer(f"one whose id {number} is {text!r}", data, meta)
+
+
+def _is_token(tokenizer: Tokenizer, number: int, text: str) -> bool:
+    """Whether `text` in a vocabulary file is the token `number`, as far as can be told."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.file.id_to_token(number) == text
+    if not re.fullmatch("[!-~Ġ]+", text):  # Ġ: a space, in the files of byte-level tokenizers
+        return True
+    return tokenizer.decode([number]) == text.replace("Ġ", " ")
+
+
+def _wrong_tokenizer(theirs: str, data: Path, meta: Meta) -> RunError:
+    return RunError(
+        f"its tokenizer is {theirs}, that of the data set {data} is {meta.tokenizer['name']}. Prepare the text with "
+        f"the tokenizer of the weights (python -m data.prepare … --tokenizer), or use other weights"
+    )

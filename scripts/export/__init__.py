@@ -1,1 +1,0 @@
-"""Export a run to transformers: weights, tokenizer files, modelling code, model card, check."""

@@ -1,0 +1,227 @@
+"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
+
+import json
+
+import pytest
+import torch
+from numerics import assert_near, seeded, tolerance
+from runs import REPO_ROOT, column, run
+from safetensors.torch import load_file, save_file
+from test_hf_init_from import refused, start
+
+import configure
+from eval.trained import load_model
+from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
+from model import count_parameters
+from runtime import RunError
+from runtime.folder import path_of
+from scripts import export
+
+SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 256}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "num_local_experts": 8}
+SIZES |= {"pad_token_id": None, "bos_token_id": 256, "rms_norm_eps": 1e-4}  # padding would get no gradient
+THEIRS = {  # what else makes a small model of that class
+    "olmoe": {"intermediate_size": 16, "num_experts": 8},
+    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True},
+    "mixtral": {"intermediate_size": 16, "tie_word_embeddings": True},
+}
+SHAPE = ["model.norm=rmsnorm", "model.pos=rope", "model.gated=true", "model.activation=silu", "model.n_head=4"]
+SHAPE += ["model.n_kv_head=2", "model.n_expert=8", "model.top_k=2", "model.expert_hidden=16", "model.block_size=32"]
+OURS = {  # the same model as settings
+    "olmoe": ["model.router=softmax", "model.qk_norm=all", "model.tie_embeddings=false"],
+    "qwen3_moe": ["model.router=softmax-renorm", "model.qk_norm=head", "model.tie_embeddings=false"],
+    "mixtral": ["model.router=softmax-renorm", "model.tie_embeddings=true", "model.rope_base=1000000"],
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+KINDS = pytest.mark.parametrize("kind", OURS)
+LIMIT = tolerance(torch.float32, 64, roundings=30)  # two blocks of some 15 roundings each
+
+
+def make_model(kind, **update):
+    """A small model of transformers with norms that are not 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seeded(1).initial_seed())
+    config = AutoConfig.for_model(kind, **SIZES | THEIRS[kind] | update)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def ids(T=32):
+    return torch.randint(257, (3, T), generator=seeded())
+
+
+@pytest.mark.numerics
+@KINDS
+def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, kind):
+    theirs = make_model(kind)
+    theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")
+    assert len([*(tmp_path / kind).glob("model-*.safetensors")]) > 2
+    model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
+    assert words.endswith(f"a model of class {FORMATS[kind].architecture}")  # and nothing changes, as the router
+    idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
+    logits = theirs(idx).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    with torch.no_grad():
+        assert_near(model.logits(model.hidden(idx)[0]), logits, LIMIT, "logits")
+    out = model(idx, targets)
+    assert_near(out.loss, loss, LIMIT, "loss")
+    out.loss.backward()
+    loss.backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    expected = FORMATS[kind].to_own(FORMATS[kind].unify_names(grads))
+    for name, p in model.named_parameters():
+        assert_near(p.grad, expected[name], 3 * LIMIT, name)
+
+
+@KINDS
+def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
+    """The constant on the gates goes to the experts; checked by the command itself, in float64."""
+    config = tiny("train.max_steps=2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
+    run(config)
+    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
+    rounded = [str(path_of(config)), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--check"]
+    assert export.main(rounded) == 0, capsys.readouterr().err
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["model_type"] == kind and "auto_map" not in written
+    assert written.get("head_dim") == (8 if kind == "qwen3_moe" else None)  # 128 by default in older transformers
+    assert not [*(tmp_path / "out").glob("*.py")] and kind in (tmp_path / "out/README.md").read_text()
+    again, _ = start(tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *SHAPE, *OURS[kind]))
+    idx = ids()
+    assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
+
+
+def test_another_router_takes_over_the_experts(tiny, tmp_path):
+    make_model("olmoe").save_pretrained(tmp_path / "olmoe")
+    own = ["model.norm_eps=1e-4", *SHAPE, *OURS["olmoe"], f"train.init_from={tmp_path / 'olmoe'}"]
+    softmax, _ = start(tiny(*own))
+    config = tiny(*own, "model.router=kern", "train.max_steps=2")
+    kern, words = start(config)
+    assert "model.router changes from softmax to kern" in words
+    assert torch.equal(kern.blocks[1].mlp.experts.w_in, softmax.blocks[1].mlp.experts.w_in)
+    assert len(column(run(config), "train/loss")) == 2
+
+
+Q_NORM = "model.layers.1.self_attn.q_norm.weight"
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
+    "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
+    "clip_qkv is 8.0": {"clip_qkv": 8.0},
+    "attention_bias is True": {"attention_bias": True},
+    "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
+    "mlp_only_layers is [0]": {"mlp_only_layers": [0]},
+    "activation: ": {"hidden_act": "relu"},
+    "rope_base: Input should be a valid number": {"rope_parameters": {"rope_theta": "1e4"}},
+    "rope_parameters is 'default', expected an object": {"rope_parameters": "default"},
+    "num_attention_heads is 0, expected a whole": {"num_attention_heads": 0},
+    "hidden_size is None, expected a whole": {"hidden_size": None},
+    "router_jitter_noise is 0.1": {"router_jitter_noise": 0.1},
+    "quantization_config is {'bits': 8}": {"quantization_config": {"bits": 8}},
+    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
+    "sliding_window is 16": {"use_sliding_window": True, "sliding_window": 16},
+    "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
+    "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
+    "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
+    f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
+    f"{GATE} is missing, expected (16, 32)": {GATE: None},
+    f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
+    "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
+    f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
+    f"{Q_NORM} (torch.float8_e4m3fn) is not floating": {Q_NORM: torch.ones(8).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    place = tmp_path_factory.mktemp("qwen3")
+    make_model("qwen3_moe").save_pretrained(place)
+    return json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damage_is_refused(tiny, tmp_path, qwen3, words):
+    settings, state = (dict(table) for table in qwen3)
+    for key, value in DAMAGES[words].items():
+        table = state if key.startswith("model.") else settings
+        table[key] = value
+    write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
+    assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
+
+
+def write_folder(place, settings, state):
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(settings))
+    save_file(state, place / "model.safetensors")
+
+
+STRANGE = (None, 0, -1, 3, 10**9, 0.5, "2", True, [], {}, [1], {"a": 1})
+
+
+@pytest.mark.integration
+def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen3):
+    """One key or weight at a time; never another exception than RunError."""
+    config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
+    settings, state = qwen3
+    folders = [(settings | {key: value}, state) for key in settings for value in STRANGE]
+    folders += [({k: v for k, v in settings.items() if k != key}, state) for key in settings]
+    for name in state:
+        if "layers.0" not in name and "experts.1" not in name:
+            strange = (torch.ones(()), torch.ones(0), state[name][:-1].clone(), state[name][None].clone())
+            folders += [(settings, state | {name: tensor}) for tensor in strange]
+    refusals = 0
+    for folder in folders:
+        write_folder(tmp_path / "theirs", *folder)
+        try:
+            read_initial_weights(config)
+        except RunError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert refusals > len(folders) / 3
+
+
+def test_a_window_that_is_switched_off_is_no_window(tiny, tmp_path, qwen3):
+    settings, state = qwen3
+    write_folder(tmp_path / "theirs", settings | {"sliding_window": 16, "use_sliding_window": False}, state)
+    start(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
+    make_model("mixtral", sliding_window=16).save_pretrained(tmp_path / "mixtral")  # which has no such switch
+    edited = json.loads((tmp_path / "mixtral/config.json").read_text()) | {"use_sliding_window": False}
+    (tmp_path / "mixtral/config.json").write_text(json.dumps(edited))
+    text = refused(tiny(f"train.init_from={tmp_path / 'mixtral'}", *SHAPE, *OURS["mixtral"]))
+    assert "sliding_window is 16" in text
+
+
+@KINDS
+def test_what_a_family_does_not_compute_is_named(tiny, kind):
+    model = tiny(*SHAPE, *OURS[kind]).model
+    assert FORMATS[kind].find_misfits(model) == []
+    kern = model.model_copy(update={"router": "kern", "n_shared_expert": 1, "n_dense_layer": 1, "dropout": 0.1})
+    assert FORMATS[kind].find_misfits(kern) == [
+        *("model.n_shared_expert = 1", "model.n_dense_layer = 1", "model.dropout = 0.1", "model.router = kern")
+    ]
+
+
+def test_a_run_with_selection_biases_needs_our_code(tiny, tmp_path, capsys):
+    config = tiny("train.max_steps=2", "train.bias_update_rate=0.1", *SHAPE, *OURS["olmoe"])
+    run(config)
+    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--format", "olmoe"]) == 2
+    assert "the run has a selection bias (train.bias_update_rate), unlike Olmoe" in capsys.readouterr().err
+    assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/modeling_nanokern.py").is_file()
+
+
+def test_the_preset_has_the_shape_of_olmoe():
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    model = configure.load(REPO_ROOT / "config/olmoe.toml").model
+    with torch.device("meta"):
+        theirs = OlmoeForCausalLM(OlmoeConfig(intermediate_size=1024))  # whose other defaults are the released model's
+    total, active = count_parameters(model)
+    assert total == sum(p.numel() for p in theirs.parameters()) == 6_919_161_856
+    assert active == total - 16 * 56 * 3 * 2048 * 1024  # without 56 of 64 experts in each of 16 layers
+    written = FORMATS["olmoe"].make_config(model)
+    shared = written.keys() & SIZES.keys()
+    assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}
