@@ -241,7 +241,7 @@ def broken(tmp_path, sets):
         ('"vocab_size": 257', '"vocab_size": 50257', "and a mixture has one"),  # rather than of the model's size
     ],
 )
-def test_sets_of_different_tokenizers(mixed, broken, capsys, pattern, other, says):
+def test_sets_of_different_tokenizers(mixed, broken, pattern, other, says):
     def edit(folder):
         meta = folder / "edu/meta.json"
         meta.write_text(re.sub(pattern, other, meta.read_text()))
@@ -250,7 +250,7 @@ def test_sets_of_different_tokenizers(mixed, broken, capsys, pattern, other, say
     with pytest.raises(DataError, match=re.escape(says.format(folder))) as caught:
         train.train(mixed(f"data.dir={folder}"))
     assert str(caught.value).startswith(f"{folder}/edu") and "--tokenizer" in str(caught.value)
-    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2 and "edu" in capsys.readouterr().err
+    assert verify.main(["--out", str(folder), *WEIGHTS]) == 2
     check_sets([folder / "arxiv", folder / "books"], 257)
 
 

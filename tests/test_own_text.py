@@ -197,3 +197,11 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
     assert read_meta(tmp_path / "out/text").source["links"] == 2
     assert "already there" in run(*args)
+
+
+def test_parts_of_a_set_that_is_cut(run, tmp_path):
+    args = ("text", "--source", write_tree(tmp_path / "in", {f"{i}.txt": LINES.encode() for i in range(3)}))
+    for i in (1, 2):
+        run(*args, "--shard", f"{i}/2")
+    run(*args)
+    assert texts_of(tmp_path / "out/text")["train"].count("<|endoftext|>") == 2

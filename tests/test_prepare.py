@@ -143,6 +143,21 @@ def test_source_files_changed_since_are_noticed(run, books, tmp_path):
     assert "already there" in run(*books)
 
 
+def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "HASHED_BYTES", 99)
+    monkeypatch.setattr(prepare, "END_BYTES", 10)
+    write_tree(tmp_path, {"large.txt": bytes(95), "small.txt": bytes(5)})
+    inputs = sources.local_inputs([tmp_path])
+    found = {prepare.hash_inputs(inputs)}
+    for name, position, noticed in [("large", at, at in (9, 85)) for at in (9, 10, 84, 85)] + [("small", 4, True)]:
+        count = len(found)
+        data = bytearray((tmp_path / f"{name}.txt").read_bytes())
+        data[position] = 1
+        (tmp_path / f"{name}.txt").write_bytes(data)
+        found.add(prepare.hash_inputs(inputs))
+        assert len(found) == count + noticed, (name, position)
+
+
 LIKE_OURS = ["main.c", "units-of-measure/si.txt", "units-0123456789ab/0.npz", "progress.json", "lock", "meta.json"]
 
 
