@@ -1,5 +1,6 @@
 """runtime/folder.py: which folder a run goes to, what may change when it resumes, who may write there."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -221,3 +222,5 @@ def test_claim_and_config_survive_a_power_failure(tmp_path, disk_calls, tiny):
         assert disk_calls == ["sync config.toml.tmp", "rename config.toml", "sync new"]
     assert run.find_owner() is None
     assert RunFolder(run.path).recorded == tiny()
+    with run.claim(ALONE):  # whoever held it before is forgotten
+        assert run.find_owner() == f"process {os.getpid()} on {os.uname().nodename}"
