@@ -279,8 +279,10 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     assert results(run)["results"]["piqa"]["documents"] == 5 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
+    (other / "piqa.jsonl").write_text((other / "piqa.jsonl").read_text().replace("walk", "talk"))  # of the same size
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9  # a damaged file
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10  # a damaged file
     assert "piqa is evaluated again" in capsys.readouterr().err
 
 

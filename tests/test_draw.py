@@ -27,7 +27,7 @@ def make_layer(number, loads, tokens=()):
 @pytest.fixture
 def report():
     tokens = [{"id": 42, "text": " **", "share": 0.5, "lift": 2.0}]
-    layers = [make_layer(1, [30, 20, 6, 0], tokens), make_layer(2, [14, 14, 14, 14])]
+    layers = [make_layer(1, [30, 20, 6, 0], tokens), make_layer(2, [28, 28, 28, 28])]
     agreement = {"same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
     about = {"run": "kern", "checkpoint": "step_00001000", "step": 1000, "average": 1, "mean": "", "router": "kern"}
     about |= {
@@ -88,7 +88,7 @@ def test_loads_and_pairs_are_relative_to_the_layer(report, figures):
     assert [label.get_text() for label in loads.get_yticklabels()] == ["1", "2"]
     pairs = draw.plot_coactivation(report)
     image = np.ma.filled(pairs.axes[1].images[0].get_array(), np.nan)
-    assert image[0, 1] == pytest.approx(np.log2(7 / 14 / (14 / 28))) and np.isnan(image.diagonal()).all()
+    assert image[0, 1] == pytest.approx(np.log2(14 / 28 / (28 / 28))) and np.isnan(image.diagonal()).all()
     assert [axes.get_title() for axes in pairs.axes[:2]] == ["layer 1", "layer 2"]
     first = np.ma.filled(pairs.axes[0].images[0].get_array(), np.nan)
     assert np.isnan(first[3]).all() and np.isnan(first).sum() == 4 + 6  # the idle expert comes last

@@ -38,7 +38,16 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
 
 @pytest.mark.parametrize(
     "temperature, top_k, top_p",
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (0.8, 4, 0.6), (1.0, 100, 1.0)],
+    [
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (2.0, 3, 1.0),
+        (1.0, 0, 0.7),
+        (0.8, 4, 0.6),
+        (1.0, 0, 0.35),
+        (1.0, 0, 0.85),
+        (1.0, 100, 1.0),
+    ],
 )
 def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000

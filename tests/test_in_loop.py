@@ -98,14 +98,16 @@ def test_bits_of_answers_that_are_several_or_none():
 
 def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
     own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
-    config = tiny(*own, *scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2"))
+    config = tiny(
+        *own, *scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2", "eval.task_limit=4")
+    )
     lines = run(config)
     with_scores = [line for line in lines if "tasks/sciq/acc" in line]
     assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too
     for line in with_scores[1:]:
         words = [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "winogrande", "hellaswag"]
-        assert downstream.main([*words, "--checkpoint", str(line["step"])]) == 0
-        found = results(path_of(config), f"step_{line['step']:08}")["results"]
+        assert downstream.main([*words, "--limit", "4", "--checkpoint", str(line["step"])]) == 0
+        found = results(path_of(config), f"step_{line['step']:08}_limit4")["results"]
         values = {f"tasks/{task}/{key}": value for task in found for key, value in found[task].items()}
         wanted = {key: value for key, value in values.items() if "stderr" not in key}
         assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
