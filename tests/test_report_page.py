@@ -68,7 +68,8 @@ def test_losses_over_steps(tmp_path):
 def test_curves_over_a_key(tmp_path):
     """The loss, and beside it the difference from the baseline at equal options, without a line of the baseline's."""
     runs = [make_run(tmp_path / f"{router}{x}{norm}{seed}", f"model.router={router}", f"optim.lr={x}",
-                     f"model.gate_norm={norm}", f"run.seed={seed}", end=2 + 100 * x + 0.1 * (router == "tanh") * norm)
+                     f"model.gate_norm={norm}", f"run.seed={seed}",
+                     end=2 + 100 * x + 100 * x * (router == "tanh") * norm)
             for router in ("kern", "tanh") for x in (1e-3, 2e-3, 4e-3) for norm in (0, 2)
             for seed in range(3)]  # fmt: skip
     (setting,) = load(*runs, key="optim.lr")
@@ -79,7 +80,7 @@ def test_curves_over_a_key(tmp_path):
     assert [text.get_text() for text in own.get_legend().get_texts()] == ["tanh", "kern"]
     assert [tick.get_text() for tick in own.get_xticklabels()] == ["0.001", "0.002", "0.004"]
     assert list(lines_of(minus_own)) == ["tanh, own norm"] and list(lines_of(minus_norm)) == ["tanh, norm 2"]
-    assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2] * 3)
+    assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2, 0.4, 0.8])
     losses = [load_evaluated(tmp_path / f"tanh0.0022{seed}").evaluations[1000]["val/loss"] for seed in range(3)]
     assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
 
@@ -172,6 +173,7 @@ def test_the_report_is_written(tmp_path, call):
     assert "**higher**" in row
     assert "of 8 documents" in page and "Losses in nats per byte" in page and "Student's t" in html.text
     assert re.search(r"^kern +tanh +-0.(49|50)\d+ \[.*\] +3 seeds +lower", printed, re.M)
+    assert "| 1,006 |" in page  # tokens/s: 1,001 to 1,010 were logged
     (out / "loss.png").rename(out / "mine.png")
     call(report.main, *runs[:3], "--out", out)  # again, with less: old pictures go, others stay
     assert {path.name for path in out.glob("*.png")} == {"loss.png", "measures.png", "routing.png", "mine.png"}
