@@ -146,16 +146,6 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
     assert not any(map(torch.equal, training.model.parameters(), other.model.parameters()))
 
 
-def test_one_save_waits_for_the_one_before(tmp_path, slow_disk):
-    training, saver = Training(), saver_in(tmp_path)
-    training.save(saver, 1)
-    threading.Timer(0.2, slow_disk.set).start()  # nothing is written before the second save waits
-    training.save(saver, 2)
-    assert checkpoint.steps(tmp_path)[0] == 1
-    saver.finish()
-    assert checkpoint.steps(tmp_path) == [1, 2]
-
-
 @pytest.fixture
 def broken_disk(monkeypatch):
     """`broken_disk(True)`: each write fails from now on."""
@@ -177,7 +167,7 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     for next_call in (saver.poll, saver.wait, saver.finish, lambda: training.save(saver, 3)):
         training.save(saver, 2)
         saver.pending.join()
-        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is.*Make room"):
+        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. Older ones are intact.*Make room"):
             next_call()
         assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
     broken_disk(False)
@@ -198,18 +188,6 @@ def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_d
     with pytest.raises(RunError, match="step_00000001: the checkpoint could not be written"):
         saver.finish()
     assert capsys.readouterr().out == ""  # not also a warning
-
-
-def test_failed_save_before_one_that_succeeds_is_a_warning(tmp_path, broken_disk, capsys):
-    training, saver = Training(), saver_in(tmp_path, on_error="warn")
-    for step in (1, 2, 3):
-        broken_disk(step == 2)
-        training.save(saver, step)
-        saver.pending.join()
-    saver.finish()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: ") and "step_00000002" in line and "step 1 is intact" in line
-    assert checkpoint.steps(tmp_path) == [1, 3]
 
 
 # ---- which checkpoints stay
@@ -310,14 +288,6 @@ def test_damaged_file_is_named(copied, name, damage):
     assert name in str(caught.value) and copied.name in str(caught.value)
 
 
-def test_renamed_folder_is_damaged_and_an_extra_file_is_not(copied):
-    (copied / "notes.txt").write_text("mine")
-    assert checkpoint.verify(copied)["step"] == 2
-    other = copied.rename(copied.parent / "step_00000003")
-    with pytest.raises(DamagedError, match="step_00000003/manifest.json: damaged"):
-        checkpoint.verify(other)
-
-
 def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
     write(tmp_path, 2, 4, 6)
     flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
@@ -338,13 +308,6 @@ def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(t
     monkeypatch.setattr(distributed, "gather", lambda value, group: next(reports))
     assert checkpoint.latest(tmp_path, distributed.Ranks(1, 2, torch.device("cpu")))[0] == 2
     assert names(tmp_path) == ["step_00000002", "step_00000004"] and capsys.readouterr().out == ""
-
-
-def test_damaged_checkpoint_is_not_evaluated(tmp_path):
-    write(tmp_path, 1, 2)
-    flip(tmp_path / "step_00000002" / "__0_0.distcp", 1000)
-    with pytest.raises(RunError, match="step_00000002/__0_0.distcp: damaged.* use that of step 1"):
-        checkpoint.load_model(tmp_path, 2, GPT(SMALL))
 
 
 # ---- kills and a full disk before any call to the file system

@@ -16,7 +16,7 @@ from runs import REPO_ROOT
 
 from common import progress
 from common.command import build_parser, command, require_packages, run_command
-from common.files import short_path, write_atomic
+from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import first_line, format_size, markdown_table, plural, text_table
 
@@ -78,12 +78,6 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     assert (done.stdout, done.stderr) == ("", "141\n")
 
 
-def test_a_command_without_stdout_ends_with_its_code():
-    closed = f"{shlex.join([sys.executable, '-c', PRINTING.format('print(1)')])} >&-"
-    done = subprocess.run(closed, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # ---- files
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, disk_calls):
     write_atomic(tmp_path / "file", "ä", durable=True)
@@ -100,12 +94,6 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     with pytest.raises(OSError, match="Input/output"):
         write_atomic(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
-
-
-def test_paths_are_short_below_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert short_path(tmp_path / "here/a/b") == "a/b" and short_path("../x") == str(tmp_path / "x")
 
 
 # ---- text
@@ -184,11 +172,3 @@ def test_a_file_gets_lines(capsys, monkeypatch):
         "tiny: step 40/100, 00:30, 01:00 left, loss 40\n"
         "tiny: step 42/100, 00:32, 00:58 left, loss 42\n",
     )
-
-
-def test_a_file_gets_units_or_nothing(capsys):
-    with progress_bar(every=10, desc="books", total=2_000_000, unit="B", unit_scale=True) as bar:
-        bar.update(1_500_000)
-    assert capsys.readouterr().err == "books: 1.50M/2.00MB, 00:00, 00:00 left\n"
-    show(progress_bar(desc="scored", total=3, disable=False))  # without `every`
-    assert capsys.readouterr().err == ""

@@ -85,11 +85,6 @@ def test_compile_auto_is_for_cuda():
     assert [distributed.pick_compile(name, cuda) for name in ("auto", "on", "off")] == [True, True, False]
 
 
-def test_cpu_without_capabilities_computes_in_float32(monkeypatch):
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert distributed.pick_dtype("auto", CPU, "dense") == torch.float32 and distributed.device_name(CPU) == "CPU"
-
-
 def test_peak_flops_are_known_for_some_devices(gpus):
     gpus(1)
     assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
@@ -97,14 +92,6 @@ def test_peak_flops_are_known_for_some_devices(gpus):
     assert distributed.peak_flops(CPU, torch.bfloat16) is None
     gpus(1, name="Some New Device")
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
-
-
-def test_one_process_needs_no_process_group(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with distributed.process_group(CPU) as ranks:
-        assert ranks == (0, 1, CPU, 1, None)
-        assert not torch.distributed.is_initialized()
-        assert distributed.sum_over_ranks(torch.tensor(3.0)) == 3
 
 
 def test_ranks_wait_for_each_other_as_long_as_the_config_says(monkeypatch):

@@ -1,13 +1,11 @@
 """The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals."""
 
-import fcntl
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, assert_same_columns, checkpoints, column, content, run, run_with_margin, steps, untimed
-from tqdm import tqdm
 
 import train
 from configure.schema import Model, Optim, Train
@@ -74,13 +71,6 @@ def test_accumulation_changes_nothing(tiny, router, scope):
 
 
 # ---- what is learned
-def test_bfloat16_is_near_float32(tiny):
-    exact = run(tiny("train.max_steps=2", "run.name=exact"))
-    rounded = run(tiny("train.max_steps=2", "train.dtype=bfloat16"))
-    assert column(exact, "val/loss") != column(rounded, "val/loss")
-    assert column(exact, "val/loss") == pytest.approx(column(rounded, "val/loss"), abs=0.02)
-
-
 # ---- losses
 @pytest.mark.numerics
 def test_losses_are_cross_entropy_alone(tiny):
@@ -372,12 +362,6 @@ def test_metrics_are_means_over_the_log_interval(tiny):
     assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
 
 
-def test_progress_bar_shows_step_loss_speed_and_time_left(tiny, capsys):
-    run(tiny("train.max_steps=2"))
-    line = capsys.readouterr().err.splitlines()[-1]  # not a terminal
-    assert re.fullmatch(r"tiny: step 2/2, \d\d:\d\d, \d\d:\d\d left, loss \d\.\d{4}, [\d,]+ tokens/s", line)
-
-
 # ---- refusals, before anything is made
 @pytest.mark.parametrize(
     "override, error, words",
@@ -396,12 +380,6 @@ def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error
     assert not path_of(config).exists()
 
 
-def test_command_line_errors_are_one_message(tiny_file, capsys):
-    assert train.main([str(tiny_file), "--data.name=nowhere"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ") and not printed.out and len(printed.err.splitlines()) <= 3
-
-
 def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     command = [sys.executable, "train.py", tiny_file, "--optim.lrr=1"]
@@ -413,37 +391,6 @@ def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
 
 
 # ---- what a run does at its end, whatever the reason
-@pytest.fixture
-def exit_codes(monkeypatch):
-    """Exit codes that wandb is given at the end of each run."""
-    codes = []
-    tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
-    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
-    return codes
-
-
-@pytest.mark.parametrize("error", [RunError, KeyboardInterrupt])
-def test_everything_is_closed_after_an_error(tiny, before_steps, exit_codes, error):
-    def fail(step):
-        if step == 2:
-            raise error("stopped by the test")
-
-    before_steps(fail)
-    before = threading.enumerate()
-    config = tiny("train.checkpoint_interval=1", "log.interval=2")
-    with pytest.raises(error, match="stopped by the test") as caught:  # which keeps all that is not closed alive
-        train.train(config)
-    assert exit_codes == [1]  # wandb shows a failed run
-    assert not tqdm._instances  # the bar
-    new = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not [name for name in new if name.startswith("ThreadPool")]  # of batches
-    with (path_of(config) / "lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    del caught
-    before_steps(None)
-    assert run(config)[-1]["step"] == 4 and exit_codes == [1, 0]
-
-
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
     events, sync, save = [], Metrics.sync, checkpoint.Saver.save
     monkeypatch.setattr(Metrics, "sync", lambda self: events.append("sync") or sync(self))

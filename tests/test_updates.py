@@ -267,12 +267,6 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison, dtype, most,
     assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
 
 
-def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
-    poison({0, 2, 4})
-    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
-    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
-
-
 def test_loss_scale_has_a_floor(tiny, poison):
     """GradScaler alone halves 65536 without end: after 20 such steps 1/16, after 150 zero."""
     weights = poison(range(20))
@@ -333,10 +327,6 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, sa
     loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
     assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
     assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)
-    assert rank["layers_of_micro_batch"] == 1
-    blocks = [f"blocks.{i}{part}" for i in range(2) for part in (".attn", ".mlp", "")]
-    assert list(rank["layers"]) == ["wte", *blocks, "ln_f"]
-    assert all(0 < layer["rms"] <= layer["max"] < 100 for layer in rank["layers"].values())
     named = dict(model().named_parameters())
     assert report["parameters"].keys() == named.keys()
     for name, p in named.items():
@@ -357,16 +347,6 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
     norm = torch.tensor([norms["gradient_norm"] for norms in dump["parameters"].values()]).norm()
     limit = tolerance(torch.float32, 257 * 32)  # the longest tensor
     assert_near(norm, torch.tensor(third["optim/grad_norm"]), limit, "gradient norm")
-
-
-def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, before_steps):
-    config = tiny("train.max_steps=3")
-    before_steps(lambda step: step == 1 and model().blocks[1].mlp.experts.w_out.data.fill_(math.inf))
-    with pytest.raises(RunError, match="crash-step_00000001.json"):
-        run(config)
-    layers = crash_report(config, 1)["ranks"][0]["layers"]
-    bad = [name for name, layer in layers.items() if isinstance(layer["rms"], str)]
-    assert bad[0] == "blocks.1.mlp" and "blocks.1.attn" not in bad and "blocks.0" not in bad
 
 
 # ---- spikes of the loss
