@@ -176,16 +176,17 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("polled", [False, True])
-def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_disk, capsys, polled):
+def test_failed_save_is_a_warning_and_of_the_last_an_error_with_on_error_warn(tmp_path, broken_disk, capsys):
     training, saver = Training(), saver_in(tmp_path, on_error="warn")
+    for step in (1, 2, 3):
+        broken_disk(step == 2)
+        training.save(saver, step)
+        saver.wait()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ") and "step_00000002" in line and checkpoint.steps(tmp_path) == [1, 3]
     broken_disk(True)
-    training.save(saver, 1)
-    if polled:
-        saver.pending.join()
-        saver.poll()
-    capsys.readouterr()
-    with pytest.raises(RunError, match="step_00000001: the checkpoint could not be written"):
+    training.save(saver, 4)
+    with pytest.raises(RunError, match="step_00000004: the checkpoint could not be written"):
         saver.finish()
     assert capsys.readouterr().out == ""  # not also a warning
 
@@ -269,23 +270,15 @@ def test_any_flipped_bit_is_detected(copied):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.unlink(),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),  # as a power failure may leave it
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["missing", "empty", "cut short", "grown", "zeros", "a folder"],
-)
-def test_damaged_file_is_named(copied, name, damage):
-    damage(copied / name)
-    with pytest.raises(DamagedError, match="damaged") as caught:
+@pytest.mark.parametrize("change", [None, lambda data: b"", lambda data: data[:-1], lambda data: data + b"\0"])
+def test_damaged_file_is_named(copied, name, change):
+    path = copied / name
+    data = path.read_bytes()
+    path.unlink()
+    if change:
+        path.write_bytes(change(data))
+    with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
         checkpoint.verify(copied)
-    assert name in str(caught.value) and copied.name in str(caught.value)
 
 
 def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
@@ -419,36 +412,29 @@ def assert_refused(path, canary):
 BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."  # through a module of torch
 
 
-@pytest.mark.parametrize("protocol", [0, 5, "back door"])
-def test_a_pickle_as_metadata_runs_nothing(copied, canary, protocol):
-    evil = BACK_DOOR % bytes(canary) if protocol == "back door" else pickle.dumps(Payload(canary), protocol)
-    forge(copied, **{".metadata": evil})
+@pytest.mark.parametrize("back_door", [False, True])
+def test_a_pickle_as_metadata_runs_nothing(copied, canary, back_door):
+    forge(copied, **{".metadata": BACK_DOOR % bytes(canary) if back_door else pickle.dumps(Payload(canary))})
     with pytest.raises(CheckpointException):
         read_as_torch_does(copied)
     assert_refused(copied, canary)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "other"])
-def test_a_pickle_as_an_entry_runs_nothing(copied, canary, kind):
+def test_a_pickle_as_an_entry_runs_nothing(copied, canary):
     """torch's readers give entries that are not tensors to torch.load(weights_only=False)."""
     torch.save(Payload(canary), evil := io.BytesIO())
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn == "model.wte.weight")
     evil_entry = _StorageInfo("evil.distcp", 0, len(evil.getvalue()))
-    metadata.storage_data |= {index: evil_entry, MetadataIndex(index.fqn): evil_entry}  # of tensors, of other values
-    if kind == "other":
-        metadata.state_dict_metadata["model.wte.weight"] = BytesStorageMetadata()
+    metadata.storage_data |= {index: evil_entry, MetadataIndex(index.fqn): evil_entry}
+    metadata.state_dict_metadata["model.wte.weight"] = BytesStorageMetadata()
     forge(copied, **{"evil.distcp": evil.getvalue(), ".metadata": pickle.dumps(metadata)})
-    if kind == "tensor":
-        torch.load(io.BytesIO(evil.getvalue()), weights_only=False)
-    else:
-        read_as_torch_does(copied)
+    read_as_torch_does(copied)
     assert_refused(copied, canary)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/file"])
-def test_manifest_names_no_file_outside_the_checkpoint(copied, name):
-    write_manifest(copied, {"step": 2, "files": {name: {"bytes": 0, "sha256": ""}}, "facts": {}})
+def test_manifest_names_no_file_outside_the_checkpoint(copied):
+    write_manifest(copied, {"step": 2, "files": {"../outside": {"bytes": 0, "sha256": ""}}, "facts": {}})
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
 
