@@ -39,12 +39,7 @@ def refused_changes(old: Config, new: Config, more: frozenset[str] = frozenset()
     allowed = MAY_CHANGE | more
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
         allowed = allowed - {"train.micro_batch_size"}  # the loss depends on how large micro-batches are
-    return [line for line in configure.differences(old, new) if key_of(line) not in allowed]
-
-
-def key_of(line: str) -> str:
-    """The key in a line of `configure.differences`."""
-    return line.split(":")[0]
+    return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
 
 
 class RunFolder:

@@ -107,13 +107,6 @@ def test_load_restores_everything(tmp_path):
     assert [new.step() for _ in range(3)] == next_losses  # bit for bit
 
 
-def test_metadata_round_trips(tmp_path):
-    metadata = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "text": "ä\n", "none": None, "count": 2**60}
-    with saver_in(tmp_path) as saver:  # which waits at its end
-        Training().save(saver, 3, **metadata)
-    assert checkpoint.latest(tmp_path, ALONE) == (3, metadata)
-
-
 # ---- saving while training continues
 @pytest.fixture
 def slow_disk(monkeypatch):
@@ -293,14 +286,6 @@ def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
     assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
     assert sorted(content(tmp_path).values()) == sorted(before.values())
     assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
-
-
-def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(tmp_path, monkeypatch, capsys):
-    write(tmp_path, 2, 4)
-    reports = iter([["step_00000004/.metadata: damaged", None], [None, None]])  # of ranks 0 and 1, by checkpoint
-    monkeypatch.setattr(distributed, "gather", lambda value, group: next(reports))
-    assert checkpoint.latest(tmp_path, distributed.Ranks(1, 2, torch.device("cpu")))[0] == 2
-    assert names(tmp_path) == ["step_00000002", "step_00000004"] and capsys.readouterr().out == ""
 
 
 # ---- kills and a full disk before any call to the file system

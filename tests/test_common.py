@@ -1,15 +1,10 @@
 """common/: how commands end, files written in full or not at all, tables, progress on a terminal and in a file."""
 
 import errno
-import fcntl
 import os
-import pty
-import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 from runs import REPO_ROOT
@@ -111,48 +106,6 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
 
 
 # ---- progress
-@pytest.fixture
-def terminal(monkeypatch):
-    """terminal(columns): make stderr a terminal that wide; returns a function that reads what it shows."""
-    opened = []
-
-    def open_terminal(columns):
-        main, side = pty.openpty()
-        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-        monkeypatch.setattr(sys, "stderr", os.fdopen(side, "w"))
-        opened.extend([main, sys.stderr])
-        return lambda: read_lines(main)
-
-    yield open_terminal
-    for file in opened:
-        file.close() if hasattr(file, "close") else os.close(file)
-
-
-def read_lines(main):
-    """What a terminal shows up to the end of a line; it comes in pieces."""
-    text = ""
-    while not text.endswith("\n"):
-        text += os.read(main, 65536).decode()
-    return text
-
-
-def show(bar):
-    bar.set_postfix_str("loss 2.5", refresh=False)
-    for _ in range(3):
-        bar.update()
-    bar.close()
-
-
-@pytest.mark.parametrize("columns, environment, width", [(0, None, 79), (80, None, 79), (0, "60", 59)])
-def test_a_terminal_shows_a_bar_even_if_it_does_not_know_its_width(terminal, monkeypatch, columns, environment, width):
-    monkeypatch.setenv("COLUMNS", environment) if environment else monkeypatch.delenv("COLUMNS", raising=False)
-    read = terminal(columns)
-    show(progress_bar(every=10, desc="tiny", total=3, bar_format=progress.FORMAT))
-    last = read().rstrip().split("\r")[-1]
-    assert len(last) == width and last.startswith("tiny: 3/3")
-    assert environment or re.fullmatch(r"tiny: 3/3it \|█+\| 00:00, 00:00 left, loss 2.5", last)
-
-
 def test_a_file_gets_lines(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

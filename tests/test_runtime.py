@@ -1,6 +1,5 @@
 """runtime/: devices and compute types, ranks that agree, evaluation split across ranks, the memory plan."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -92,17 +91,6 @@ def test_peak_flops_are_known_for_some_devices(gpus):
     assert distributed.peak_flops(CPU, torch.bfloat16) is None
     gpus(1, name="Some New Device")
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
-
-
-def test_ranks_wait_for_each_other_as_long_as_the_config_says(monkeypatch):
-    timeouts = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, timeout, **more: timeouts.append(timeout))
-    monkeypatch.setattr(dist, "new_group", lambda *args, timeout, **more: timeouts.append(timeout))
-    monkeypatch.setattr(distributed, "_abort_process_group", lambda: None)
-    with pytest.raises(AssertionError):  # there is no group
-        distributed.process_group(CPU, 0.5).__enter__()
-    assert timeouts == [timedelta(seconds=30)] * 2
 
 
 def test_ranks_with_other_plans_are_refused(monkeypatch):

@@ -1,20 +1,13 @@
-"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process.
-
-This file is the program of torchrun's ranks, too.
-"""
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process."""
 
 import hashlib
 import json
 import math
 import os
-import pty
 import shutil
 import signal
-import sys
-import time
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 
 import pytest
 import runs
@@ -145,20 +138,6 @@ def test_other_signals_stop_too_and_a_second_interrupt_at_once(main, tiny, at, s
     assert main(*HARD) == 0
 
 
-@pytest.mark.integration
-def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
-    pid, terminal = pty.fork()
-    if not pid:
-        os.chdir(runs.REPO_ROOT)
-        os.execv(sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"])
-    written = b""
-    while b"val loss" not in written:
-        written += os.read(terminal, 1000)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE, written
-    assert steps(tiny())
-
-
 # ---- being asked to stop: two ranks
 
 
@@ -169,26 +148,8 @@ def config_of(file, name, *overrides):
     return configure.load(file, [*TWO, f"run.dir={(file.parent / name).as_posix()}", *overrides], 2)
 
 
-def signal_launcher(file):
-    """A rank of torchrun, to which rank 0 sends SIGUSR1. Writes and ends with train.py's exit code."""
-    stop, rank = Stop().listen(), os.environ["RANK"]
-
-    def learning_rate(optim, max_steps, step):
-        if step == 4 and rank == "0":
-            os.kill(os.getppid(), signal.SIGUSR1)
-            hung = time.monotonic() + 300
-            while not stop.asked and time.monotonic() < hung:  # until it has come back to here
-                time.sleep(0.01)
-        return RATE(optim, max_steps, step)
-
-    train.learning_rate = learning_rate
-    code = train.main([str(file), *(f"--{key}" for key in TWO), f"--run.dir={file.parent / 'launcher'}"], stop)
-    (file.parent / f"launcher.{rank}.code").write_text(str(code))
-    sys.exit(code)
-
-
 def be_a_rank(file):
-    """Resume the run whose launcher was sent a signal, and do what else takes two ranks. Writes errors."""
+    """What takes two ranks. Writes errors."""
     rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
 
     def case(name, *overrides, stop=None):
@@ -200,8 +161,7 @@ def be_a_rank(file):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    for name in ("undisturbed", "launcher"):
-        case(name)
+    case("undisturbed")
     stop, passes = Stop(), []
 
     def asked(model, *args):
@@ -228,44 +188,23 @@ def be_a_rank(file):
 
 
 @pytest.fixture(scope="module")
-def job(module_file):
-    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    words = ["--standalone", "--nproc_per_node=2", signals, __file__, module_file]
-    return runs.run_torchrun({"launcher": words})["launcher"]
-
-
-@pytest.fixture(scope="module")
-def resumed(job, module_file):
-    """What the first of two ranks prints that resume the run of `job`, among other things."""
+def two_ranks(module_file):
+    """Two ranks have been through `be_a_rank`."""
     (code, output), (other_code, _) = (rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file))
     assert (code, other_code) == (0, 0), output
-    return output
-
-
-def assert_resumed(module_file, name, saved):
-    config = config_of(module_file, name)
-    assert end(config) == end(config_of(module_file, "undisturbed")) and steps(config) == saved
 
 
 @pytest.mark.integration
-def test_all_ranks_stop_when_their_launcher_is_told_to(job, resumed, module_file):
-    codes = [(module_file.parent / f"launcher.{rank}.code").read_text() for rank in range(2)]
-    assert codes == ["75", "75"] and job.code not in (0, 2), job.output
-    assert "saved at step 5" in job.output and "from step 5" in resumed
-    assert not list(module_file.parent.glob("launcher.*.error"))
-    assert_resumed(module_file, "launcher", [3, 5, 6, 7])
-
-
-@pytest.mark.integration
-def test_all_ranks_stop_when_one_is_asked_during_an_evaluation(resumed, module_file):
+def test_all_ranks_stop_when_one_is_asked_during_an_evaluation(two_ranks, module_file):
     for rank in range(2):
         error = (module_file.parent / f"evaluation.{rank}.error").read_text()
         assert error.startswith("Stopped") and "saved at step 3" in error
-    assert_resumed(module_file, "evaluation", [3, 6, 7])
+    config = config_of(module_file, "evaluation")
+    assert end(config) == end(config_of(module_file, "undisturbed")) and steps(config) == [3, 6, 7]
 
 
 @pytest.mark.integration
-def test_error_of_one_rank_stops_all(resumed, module_file):
+def test_error_of_one_rank_stops_all(two_ranks, module_file):
     """A loss that is not finite on rank 1; a folder that rank 0 cannot claim, where the other would wait for it."""
     for name, says in (("nan", "train loss nan in step 1"), ("locked", "another process trains this run")):
         for rank in range(2):
@@ -385,18 +324,6 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, cor
 # ---- micro-batches, changed
 
 
-@pytest.mark.numerics
-def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
-    """Sums of one micro-batch a step, then of four."""
-    own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
-    seed, at_once = runs.run_with_margin(tiny, *own)
-    own += [seed, "run.name=parts"]
-    run(tiny(*own))
-    shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
-    parts = run(tiny(*own, "train.micro_batch_size=2"))
-    runs.assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
-
-
 # ---- the same bits
 def test_deterministic_asks_torch_for_it(tiny, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
@@ -414,7 +341,3 @@ def test_deterministic_asks_torch_for_it(tiny, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert end(configs[0]) == end(configs[1])
-
-
-if __name__ == "__main__":
-    signal_launcher(Path(sys.argv[1]))
