@@ -194,7 +194,7 @@ def train(
                 if due.evaluate:
                     values = evaluate(state, plan, step, ranks, stop)
                     if values is None:
-                        due = cadence.interrupt(step)
+                        due = cadence.at(step)  # some rank was asked to stop meanwhile
                     else:
                         report.log_evaluation(step, values)
                         guard.check_val_loss(step, values["val/loss"])
@@ -212,7 +212,8 @@ def train(
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
             state.update_selection_bias(stats.loads, taken)
-            state.update_average(taken)
+            if state.average:
+                state.average.update(taken)
             state.interval.vector += stats.vector
             report.count_step()
             if cadence.is_log_due(step + 1):

@@ -138,11 +138,6 @@ class TrainState:
             for router, load in zip(self._routers, loads, strict=True):
                 update_selection_bias(router.selection_bias, load, self._bias_update_rate * taken)
 
-    def update_average(self, taken: Tensor) -> None:
-        """Move the mean of the weights (train.ema_decay) by a step, if there is one and it was `taken`, () bool."""
-        if self.average:
-            self.average.update(taken)
-
     def gammas(self) -> Tensor | None:
         """KERN's scales γ, (L,), None if the router has none. Under FSDP2 every rank must call it."""
         gammas = [router.gamma for router in self._routers if router.gamma is not None]

@@ -47,7 +47,7 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
     Returns:
         `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture `val/loss` is a weighted mean, beside
         `val/SET/loss` () of each set and `val/window_weights` (W,). With routers `val/loads` (L, E),
-        tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank is asked to stop meanwhile.
+        tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank is asked to stop.
     """
     model.eval()
     indices, block_size = plan.validation.windows, plan.config.model.block_size

@@ -163,6 +163,8 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     plan = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
     assert LAYER == 10240 and LOGITS == 1472
+    with_mean = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing, ema=True)
+    assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
 
 
 def test_memory_plan_of_a_modern_block_by_hand():

@@ -2,17 +2,14 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import signal
 from contextlib import nullcontext
-from itertools import count
 
 import pytest
 import runs
 import torch
-import torch.distributed as dist
 from conftest import write_tiny
 from runs import checkpoints, content, end, flip, metrics, run, steps
 
@@ -136,83 +133,6 @@ def test_other_signals_stop_too_and_a_second_interrupt_at_once(main, tiny, at, s
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     at("step", kill(signal.SIGHUP))
     assert main(*HARD) == 0
-
-
-# ---- being asked to stop: two ranks
-
-
-TWO = [*HARD, "train.micro_batch_size=2", "train.timeout_minutes=5"]
-
-
-def config_of(file, name, *overrides):
-    return configure.load(file, [*TWO, f"run.dir={(file.parent / name).as_posix()}", *overrides], 2)
-
-
-def be_a_rank(file):
-    """What takes two ranks. Writes errors."""
-    rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
-
-    def case(name, *overrides, stop=None):
-        runs.meet_in(file.parent / f"{next(meetings)}.store")
-        try:
-            train.train(config_of(file, name, *overrides), stop)
-        except Exception as error:
-            (file.parent / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    case("undisturbed")
-    stop, passes = Stop(), []
-
-    def asked(model, *args):
-        passes.extend([] if model.training else [1])
-        stop.asked = rank == 1 and len(passes) == 10 + 8
-        return forward(model, *args)
-
-    GPT.forward = asked
-    case("evaluation", stop=stop)
-    assert len(passes) == 10 + 8  # of 10 each
-    GPT.forward = forward
-    case("evaluation")
-
-    def poisoned(model, *args):
-        out = forward(model, *args)
-        bad = rank == 1 and model.training and torch.is_grad_enabled()
-        return out._replace(loss=out.loss * math.nan) if bad else out
-
-    GPT.forward = poisoned
-    case("nan")
-    GPT.forward = forward
-    with RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE) if rank == 0 else nullcontext():
-        case("locked", "train.parallel=fsdp")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(module_file):
-    """Two ranks have been through `be_a_rank`."""
-    (code, output), (other_code, _) = (rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file))
-    assert (code, other_code) == (0, 0), output
-
-
-@pytest.mark.integration
-def test_all_ranks_stop_when_one_is_asked_during_an_evaluation(two_ranks, module_file):
-    for rank in range(2):
-        error = (module_file.parent / f"evaluation.{rank}.error").read_text()
-        assert error.startswith("Stopped") and "saved at step 3" in error
-    config = config_of(module_file, "evaluation")
-    assert end(config) == end(config_of(module_file, "undisturbed")) and steps(config) == [3, 6, 7]
-
-
-@pytest.mark.integration
-def test_error_of_one_rank_stops_all(two_ranks, module_file):
-    """A loss that is not finite on rank 1; a folder that rank 0 cannot claim, where the other would wait for it."""
-    for name, says in (("nan", "train loss nan in step 1"), ("locked", "another process trains this run")):
-        for rank in range(2):
-            error = (module_file.parent / f"{name}.{rank}.error").read_text()
-            assert error.startswith("RunError") and says in error
-    (file,) = folder.path_of(config_of(module_file, "nan")).glob("crash-*.json")
-    losses = [[micro["loss"] for micro in rank["micro_batches"]] for rank in json.loads(file.read_text())["ranks"]]
-    assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
 
 
 # ---- checkpoints that are damaged, and not written

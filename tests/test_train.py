@@ -190,9 +190,9 @@ def test_cadence_by_hand(tiny, monkeypatch):
     now[0] += 61
     assert not other.at(8).save
     stop.asked = True
-    assert due.at(8) == (False, True, True) and due.interrupt(8) == (False, True, True)
+    assert due.at(8) == (False, True, True)
     due.note_save(8)
-    assert due.at(8) == due.interrupt(8) == (False, False, True)
+    assert due.at(8) == (False, False, True)
     for last, tenths in ((40, [4, 8, 12]), (7, [1, 2, 3])):
         plan.config = tiny(f"train.max_steps={last}", "train.checkpoint_interval=-1")
         by_default = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
