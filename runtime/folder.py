@@ -232,5 +232,6 @@ def _under_free_name(config: Config) -> Config:
 
 
 def explain_missing(folder: Path) -> str:
-    """That `folder` is not a run's."""
-    return f"{folder}: no config.toml, so not a run; give a run's folder, such as runs/quickstart-kern"
+    """Why `folder` is not a run's."""
+    fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
+    return f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern"
