@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from numerics import SEED, assert_near, tolerance
 from runs import REPO_ROOT, assert_same_columns, checkpoints, column, content, run, run_with_margin, steps, untimed
+from tqdm import tqdm
 
 import train
 from configure.schema import Model, Optim, Train
@@ -26,7 +27,7 @@ from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
 from runtime.batches import micro_batches
 from runtime.distributed import Ranks
-from runtime.folder import path_of
+from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics
 from runtime.signals import Stop
 from runtime.statistics import Statistics
@@ -343,6 +344,20 @@ def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
 
 
 # ---- what a run does at its end, whatever the reason
+def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
+    codes = []
+    tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
+    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
+    before_steps(lambda step: 1 / (step - 2))
+    with pytest.raises(ZeroDivisionError) as caught:  # which keeps all that is not closed alive
+        train.train(tiny())
+    assert codes == [1] and not tqdm._instances  # wandb shows a failed run; the bar
+    with RunFolder(path_of(tiny())).claim(Ranks(0, 1, torch.device("cpu"))):
+        del caught
+    before_steps(None)
+    assert run(tiny())[-1]["step"] == 4 and codes == [1, 0]
+
+
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
     events, sync, save = [], Metrics.sync, checkpoint.Saver.save
     monkeypatch.setattr(Metrics, "sync", lambda self: events.append("sync") or sync(self))
