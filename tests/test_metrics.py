@@ -286,7 +286,7 @@ def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "_write", kill)
+        patch.setattr(metrics, "_write_lines", kill)
         with pytest.raises(KeyboardInterrupt):
             metrics.log(2, 0, **{"val/loss": 2.0, "val/window_losses": torch.ones(2)})
     assert names_in(tmp_path)[-1] == "val_00000002.npz" and steps(tmp_path)[-1] == 0
