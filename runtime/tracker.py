@@ -127,7 +127,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
     try:
         import wandb
 
-        if mode == "online" and not (wandb.api.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")):
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             print("wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb sync` sends it later")
             mode = "offline"
         try:

@@ -70,11 +70,10 @@ def test_summarize_adds_to_the_summary_and_a_table():
 def fake_wandb(monkeypatch):
     """A mock in place of the module; there is no API key."""
     fake = mock.MagicMock(Settings=wandb.Settings)
-    fake.api.api_key = None
+    fake.login.return_value = False
     fake.init.return_value.configure_mock(id="1", summary={})
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_IDENTITY_TOKEN_FILE", "WANDB_SWEEP_ID"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     return fake
 
 
@@ -104,11 +103,11 @@ def test_an_agent_sets_project_and_id(fake_wandb, tiny, tmp_path, monkeypatch):
 
 
 def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
-    fake_wandb.api.api_key = "0" * 40
+    fake_wandb.login.return_value = True
     error = wandb.errors.CommError("Run initialization has timed out.\nMore words.")
     fake_wandb.init.side_effect = [error, mock.DEFAULT]
     assert start_wandb(tiny("log.wandb=online"), tmp_path).id == "1"
-    assert [name for name, *_ in fake_wandb.mock_calls if "." not in name] == ["init", "teardown", "init"]
+    assert [name for name, *_ in fake_wandb.mock_calls if "." not in name] == ["login", "init", "teardown", "init"]
     assert [call.kwargs["mode"] for call in fake_wandb.init.call_args_list] == ["online", "offline"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "has timed out.)" in line and "logging offline" in line
