@@ -13,7 +13,6 @@ from model import parameter_shapes
 from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
-from runtime.tracker import require_tensorboard
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 
@@ -92,7 +91,6 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         DataError: a data set is missing, damaged, too small, has more ids than model.vocab_size, or another tokenizer
             than the others of its mixture.
     """
-    require_tensorboard(config)
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes, last_step = run.find_changes(config), run.last_step

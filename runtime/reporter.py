@@ -189,17 +189,10 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
-    if plan.device.type == "cpu" and plan.dtype == torch.float16:
-        print(
-            f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32; start again with "
-            f"--train.dtype=auto, under another run.name"
-        )
     if config.data.mix:
         epochs = plan.loader.count_epochs(config.train.max_steps)
-        parts = [
-            f"{name} {part:.1%} ({epoch:.2g} epochs)"
-            for (name, part), epoch in zip(config.data.sets.items(), epochs, strict=True)
-        ]
-        print(f"{plan.folder}: data: {', '.join(parts)}")
+        parts = zip(config.data.sets.items(), epochs, strict=True)
+        text = ", ".join(f"{name} {part:.1%} ({epoch:.2g} epochs)" for (name, part), epoch in parts)
+        print(f"{plan.folder}: data: {text}")
     if plan.changes:
         print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

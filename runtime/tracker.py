@@ -8,7 +8,6 @@ nothing here can stop a run that has begun. docs/wandb.md lists the names.
 import math
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from common.text import first_line
 from configure import Config
-from runtime import RunError
 from runtime.metrics import imbalance_and_dead
 
 Line = dict[str, Any]  # of metrics.jsonl: numbers, or lists of them by layer, expert or window
@@ -67,13 +65,10 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.first_layer = first_layer
-        self.is_first = not any(folder.glob("events.*"))
         self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def recall(self, lines: Sequence[Line]) -> None:
-        """Write the `lines` of earlier starts, if those wrote no files."""
-        for line in lines if self.is_first else ():
-            self.log(line)
+        """Nothing: earlier starts wrote their lines."""
 
     def log(self, line: Line) -> None:
         """Write one line, so that a kill does not lose it."""
@@ -85,12 +80,6 @@ class TensorBoardTracker:
     def finish(self, exit_code: int = 0) -> None:
         """Close the file."""
         self.writer.close()
-
-
-def require_tensorboard(config: Config) -> None:
-    """Raise RunError with the remedy if log.tensorboard needs a package that is missing."""
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise RunError("log.tensorboard = true: tensorboard not installed: pip install tensorboard")
 
 
 def start_trackers(

@@ -51,20 +51,6 @@ def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
     assert not any("layer_00" in name for name in found)
 
 
-def test_a_run_that_turns_it_on_later_has_all_steps(tiny, read):
-    run(tiny("train.max_steps=2", "optim.warmup_steps=0"))
-    lines = run(tiny(*ON, "train.max_steps=3", "optim.warmup_steps=0"))
-    found = read(tiny())
-    assert [step for step, _ in found["train/loss"]] == [1, 2, 3]
-    assert len(found["val/loss"]) == len(column(lines, "val/loss"))
-
-
-def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert train.main([str(tiny_file), "--log.tensorboard=true"]) == 2
-    assert "pip install tensorboard" in capsys.readouterr().err and not path_of(tiny()).exists()
-
-
 @pytest.mark.parametrize("broken", ["SummaryWriter", "add_scalar"])
 def test_a_failure_costs_one_line(tiny, monkeypatch, capsys, broken):
     def fail(*args, **options):
