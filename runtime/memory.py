@@ -43,46 +43,35 @@ class Memory(NamedTuple):
 
 
 def estimate_memory(
-    shapes: Shapes,
-    model: Model,
-    micro_batch_size: int,
-    dtype: str,
-    parallel: str,
-    shards: int,
-    checkpointing: bool,
-    muon: bool = False,
-    ema: bool = False,
-    tasks: bool = False,
-    masks: bool = False,
+    config: Config, shapes: Shapes, dtype: str, parallel: str, shards: int, checkpointing: bool
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
+    What Muon works with comes when activations are gone, and is not counted. The mask of data.document_mask is, though
+    compiled blocks on CUDA have no such tensor.
+
     Args:
+        config: the run's; train.parallel, dtype and activation_checkpointing are replaced by what follows.
         shapes: the model's parameters.
-        model: the config's [model].
-        micro_batch_size: sequences per rank per forward pass.
         dtype: the type autocast computes in: "float32", "float16" or "bfloat16".
         parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp".
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
-        muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
-        ema: whether a running mean of the weights is kept.
-        tasks: whether the model is scored on tasks while it trains.
-        masks: whether documents are masked (data.document_mask). Compiled blocks on CUDA have no such tensor.
     """
+    model, muon = config.model, config.optim.name == "muon"
     owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # by this rank
     parameters = sum(owned.values())
     by_muon = sum(size for name, size in owned.items() if muon and is_for_muon(name, len(shapes[name])))
-    tokens = micro_batch_size * model.block_size
+    tokens = config.train.micro_batch_size * model.block_size
     copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing)
     n_dense = dense_layers(model)
     layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
     inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
     activations = inputs + max(layers) if checkpointing else sum(layers)
-    if masks:
+    if config.data.document_mask:
         activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
-    gathered = 4 * sum(map(prod, shapes.values())) if tasks and parallel != "ddp" else 0
+    gathered = 4 * sum(map(prod, shapes.values())) if config.eval.task_names and parallel != "ddp" else 0
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
@@ -90,7 +79,7 @@ def estimate_memory(
         copies=copies,
         activations=activations,
         logits=logits,
-        ema=4 * parameters if ema else 0,
+        ema=4 * parameters if config.train.ema_decay else 0,
         scoring=max(0, gathered - copies - activations - logits),
     )
 
@@ -196,32 +185,13 @@ def choose_parallelism(
     if train.parallel != "auto":
         possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
     name = str(dtype).removeprefix("torch.")
-    estimates = estimate_each(config, shapes, name, possible, train.activation_checkpointing)
+    estimates = {
+        parallel: estimate_memory(config, shapes, name, parallel, shards, train.activation_checkpointing)
+        for parallel, shards in possible.items()
+    }
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
-
-
-def estimate_each(
-    config: Config, shapes: Shapes, dtype: str, possible: Mapping[str, int], checkpointing: bool
-) -> dict[str, Memory]:
-    """`estimate_memory` of a config under each of the `possible` values of train.parallel (`list_parallelisms`)."""
-    return {
-        parallel: estimate_memory(
-            shapes,
-            config.model,
-            config.train.micro_batch_size,
-            dtype,
-            parallel,
-            shards,
-            checkpointing,
-            muon=config.optim.name == "muon",
-            ema=config.train.ema_decay > 0,
-            tasks=bool(config.eval.task_names),
-            masks=config.data.document_mask,
-        )
-        for parallel, shards in possible.items()
-    }
 
 
 def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import configure
@@ -18,7 +19,7 @@ from common.text import text_table
 from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
-from runtime.memory import USABLE, Memory, estimate_each, format_bytes, list_parallelisms
+from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
 
 
@@ -82,9 +83,9 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
     plans = {}  # the options that cost least time first
-    for checkpointing in (False, True):
-        estimates = estimate_each(config, shapes, dtype, possible, checkpointing)
-        plans |= {(parallel, checkpointing): memory for parallel, memory in estimates.items()}
+    for checkpointing, (parallel, shards) in product((False, True), possible.items()):
+        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing)
+        plans[parallel, checkpointing] = memory
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     rows = []
     for part, sizes in zip(Memory._fields, zip(*plans.values(), strict=True), strict=True):

@@ -179,9 +179,10 @@ def test_commands_refuse_a_mean_that_is_not_there(tiny, call, main):
 @pytest.mark.parametrize("parallel, shards", [("ddp", 1), ("fsdp", 4)])
 def test_memory_plan_counts_the_mean(tiny, parallel, shards):
     """A copy of the weights in fp32, on each rank its part."""
-    shapes, model = parameter_shapes(tiny().model), tiny().model
+    configs = [tiny(f"train.ema_decay={decay}") for decay in (0, 0.9)]
+    shapes = parameter_shapes(configs[0].model)
     without, with_mean = (
-        memory.estimate_memory(shapes, model, 8, "float32", parallel, shards, False, ema=ema) for ema in (False, True)
+        memory.estimate_memory(config, shapes, "float32", parallel, shards, False) for config in configs
     )
     assert with_mean == without._replace(ema=without.weights) and with_mean.state == without.state + without.weights
     small = memory.Memory(2**30, 2**30, 2**31, 0, 0, 0, ema=2**30)

@@ -260,5 +260,5 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
         updates.step(0, 1e-4, loss.detach())
         optimizer.zero_grad(set_to_none=False)
     shapes = parameter_shapes(config.model)
-    planned = memory.estimate_memory(shapes, config.model, micro_batch, "float16", "ddp", 1, checkpointing=False)
+    planned = memory.estimate_memory(config, shapes, "float16", "ddp", 1, checkpointing=False)
     assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

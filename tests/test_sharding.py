@@ -39,9 +39,9 @@ SHARDED = [
 @pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
 def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
     """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config, muon = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}"), name == "muon"
+    config = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}")
     shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
-    plan = memory.estimate_memory(shapes, config.model, 8, "float32", way, possible[way], False, muon)
+    plan = memory.estimate_memory(config, shapes, "float32", way, possible[way], False)
     with fake_ranks_of(world_size, per_node) as ranks:
         model = GPT(config.model)
         parallel.distribute(model, way, ranks, torch.float32)

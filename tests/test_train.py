@@ -417,7 +417,7 @@ def exit_codes(monkeypatch):
     """Exit codes that wandb is given at the end of each run."""
     codes = []
     tracker = SimpleNamespace(id="x", recall=print, log=print, finish=codes.append)
-    monkeypatch.setattr(reporter, "start_wandb", lambda *args: tracker)
+    monkeypatch.setattr(reporter, "start_trackers", lambda *args: [tracker])
     return codes
 
 
