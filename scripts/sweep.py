@@ -121,7 +121,8 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         check_points(file, left, len(shares[0]), with_files=not args.dry_run)
     print(format_totals(points, left, args), flush=True)
     if args.slurm:
-        write_slurm_array(args.slurm, file, left, args.parallel)
+        if left:
+            write_slurm_array(args.slurm, file, left, args.parallel)
         return 0
     for point in points:
         if point not in left:
@@ -297,9 +298,6 @@ def format_results(points: list[Point]) -> str:
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:
     """Write scripts/slurm/train.sbatch as an array with one task per point, `parallel` of them at a time."""
-    if not left:
-        print("nothing to do: no array written")
-        return
     head, mark, body = SBATCH.read_text().partition("set -uo pipefail\n")
     assert mark, f"{SBATCH} has changed"
     limit = "" if parallel is None else f"%{parallel}"

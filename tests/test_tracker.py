@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import sys
-import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,11 @@ import pytest
 import wandb
 import yaml  # a dependency of wandb
 from runs import checkpoints, steps
-from wandb.proto import wandb_internal_pb2
 
 import configure
 import train
 from runtime import checkpoint, folder
-from runtime.metrics import read_metrics
+from runtime.metrics import ARRAYS, read_metrics
 from runtime.tracker import WandbTracker, flatten_line, start_wandb
 
 REPO_ROOT = Path(train.__file__).parent
@@ -140,54 +138,6 @@ def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, fai
     assert line.startswith(words)
 
 
-# ---- the real client
-
-
-def test_resumed_run_is_the_same_run_in_wandb(tiny, monkeypatch):
-    """Files of two starts, by the real client, offline: names, x-axis, each line's numbers, summary."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = tiny("log.wandb=offline", "log.project=mine", "train.checkpoint_interval=2")
-    path = folder.path_of(config)
-    train.train(config)
-    id = wandb_id(config)
-    began = read_metrics(path / "metrics.jsonl")
-    shutil.rmtree(path / "checkpoints/step_00000004")
-    best = began[0] | {"val/loss": 0.125}  # of step 0, so the resumed start finds it only in the file
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [best, *began[1:]]))
-    train.train(config)
-    resumed = [line for line in read_metrics(path / "metrics.jsonl") if line["step"] > 2]
-    assert wandb_id(config) == id and len(began) == 7 and len(resumed) == 3
-
-    files = sorted(path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert [file.stem for file in files] == [f"run-{id}"] * 2
-    for file, lines in zip(files, (began, resumed), strict=True):
-        records = ended(file)
-        (run,) = [record.run for record in records if record.HasField("run")]
-        assert (run.run_id, run.project, run.run_group, run.job_type) == (id, "mine", "tiny", "train")
-        assert run.display_name == "tiny" and {*run.tags} == {"kern", config.data.name, "0.03M", "0.02M active"}
-        sections = {item.key: json.loads(item.value_json) for item in run.config.update}
-        assert {name: sections[name] for name in config.model_dump()} == config.model_dump()
-        (metric,) = [record.metric for record in records if record.HasField("metric")]
-        assert (metric.glob_name, metric.step_metric) == ("*", "tokens")
-
-        expected = {}
-        for line in lines:
-            expected.setdefault(line["step"], {}).update(flatten_line(line))
-        sent = history(records)
-        assert sent.keys() == expected.keys()
-        for step in sent:
-            assert sent[step] == sent[step] | expected[step]
-            assert {f"router/{name}/layer_01" for name in OF_LAYERS} <= sent[step].keys() or step == 0
-
-        losses = [line["val/loss"] for line in lines if "val/loss" in line]
-        summed = summary(records)
-        assert summed["val/loss_best"] == (0.125 if lines is resumed else min(losses))
-        assert summed["val/loss_final"] == losses[-1]
-
-
-OF_LAYERS = ["entropy", "gamma", "dead_experts", "load_imbalance"]
-
-
 def wandb_id(config):
     return checkpoint.verify(checkpoint.folder_of(checkpoints(config), steps(config)[-1]))["facts"]["wandb"]
 
@@ -200,45 +150,34 @@ def test_id_survives_a_start_without_wandb(fake_wandb, tiny):
     assert [call.kwargs["id"] for call in fake_wandb.init.call_args_list] == [None, "1"]
 
 
-def history(records):
-    """{step: {name: value}}."""
-    found = {}
-    for record in records:
-        values = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        if values:
-            found[values["_step",]] = {key[0]: values[key] for key in values if len(key) == 1}
-    return found
+def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
+    """The least loss is of step 0, so the resumed start finds it only in the file."""
+    config = tiny("log.wandb=offline", "train.checkpoint_interval=2", "model.n_dense_layer=1")
+    path = folder.path_of(config)
+    train.train(config)
+    began = read_metrics(path / "metrics.jsonl", ARRAYS)
+    shutil.rmtree(path / "checkpoints/step_00000004")
+    lines = [{"step": 0, "tokens": 0, "val/loss": 0.125}, *(line for line in began if line["step"])]
+    numbers = [{name: line[name] for name in line if name not in ARRAYS} for line in lines]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in numbers))
+    train.train(config)
+    resumed = [line for line in read_metrics(path / "metrics.jsonl", ARRAYS) if line["step"] > 2]
+    run = fake_wandb.init.return_value
+    run.define_metric.assert_called_with("*", step_metric="tokens")
+    sent = [(call.kwargs["step"], call.args[0]) for call in run.log.call_args_list]
+    assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
+    assert any("router/load_imbalance/layer_01" in values for _, values in sent)
+    assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
 
 
-def summary(records):
-    updates = [item for record in records for item in record.summary.update]
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates}
-
-
-def ended(file):
-    """All records of a .wandb file. On a busy machine wandb's process still writes after `finish`."""
-    until = time.monotonic() + 300
-    while True:
-        records = list(wandb_records(file))
-        if any(record.HasField("exit") for record in records):
-            return records
-        assert time.monotonic() < until, f"{file} has no end"
-        time.sleep(0.1)
-
-
-def wandb_records(file):
-    """Records of a .wandb file, a log in LevelDB's format: after a header of 7 bytes, pieces of (checksum 4, length 2,
-    kind 1, data), of which kinds 1 and 4 end a record. No piece crosses a multiple of 32 KiB."""
-    data, position, record = file.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        record += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            yield wandb_internal_pb2.Record.FromString(record)
-            record = b""
+def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for max_steps in (2, 4):
+        config = tiny("log.wandb=offline", f"train.max_steps={max_steps}", "optim.warmup_steps=0")
+        train.train(config)
+    assert "wandb: " not in capsys.readouterr().out
+    files = [*folder.path_of(config).glob("wandb/offline-run-*/run-*.wandb")]
+    assert [file.stem for file in files] == [f"run-{wandb_id(config)}"] * 2
 
 
 # ---- agents
