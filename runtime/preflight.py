@@ -13,7 +13,6 @@ from model import parameter_shapes
 from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
-from runtime.tracker import require_tensorboard
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 
@@ -89,7 +88,6 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         RunError: the run's folder, device, ranks, other weights or tasks do not fit its settings.
         DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
     """
-    require_tensorboard(config)
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes, last_step = run.find_changes(config), run.last_step
