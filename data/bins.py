@@ -5,10 +5,8 @@ data/<name>/meta.json: what they are, see Meta
 data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the tokenizer
 """
 
-import difflib
 import hashlib
 import json
-import mmap
 import resource
 import shlex
 from bisect import bisect_left, bisect_right
@@ -32,10 +30,7 @@ DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 DTYPE = "uint16"
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
-SAMPLE_BYTES = 2**16  # of each shard of a larger set
 CHUNK_BYTES = 2**22
-RELEASE_BYTES = 2**28  # mapped memory a reader may hold
-FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
 
 # meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as true, 7.0 or "7".
@@ -96,9 +91,6 @@ class Meta:
 class Tokens:
     """Shards of uint16 ids as one logical array.
 
-    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page cache, so that the
-    process does not grow.
-
     Args:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
         name: of these tokens, for messages.
@@ -115,8 +107,6 @@ class Tokens:
     ) -> None:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
-        self._touched = 0  # bytes since the last release
-        self.readers = 1  # that share RELEASE_BYTES
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -129,12 +119,6 @@ class Tokens:
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
-        self._touched += FAULT_BYTES + 2 * count
-        if self._touched > RELEASE_BYTES // self.readers:
-            self._touched = 0
-            for shard in self._shards:
-                if isinstance(shard.base, mmap.mmap):
-                    shard.base.madvise(mmap.MADV_DONTNEED)
         stop = start + count
         shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
         parts = [self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]] for i in shards]
@@ -152,13 +136,7 @@ def read_meta(folder: str | Path) -> Meta:
             raise DataError(
                 f"{folder}: half-prepared. Resume with the command that began it: {_prepare_command(folder)}"
             )
-        checkout = Path(__file__).resolve().parents[1]
-        if not folder.is_absolute() and (checkout / folder).is_dir():
-            raise DataError(f"{folder}: no such data set here; start from the checkout, which has it: cd {checkout}")
-        names = [meta.parent.name for meta in folder.parent.glob("*/meta.json")]
-        close = difflib.get_close_matches(folder.name, names, 1)
-        meant = f"; or did you mean {close[0]}?" if close else ""
-        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}{meant}")
+        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
     path = folder / "meta.json"
     if not path.is_file():
         raise DataError(f"{folder}: half-prepared, it has no meta.json. Prepare it again: {_prepare_command(folder)}")
@@ -196,8 +174,8 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
-    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, the first ids of each shard, and
-    `Tokens.read` checks the others as training reads them.
+    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read` checks the ids as
+    training reads them.
 
     Args:
         folder: of the set.
@@ -217,13 +195,12 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
         )
     check_lengths(folder, meta)
     shards = [shard for split in meta.splits.values() for shard in split.files]
-    complete = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
-    for path, shard in ((folder / shard.name, shard) for shard in shards):
-        fault = _find_fault_in_sample(path, limit)
-        if complete and not fault:
-            fault = next(iter(scan_shard(path, shard.sha256, meta.tokenizer)[1]), "")
-        if fault:
-            raise DataError(f"{path}: {fault}. {_remedy(meta)}")
+    if sum(2 * shard.tokens for shard in shards) > HASHED_BYTES:
+        return meta
+    for shard in shards:
+        _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
+        if faults:
+            raise DataError(f"{folder / shard.name}: {faults[0]}. {_remedy(meta)}")
     return meta
 
 
@@ -284,15 +261,6 @@ def fingerprint(meta: Meta) -> dict[str, str]:
 def sha256_of(value: Any) -> str:
     """The sha256 of a value's JSON, keys sorted."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _find_fault_in_sample(path: Path, vocab_size: int) -> str:
-    """What shows in the first ids of a shard that it holds something else, in words; empty if nothing."""
-    ids = np.fromfile(path, "<u2", SAMPLE_BYTES // 2)
-    if len(ids) >= 64 and not ids[1::2].any():
-        what = "as in wider integers, or in a file of which a part was never written"
-        return f"expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}"
-    return _find_bad_id(ids, vocab_size)
 
 
 def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:

