@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -21,13 +21,11 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from common.files import short_path
-from common.text import plural
 from data import DataError
 from data.sources import SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
-DTYPE = "uint16"
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
 CHUNK_BYTES = 2**22
@@ -71,7 +69,7 @@ class Meta:
 
     name: str
     tokenizer: TokenizerInfo
-    dtype: str
+    dtype: Literal["uint16"]
     splits: dict[str, Split]  # train, val
     source: dict  # the arguments that decide what is in the set
     prepare: str  # the command line that made it
@@ -131,15 +129,11 @@ class Tokens:
 def read_meta(folder: str | Path) -> Meta:
     """The checked meta.json of a set. Raises DataError if it is missing, half-prepared or of another format."""
     folder = Path(folder)
-    if not folder.is_dir():
-        if partial_folder(folder).is_dir():
-            raise DataError(
-                f"{folder}: half-prepared. Resume with the command that began it: {_prepare_command(folder)}"
-            )
-        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}")
     path = folder / "meta.json"
     if not path.is_file():
-        raise DataError(f"{folder}: half-prepared, it has no meta.json. Prepare it again: {_prepare_command(folder)}")
+        begun = folder.is_dir() or partial_folder(folder).is_dir()
+        state = "half-prepared. Resume with the command that began it" if begun else "no such data set. Prepare it"
+        raise DataError(f"{folder}: {state}: {_prepare_command(folder)}")
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
     except ValidationError as error:
@@ -206,8 +200,6 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
 
 def check_lengths(folder: Path, meta: Meta) -> None:
     """Raises DataError if a shard is missing or its length is not what `meta` states."""
-    if meta.dtype != DTYPE:
-        raise DataError(f"{folder}/meta.json: dtype {meta.dtype!r}, expected {DTYPE!r}. {_remedy(meta)}")
     for split in meta.splits.values():
         for shard in split.files:
             path = folder / shard.name
@@ -279,8 +271,6 @@ def describe_set(meta: Meta, folder: Path) -> str:
     """Tokens, documents and place of a set, in a line."""
     train, val = meta.splits["train"], meta.splits["val"]
     documents = f"{train.documents:,} and {val.documents:,} documents"
-    if meta.source.get("split") == "ends":
-        documents = f"the beginnings and ends of {plural(val.documents, 'document')}"
     return f"{train.tokens:,} train and {val.tokens:,} val tokens of {documents} in {short_path(folder)}"
 
 

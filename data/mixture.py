@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data import DataError
-from data.bins import Meta, Tokens, check_dataset, fingerprint, open_tokens, read_meta, sha256_of
+from data.bins import Meta, Tokens, check_dataset, fingerprint, read_meta, sha256_of
 
 UNIT = 2**30  # of weights: products of two parts fit an int64
 
@@ -49,10 +49,9 @@ def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
     for folder, meta, other in zip(folders, metas, known, strict=True):
         if other != known[0]:
             names = [each.tokenizer["name"] for each in (metas[0], meta)]
-            files = " of other files" if names[0] == names[1] else ""
             raise DataError(
-                f"{folder}: its tokenizer is {names[1]!r}{files}, that of {folders[0]} is {names[0]!r}, and a mixture "
-                f"has one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
+                f"{folder}: its tokenizer {names[1]!r} is not that of {folders[0]}, {names[0]!r}, and a mixture has "
+                f"one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
             )
     return [check_dataset(folder, vocab_size) for folder in folders]
 
@@ -62,9 +61,8 @@ def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
     for folder, meta in zip(folders, metas, strict=True):
         if meta.splits["train"].documents < 2:
             raise DataError(
-                f"{folder}: data.document_mask = true, but its training split is one document, with no end inside. Set "
-                f"--data.document_mask=false, or prepare its text again as documents, one to a file or to a row of "
-                f".jsonl. It was made by: {meta.prepare}"
+                f"{folder}: its training split is one document, so data.document_mask changes nothing. Leave it out, "
+                f"or prepare the text again as documents, one to a file or to a row of .jsonl"
             )
 
 
@@ -75,11 +73,6 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
         return prints[0]
     parts = [[share, one["data"]] for share, one in zip(to_shares(weights).tolist(), prints, strict=True)]
     return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
-
-
-def open_sets(folders: Sequence[Path], split: str) -> list[Tokens]:
-    """The tokens of `split` of each set. Run `check_sets` first."""
-    return [open_tokens(folder, split) for folder in folders]
 
 
 def to_shares(weights: Sequence[float]) -> np.ndarray:

@@ -26,10 +26,10 @@ from common.command import build_parser, command, run_command
 from common.progress import progress_bar
 from common.text import format_size, plural
 from data import DataError
-from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
+from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, read_meta
 from data.encode import Encoded, Encoder
 from data.mixture import list_sets
-from data.progress import PROGRESS_FILE, describe_changes, find_revision, resume_progress
+from data.progress import PROGRESS_FILE, describe_changes, resume_progress
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.split import choose_split, explain_empty_split, validation_inputs
@@ -146,15 +146,15 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
         remove_leftovers(folder)
         return
-    made_from, inputs, encoder = _open_inputs(args, folder, made_from)
+    made_from, inputs, encoder = _open_inputs(args, made_from)
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
         left_out = _tokenize(writer, inputs, encoder, made_from, args)
-        _check_documents(writer, left_out, args.val_fraction)
+        _check_documents(writer, args.val_fraction)
         meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
-def _open_inputs(args: argparse.Namespace, folder: Path, made_from: dict) -> tuple[dict, list[Input], Encoder]:
+def _open_inputs(args: argparse.Namespace, made_from: dict) -> tuple[dict, list[Input], Encoder]:
     """The files to read, what turns them into ids, and `made_from` with what identifies both."""
     hub = SOURCES[args.corpus].hub.get(args.config)
     streamed = hub if not args.source else None
@@ -162,11 +162,11 @@ def _open_inputs(args: argparse.Namespace, folder: Path, made_from: dict) -> tup
     val_inputs = validation_inputs(args.val_source, inputs)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     if streamed:
-        revision, inputs = hub_inputs(streamed, args.revision or find_revision(partial_folder(folder), made_from))
+        revision, inputs = hub_inputs(streamed, args.revision)
         made_from = made_from | {"revision": revision}
     made_from = made_from | {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
     made_from |= {"val_inputs": hash_inputs(val_inputs)} if val_inputs else {}
-    encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
+    encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
     if not streamed:
         split = choose_split(inputs, val_inputs, encoder)
         made_from |= {"split": split} if split != "documents" else {}
@@ -199,7 +199,7 @@ def _tokenize(
     if progress.empty or progress.bad or progress.links:
         counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
         counts += f", {plural(progress.links, 'link')} in archives" if progress.links else ""
-        print("\n  ".join([f"left out: {counts}", *progress.examples]))
+        print(f"left out: {counts}")
     return {key: getattr(progress, key) for key in LEFT_OUT}
 
 
@@ -211,15 +211,12 @@ def _write_encoded(writer: Writer, encoded: Encoded, cut: bool) -> None:
         writer.write(split, ids[1:] if first else ids, documents)
 
 
-def _check_documents(writer: Writer, left_out: dict[str, int], val_fraction: float) -> None:
+def _check_documents(writer: Writer, val_fraction: float) -> None:
     """Raise DataError if a split has no documents: of the hub's files, for local ones were looked through before."""
     train, val = writer.splits["train"].documents, writer.splits["val"].documents
-    if train and val:
-        return
-    (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
-    if not train and not val:
-        raise DataError("no documents to read ({empty:,} empty, {bad:,} bad): name other files".format(**left_out))
-    raise DataError(explain_empty_split(train, val, val_fraction))
+    if not (train and val):
+        (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
+        raise DataError(explain_empty_split(train, val, val_fraction))
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:

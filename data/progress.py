@@ -28,28 +28,16 @@ class Progress:
     empty: Count = 0  # documents of white space only
     bad: Count = 0  # documents that could not be read
     links: Count = 0  # in archives, which have no content of their own
-    examples: list[str] = Field(default_factory=list)  # the first three of bad documents and links
 
     def add(self, encoded: Encoded) -> None:
         """Count what was left out."""
-        self.empty, self.bad, self.links = (
-            self.empty + encoded.empty,
-            self.bad + encoded.bad,
-            self.links + encoded.links,
-        )
-        self.examples = (self.examples + encoded.examples)[:3]
+        self.empty += encoded.empty
+        self.bad += encoded.bad
+        self.links += encoded.links
 
     def save(self, folder: Path) -> None:
         """Write the file, after the shards of `splits` are on the disk: a power cut leaves this state or the last."""
         write_atomic(folder / PROGRESS_FILE, json.dumps(asdict(self)), durable=True)
-
-
-def read_progress(folder: Path) -> Progress | None:
-    """The progress recorded in `folder`; None if there is none, or its file is damaged."""
-    try:
-        return TypeAdapter(Progress).validate_python(json.loads((folder / PROGRESS_FILE).read_bytes()))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
@@ -58,7 +46,10 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     Raises:
         DataError: it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
     """
-    was = read_progress(partial)
+    try:
+        was = TypeAdapter(Progress).validate_python(json.loads((partial / PROGRESS_FILE).read_bytes()))
+    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
+        was = None
     if was and was.made_from == made_from:
         return was
     if (partial / PROGRESS_FILE).exists() and not force:
@@ -68,12 +59,6 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
         raise DataError(f"{partial} holds an unfinished set {fault}start over with --force, or choose another --name")
     (partial / PROGRESS_FILE).unlink(missing_ok=True)
     return Progress(made_from)
-
-
-def find_revision(partial: Path, made_from: dict) -> str | None:
-    """The revision of the hub's files that the unfinished set in `partial` was begun with; None if there is none."""
-    was = read_progress(partial)
-    return was.made_from["revision"] if was and made_from.items() <= was.made_from.items() else None
 
 
 def describe_changes(was: dict, now: dict) -> str:

@@ -61,23 +61,18 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     missing, total = "validation" if train else "training", train + val
     return (
         f"none of {plural(total, 'document')} fell into {missing} at --val-fraction {val_fraction}: "
-        f"--val-fraction {min(0.5, FEW_DOCUMENTS / total):.2g} makes about {FEW_DOCUMENTS} of them validation"
+        f"--val-fraction {min(0.5, FEW_DOCUMENTS / max(1, total)):.2g} makes about {FEW_DOCUMENTS} of them validation"
     )
 
 
 def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
     """The documents that are not empty. At the end, raises DataError if there was none."""
-    any_text, empty, bad, examples = False, 0, 0, []
+    any_text = False
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):
-            text, fault = encoder.try_text(raw)
+            text = encoder.try_text(raw)
             if text and text.strip():
                 any_text = True
                 yield text
-            elif fault:
-                bad, examples = bad + 1, [*examples, fault][:3]
-            else:
-                empty += text is not None
     if not any_text:
-        counts = f"no documents to read ({empty:,} empty, {bad:,} bad): name other files with {option}"
-        raise DataError("\n  ".join([counts, *examples]))
+        raise DataError(f"no documents to read, all are empty or bad: name other files with {option}")

@@ -11,11 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.command import build_parser, command, run_command
-from common.files import short_path
 from common.progress import progress_bar
-from common.text import format_size, plural
 from data import DataError
-from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
+from data.bins import (
+    DATA_DIR,
+    Meta,
+    Shard,
+    check_lengths,
+    describe_set,
+    open_tokenizer,
+    open_tokens,
+    read_meta,
+    scan_shard,
+)
 
 SAMPLE_TOKENS = 60
 
@@ -60,16 +68,11 @@ def verify_dataset(folder: Path) -> str:
 
 def _describe(folder: Path, meta: Meta) -> str:
     tokenizer = open_tokenizer(folder)
-    lines = [f"{short_path(folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
-    for name, split in meta.splits.items():
-        mean = split.tokens / max(1, split.documents)
-        lines.append(
-            f"  {name}: {split.tokens:,} tokens, {plural(split.documents, 'document')} ({mean:,.0f} tokens each), "
-            f"{plural(len(split.files), 'file')}, {format_size(2 * split.tokens)}"
-        )
+    lines = [f"{describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    for name in meta.splits:
         tokens = open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
-        lines.append(f"    begins: {text!r}")
+        lines.append(f"    {name} begins: {text!r}")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.files import sync_folder, write_atomic
 from data import DataError
-from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
+from data.bins import SHARD_TOKENS, Meta, Shard, Split, partial_folder
 from data.progress import PROGRESS_FILE
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
@@ -41,7 +41,15 @@ class Writer:
         if tokenizer.vocab_size > 2**16:
             raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
         self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
-        self._lock = open_partial(self.folder)  # held until it is closed, by a kill at the latest
+        for place in (self.folder, self.partial):
+            refuse_foreign_files(place)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.partial / "lock").open("a")  # held until it is closed, by a kill at the latest
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise DataError(f"{self.partial}: another process is preparing this set: wait for it") from error
         self._finished = False
         (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
         self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
@@ -78,7 +86,7 @@ class Writer:
         """Close the shards, write meta.json, and give the set its name; an older set of that name is replaced."""
         splits = {split: writer.finish() for split, writer in self.splits.items()}
         self._remove_strays({shard.name for split in splits.values() for shard in split.files})
-        meta = Meta(name, identity(self.tokenizer), DTYPE, splits, source, prepare)
+        meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
@@ -169,28 +177,6 @@ class _SplitWriter:
     def _sync(self, file: IO[bytes]) -> None:
         file.flush()
         os.fsync(file.fileno())
-
-
-def open_partial(folder: Path) -> IO[str]:
-    """Make the folder in which the set `folder` is written before it is complete, and lock it.
-
-    Returns:
-        The lock: an open file, which excludes other processes until it is closed.
-
-    Raises:
-        DataError: another process writes this set, or files of others are in the way.
-    """
-    partial = partial_folder(folder)
-    for place in (folder, partial):
-        refuse_foreign_files(place)
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = (partial / "lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise DataError(f"{partial}: another process is preparing this set: wait for it, or stop it") from error
-    return lock
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -278,7 +278,7 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     ids[-1] = 256  # the only end
     write_ids(tmp_path / "one", ids, ids)
     one = [f"data.dir={tmp_path}", "data.name=one"]
-    with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
+    with pytest.raises(DataError, match="its training split is one document, so.*one to a file or to a row"):
         preflight(tiny(MASKED, *one))
     preflight(tiny(*one))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, split_of, tar, write_tree, zstd
+from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, tar, write_tree, zstd
 
 from configure import load
 from data import prepare, split, verify
@@ -41,7 +41,6 @@ def test_one_document_is_cut(run, tmp_path, name):
         (tmp_path / name).write_bytes(kinds[Path(name).suffix](LINES))
     out = run("text", "--source", tmp_path / name)
     assert "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
-    assert "of the beginnings and ends of 1 document in" in out
     cut = int(0.95 * len(LINES))
     assert texts_of(tmp_path / "out/text") == {"train": LINES[:cut], "val": LINES[cut:]}  # and no end-of-text
     assert check_dataset(tmp_path / "out/text", 257).source["split"] == "ends"
@@ -79,10 +78,10 @@ def test_very_many_documents_are_not_cut(run, tmp_path):
 @pytest.mark.parametrize(
     ("files", "more", "message"),
     [
-        ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read \(2 empty, 0 bad\): .* with --source"),
-        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read \(0 empty, 1 bad\).*\n  .*a.txt is not UTF-8"),
+        ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read.* with --source"),
+        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read.* with --source"),
         ({"in/a.txt": b"x"}, (), r"too little text to train on where 5% is validation: name more files with --source"),
-        ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read \(1 empty.*--val-source"),
+        ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read.* with --val-source"),
         ({"in/a.txt": b"x"}, ("--val-source", "in/a.txt"), "in/a.txt is in --source and in --val-source: take it out"),
         ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
     ],
@@ -149,18 +148,6 @@ def test_gzip_padded_with_zeros(run, tmp_path, name):
     assert "damaged or cut short" in out
 
 
-def test_parquet_dictionaries(run, tmp_path):
-    import pyarrow
-    from pyarrow.parquet import write_table
-
-    texts = ["one", None, "two", "one", "naïve"] * 60
-    column = pyarrow.array(texts, pyarrow.string()).dictionary_encode()
-    write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    args = ("text", "--source", tmp_path / "a.parquet", "--val-fraction", 0.5)
-    run(*args)
-    assert documents_of(tmp_path / "out/text") == split_of([text for text in texts if text], 0.5)
-
-
 def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
@@ -175,9 +162,7 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
             archive.addfile(member)
     (tmp_path / "a.tar").write_bytes(stream.getvalue())
     args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
-    out = run(*args)
-    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in out
-    assert f"\n  {tmp_path}/a.tar: hard.txt is a link to 3.txt\n  {tmp_path}/a.tar: soft.md is a link" in out
+    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in run(*args)
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
     assert read_meta(tmp_path / "out/text").source["links"] == 2
     assert "already there" in run(*args)

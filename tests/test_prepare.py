@@ -92,8 +92,7 @@ def test_python_sources_below_other_roots(run, tmp_path):
     assert "already there" in run(*args)
     (tmp_path / "one/a.py").write_text("# other")
     assert "its files have changed" in run(*args, code=2)
-    assert "none: no .py file in it: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
-    assert "absent: no such folder" in run("stdlib", "--roots", tmp_path / "absent", code=2)
+    assert "none: no .py file there: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
 
 
 def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
@@ -282,26 +281,6 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
     assert f"revision '{revision}', now 'other'" in run(*args, "--revision", "other", code=2)
 
 
-def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
-    texts = corpus_texts()
-
-    def write(path, texts):
-        ours = jsonl(texts, meta={"pile_set_name": "ArXiv"}).splitlines()
-        others = [b'{"text": "no"}', b'{"text": "no", "meta": "ArXiv"}', b'{"meta": {}}']
-        others += [b'{"text": "no", "meta": {"pile_set_name": "Github"}}']
-        rows = itertools.chain(*zip(ours, itertools.cycle(others)))  # noqa: B905 (endless)
-        write_tree(path.parent, {path.name: corpora.zstd(b"\n".join(rows))})
-
-    upload(hub, "monology/pile-uncopyrighted", ["train/00.jsonl.zst", "train/01.jsonl.zst"], texts, write)
-    run("arxiv", "--config", "pile", "--val-fraction", 0.2)
-    assert documents_of(tmp_path / "out/arxiv") == split_of(texts, 0.2)
-    meta = read_meta(tmp_path / "out/arxiv")
-    assert (meta.source["empty"], meta.source["bad"]) == (2, 0)
-    local = hub.root / f"datasets/monology/pile-uncopyrighted@{REVISION}/train"
-    run("arxiv", "--config", "pile", "--val-fraction", 0.2, "--source", local, "--name", "copy")
-    assert documents_of(tmp_path / "out/copy") == documents_of(tmp_path / "out/arxiv")
-
-
 @pytest.mark.parametrize(("corpus", "repo", "names", "write"), [("arxiv", *PROOF_PILE), ("fineweb-edu", *SAMPLE)])
 def test_a_lost_connection_resumes_with_the_same_revision(
     run, run_alone, hub, tmp_path, small_batches, corpus, repo, names, write
@@ -321,8 +300,12 @@ def test_a_lost_connection_resumes_with_the_same_revision(
     upload(hub, repo, names, ["another"] * 4, write, revision="newer")
 
     assert f"revision '{REVISION}', now 'newer'" in run(*args, "--revision", "newer", code=2)
-    assert "resuming after" in run(*args) and hub.asked[-1] == (repo, REVISION)
-    assert snapshot(tmp_path / "out") == complete
+    assert f"revision '{REVISION}', now 'newer'" in run(*args, code=2)
+    assert "resuming after" in run(*args, "--revision", REVISION) and hub.asked[-1] == (repo, REVISION)
+    found = snapshot(tmp_path / "out")
+    assert {name: found[name] for name in found if name.endswith("bin")} == {
+        name: complete[name] for name in complete if name.endswith("bin")
+    }
     assert read_meta(tmp_path / "out" / corpus).source["revision"] == REVISION
 
 
@@ -330,7 +313,7 @@ def test_the_hub_is_unreachable(run, hub, tmp_path):
     hub.reachable = False
     out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
-    assert "OfflineModeIsEnabled" in out and "HF_ENDPOINT" in out
+    assert "OfflineModeIsEnabled" in out
     command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
     assert command in out and "--source FOLDER" in out
     assert not (tmp_path / "out").exists()
@@ -389,10 +372,9 @@ def test_verify_describes_the_set(run, prepared):
     out = run("books", main=verify.main)
     assert "books: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
     for split, texts in documents_of(prepared).items():
-        tokens = sum(len(text.encode()) + 1 for text in texts)
-        assert f"{split}: {tokens:,} tokens, {len(texts):,} documents" in out
+        assert f"{sum(len(text.encode()) + 1 for text in texts):,} {split}" in out
         begin = "".join(f"{text}<|endoftext|>" for text in texts).encode()[:40].decode(errors="ignore")
-        assert f"begins: {begin!r}"[:-1] in out
+        assert f"{split} begins: {begin!r}"[:-1] in out
 
 
 def edit(path: Path, position: int, value: bytes) -> None:
