@@ -49,11 +49,6 @@ class Loader:
         self._counts, self._shares = np.array(counts), to_shares(weights)
         self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
 
-    @property
-    def n_windows(self) -> int:
-        """The number of windows, over all sets."""
-        return self._tokens.starts[-1]
-
     def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
         """Where those rows are from: each one's window, of a mixture the folder of its split and the window there."""
         indices = self.indices(step, start, count)

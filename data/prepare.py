@@ -5,7 +5,7 @@
     python -m data.prepare text --source FILES --name NAME
 
 Worker processes tokenize batches of documents (workers.py). This process writes the ids, in the order of the
-documents, into the shards of data/<name>.partial/ (writer.py) and records now and then how far it is (progress.py); at
+documents, into the shards of data/<name>.partial/ (writer.py) and records now and then how far it is; at
 the end the folder is renamed to data/<name>/. Killed at any moment, the same command resumes. The set is identical to
 the byte, however often that happens and however many workers there are.
 """
@@ -28,14 +28,12 @@ from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, read_meta
 from data.encode import Encoded, Encoder
-from data.mixture import list_sets
-from data.progress import PROGRESS_FILE, describe_changes, resume_progress
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.split import choose_split, explain_empty_split, validation_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
-from data.writer import Writer, remove_leftovers
+from data.writer import PROGRESS_FILE, Writer, describe_changes, remove_leftovers, resume_progress
 
 LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
 END_BYTES = 2**20  # of each end of a large input that are hashed
@@ -50,8 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.list:
         print(describe_sources())
-        for name in list_sets(args.out):
-            print(f"prepared as {name}: {describe_set(read_meta(args.out / name), args.out / name)}")
         return 0
     try:
         prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
@@ -70,7 +66,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
     add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
-    add("--list", action="store_true", help="print the corpora with sources, sizes and licences; the sets in --out")
+    add("--list", action="store_true", help="print the corpora with sources, sizes and licences")
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")

@@ -36,18 +36,15 @@ def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder)
         for option, files in (("--source", inputs), ("--val-source", val_inputs)):
             next(_read_texts(files, encoder, option))
         return "documents"
-    train = val = divisible = 0
+    train = val = 0
     for text in _read_texts(inputs, encoder, "--source"):
         in_val = bool(encoder.divide(text, "documents")[1])
         train, val = train + (not in_val), val + in_val
         if train and val and train + val >= FEW_DOCUMENTS:
             return "documents"
-        divisible += bool(encoder.divide(text, "ends")[0])
     share = f"{100 * encoder.val_fraction:.3g}%"
     if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
         raise DataError(explain_empty_split(train, val, encoder.val_fraction))
-    if not divisible:
-        raise DataError(f"too little text to train on where {share} is validation: name more files with --source")
     print(
         f"warning: {plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of "
         f"each; --val-source names other text for it",

@@ -12,18 +12,7 @@ from pathlib import Path
 
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
-from data import DataError
-from data.bins import (
-    DATA_DIR,
-    Meta,
-    Shard,
-    check_lengths,
-    describe_set,
-    open_tokenizer,
-    open_tokens,
-    read_meta,
-    scan_shard,
-)
+from data import DataError, bins
 
 SAMPLE_TOKENS = 60
 
@@ -34,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser("data.verify", __doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="name of a data set, or its folder")
     parser.add_argument(
-        "--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
+        "--out", type=Path, default=bins.DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
     )
     args = parser.parse_args(argv)
     for name in args.names:
@@ -43,13 +32,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def verify_dataset(folder: Path) -> str:
     """A description of the set in `folder`. Raises DataError naming a shard of wrong length, else all faults."""
-    meta = read_meta(folder)
-    check_lengths(folder, meta)
+    meta = bins.read_meta(folder)
+    bins.check_lengths(folder, meta)
     total = sum(split.tokens for split in meta.splits.values())
     faults: list[str] = []
 
-    def scan(shard: Shard) -> tuple[int, list[str]]:
-        return scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
+    def scan(shard: bins.Shard) -> tuple[int, list[str]]:
+        return bins.scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
 
     bar = progress_bar(desc="tokens", total=total, unit_scale=True)
     with bar, ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
@@ -63,14 +52,10 @@ def verify_dataset(folder: Path) -> str:
                 faults.append(f"{name}: {ends:,} end-of-text tokens, meta.json says {split.documents:,} documents")
     if faults:
         raise DataError("\n  ".join([f"{folder} is damaged:", *faults, f"Prepare it again: {meta.prepare} --force"]))
-    return _describe(folder, meta)
-
-
-def _describe(folder: Path, meta: Meta) -> str:
-    tokenizer = open_tokenizer(folder)
-    lines = [f"{describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    tokenizer = bins.open_tokenizer(folder)
+    lines = [f"{bins.describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
     for name in meta.splits:
-        tokens = open_tokens(folder, name)
+        tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
         lines.append(f"    {name} begins: {text!r}")
     return "\n".join(lines)

@@ -201,18 +201,3 @@ def test_files_without_documents_beside_others_are_accepted(run, tmp_path, name)
     corpora.write_tree(tmp_path / "in", {name: empty, "b.jsonl": ROWS})
     run("text", "--source", tmp_path / "in", "--val-fraction", 0.3)
     assert sum(map(len, corpora.documents_of(tmp_path / "out/text").values())) == 30
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.pdf", r"a.pdf: no file of a known kind \(.txt .*name another --source"),
-        ("folder/a.pdf", r"folder: no file of a known kind \(.txt .*name another --source"),
-        ("absent", r"absent: no such file or folder: correct --source"),
-    ],
-)
-def test_wrong_sources(run, tmp_path, name, message):
-    if name != "absent":
-        corpora.write_tree(tmp_path, {name: b"a"})
-    out = run("text", "--source", tmp_path / name.partition("/")[0], code=2)
-    assert re.search(message, out) and not (tmp_path / "out").exists()
