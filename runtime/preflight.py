@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from configure import Config
+from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
-from data.mixture import check_documents, check_sets, identify, open_sets
+from data.mixture import check_documents, check_sets, identify
 from model import parameter_shapes
 from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
@@ -98,7 +99,7 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
     metas = check_sets(folders, config.model.vocab_size)
     if config.data.document_mask:
         check_documents(folders, metas)
-    train_tokens, val_tokens = (open_sets(folders, split) for split in ("train", "val"))
+    train_tokens, val_tokens = ([open_tokens(folder, split) for folder in folders] for split in ("train", "val"))
     loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
     validation = choose_validation(val_tokens, block_size, config.eval.windows, config.eval.spread, weights)
 

@@ -93,8 +93,8 @@ def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_p
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("config.json", None, "it needs tokenizer.json and config.json"),
-        ("config.json", "{}", "config.json: no eos_token_id"),
+        ("config.json", None, "tokenizer.json and config.json"),
+        ("config.json", "{}", "config.json with eos_token_id"),
         ("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"),
         ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
     ],
