@@ -126,26 +126,3 @@ def test_every_kernel_is_within_its_limits():
     """Of every shape, dtype and architecture under the installed Triton."""
     done = run_aot("import sys; from scripts.aot import __main__ as aot; sys.exit(aot.main([]))")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_every_router_compiles_without_a_spill():
-    """For the paper's number of experts, and for many of many."""
-    code = """
-import torch
-from router import ROUTERS
-from scripts.aot import launches, limits
-for sm in limits.SHARED:
-    for name, spec in ROUTERS.items():
-        for n_expert, top_k in ((64, 8), (256, 64)):
-            if spec is not None:
-                with launches.launches_compiled(sm) as compiled:
-                    launches.compile_router(spec, torch.empty(32768, n_expert, device="meta"), top_k, 32)
-                print(sm, name, *(f"{kernel.name}:{kernel.spilled}" for kernel in compiled))
-"""
-    done = run_aot(code)
-    lines = [line.split()[2:] for line in done.stdout.splitlines()]
-    assert len(lines) == 3 * 14 * 2, done.stderr
-    for kernels in lines:
-        assert [kernel.split("+")[0].split(":")[0] for kernel in kernels] == ["route", "route_sum", *["route_grad"] * 2]
-        assert all(kernel.endswith(":0") for kernel in kernels), done.stdout
