@@ -257,10 +257,3 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypat
     mark = "mark." + "gpu"
     marked = {f"tests/{file.name}" for file in (REPO_ROOT / "tests").glob("test_*.py") if mark in file.read_text()}
     assert steps | kernels == marked and not steps & kernels
-
-
-def test_gpu_check_without_a_gpu_or_with_an_unknown_part(tmp_path):
-    refused = {(): "no CUDA device here; --rehearse", ("benhc",): "no part benhc: name bench, trace"}
-    for arguments, message in refused.items():
-        code, printed = run_check(tmp_path, *arguments, fake=FAKE.replace("echo packages; exit 0;", "exit 1;"))
-        assert code == 2 and message in printed
