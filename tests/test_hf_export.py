@@ -333,12 +333,12 @@ def cut(out):
 
 
 HARMS = {
-    break_weight: "logits of 80 random tokens",
-    break_numbers: "random tokens in 4 rows: at most nan apart",
-    break_positions: "logits of 80 random tokens",
-    break_padding: "tokens generated with a cache",
-    break_cache: "tokens generated with a cache",
-    break_names: "missing keys: model.layers.0.mlp.router.gamma",
+    break_weight: "logits of 4 rows",
+    break_numbers: "tokens: at most nan apart",
+    break_positions: "logits of 4 rows",
+    break_padding: "logits of 4 rows",
+    break_cache: "logits of 4 rows",
+    break_names: "missing_keys: model.layers.0.mlp.router.gamma",
     break_tokenizer: "the tokenizer gives other ids",
     break_end: "the tokenizer ends a text with 97, not 256",
     cut: "cannot be loaded or run",
@@ -355,13 +355,8 @@ def test_differences_are_found(exported, tmp_path, capsys):
         assert export.check_export(trained, copy) == 1
         printed = capsys.readouterr()
         assert words in printed.err and words not in printed.out, harm
-        assert (
-            f"remedy: export again, into a new folder: python -m scripts.export {trained.run} NEW --check"
-            in printed.err
-        )
-        if harm is break_names:
-            assert "unexpected keys: model.layers.0.mlp.router.gama" in printed.err
-    assert correct.count("apart") == 2
+        assert f"export {trained.run} again, into a new folder" in printed.err
+    assert "tokens: at most" in correct
 
 
 def test_generated_padding_is_found(exported, monkeypatch):
