@@ -1,13 +1,13 @@
 """Export a trained run to Hugging Face's transformers.
 
     python -m scripts.export runs/quickstart-kern OUT                       into a new folder
-    python -m scripts.export runs/quickstart-kern OUT --check               then load it and compare it with the run
+    python -m scripts.export runs/quickstart-kern OUT --check               load it again and compare it with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md (a model card) and
 config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
-Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. Where OUT exists, --check only
-compares; exit code 1 if something differs.
+Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of --check is 1 if
+something differs.
 """
 
 import json
@@ -60,7 +60,7 @@ def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str =
     """
     out = Path(os.path.realpath(out))  # what it points to, if it is a link
     if os.path.lexists(out):
-        raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
+        raise RunError(f"{out}: exists already; name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         partial = Path(private, out.name)
@@ -70,17 +70,6 @@ def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str =
 
 
 # ---- --check
-
-
-def read_origin(out: Path) -> tuple[int, int, bool]:
-    """The step, average and ema of the weights that the export `out` was made from. Raises RunError if it is none."""
-    try:
-        origin = json.loads((out / "config.json").read_text())["nanokern"]
-        return origin["step"], origin["average"], origin.get("ema", False)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunError(
-            f"{out}/config.json: missing, or not written by scripts.export; export the run into a new folder"
-        ) from error
 
 
 def check_export(source: Source, out: Path) -> int:
@@ -199,27 +188,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = build_parser("scripts.export", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("out", type=Path, help="new folder; with --check it may exist, then nothing is written")
+    parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument(
         "--format",
         choices=("auto", *FORMATS),
         default="auto",
         help="nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)
-    options = (args.step, args.average, args.ema, args.format, args.dtype)
     if args.check:
         require_packages("transformers", requirements="requirements-dev.txt")
-    if args.check and args.out.exists():
-        if options != (None, 1, False, "auto", None):
-            raise RunError(f"{args.out}: exists already, so --check takes no other option; name a new folder")
-        source = load_source(args.run, *read_origin(args.out))
-    else:
-        source = load_source(args.run, *options[:3])
-        export_run(source, args.out, args.format, args.dtype or "float32")
-        print(f"{args.out}: {args.run} at step {source.step}")
+    source = load_source(args.run, args.step, args.average, args.ema)
+    export_run(source, args.out, args.format, args.dtype)
+    print(f"{args.out}: {args.run} at step {source.step}")
     return check_export(source, args.out) if args.check else 0
 
 

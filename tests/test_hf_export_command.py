@@ -110,17 +110,12 @@ def test_export_and_check(run, tmp_path, capsys):
     assert config.eos_token_id == config.bos_token_id == config.pad_token_id == 256
     assert command(run, out) == 2
     assert "exists already; name a new folder" in capsys.readouterr().err
-    assert command(run, out, "--check") == 0
-    for option in (("--checkpoint", 2), ("--average", 2), ("--format", "gpt2"), ("--dtype", "float32")):
-        assert command(run, out, "--check", *option) == 2
-        assert "exists already, so --check takes no other option" in capsys.readouterr().err
     own = json.loads((out / "config.json").read_text())["nanokern"]
     assert (own["step"], own["tokenizer"]["hash"]) == (4, ByteTokenizer.hash)
 
 
 def test_mean_of_checkpoints_in_half_precision(run, tmp_path, capsys):
     assert command(run, tmp_path / "out", "--average", 2, "--dtype", "bfloat16", "--check") == 0
-    assert command(run, tmp_path / "out", "--check") == 0  # of the mean, too
     card = (tmp_path / "out/README.md").read_text()
     assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
 
@@ -165,23 +160,6 @@ def test_out_may_be_a_link_or_a_relative_path(run, tmp_path, monkeypatch, capsys
     for name in (".", tmp_path / "loop", tmp_path / "link"):
         assert command(run, name) == 2
         assert "exists already; name a new folder" in capsys.readouterr().err
-
-
-def test_check_needs_an_export(run, tmp_path, capsys):
-    """A folder that is not a complete export, or one of another run."""
-    out = tmp_path / "out"
-    out.mkdir()
-    for body in (None, "{", "[]", '{"nanokern": {}}'):
-        if body:
-            (out / "config.json").write_text(body)
-        assert command(run, out, "--check") == 2
-        assert "config.json: missing, or not written by scripts.export; export the run" in capsys.readouterr().err
-    out = tmp_path / "incomplete"
-    assert command(run, out) == 0
-    (out / "model.safetensors").unlink()
-    assert command(run, out, "--check") == 1
-    said = capsys.readouterr().err
-    assert "incomplete: cannot be loaded or run (OSError: " in said and "model.safetensors" in said
 
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):

@@ -95,7 +95,7 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
     config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
     model, words = start(config)
     assert_near(logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
-    assert words == f"{folder.path_of(config)}: starts from {place}, a GPT-2 checkpoint"
+    assert words == f"{folder.path_of(config)}: starts from {place}, a model of class GPT2LMHeadModel"
 
 
 @pytest.mark.numerics
@@ -196,7 +196,7 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, settings):
     model, words = start(tiny(*settings, f"train.init_from={tmp_path / 'export'}", "run.seed=7"))
     for name, tensor in load_model(folder.path_of(theirs)).model.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
-    assert words.endswith(("an exported model", "a GPT-2 checkpoint"))
+    assert "; " not in words  # nothing changes
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -278,7 +278,7 @@ def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
     other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
     text = refused(tiny(*other))
     assert text.endswith(
-        "a GPT-2 checkpoint, whose weights do not fit this model. Add --model.n_layer=2 --model.n_head=2 "
+        "a model of class GPT2LMHeadModel, whose weights do not fit this model. Add --model.n_layer=2 --model.n_head=2 "
         "--model.n_embd=32 --model.tie_embeddings=true --model.router=dense --model.top_k=1 --model.expert_hidden=16 "
         "--model.block_size=32 --model.bias=true"
     )
@@ -322,39 +322,16 @@ def text_in(file, text):
     return lambda place: (place / file).write_text(text)
 
 
-def missing_shard(place):
-    (place / "model.safetensors").unlink()
-    weight_map = {"wte.weight": "model-1.safetensors"}
-    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def index(text):
-    def write(place):
-        (place / "model.safetensors").unlink()
-        (place / "model.safetensors.index.json").write_text(text)
-
-    return write
-
-
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
 FAULTS = {
-    "neither a config.json (with model.safetensors) nor a run's": lambda p: (p / "config.json").unlink(),
+    "no model*.safetensors": lambda p: (p / "model.safetensors").unlink(),
+    "neither a config.json of transformers nor a run's": lambda p: (p / "config.json").unlink(),
     "config.json is unreadable (Expecting": text_in("config.json", "{"),
-    "config.json is not a JSON object": text_in("config.json", "[]"),
     "model_type is 'llama'": setting(model_type="llama"),
     "config.json: n_layer missing": setting(n_layer=None),
     "n_head: Input should be a valid integer": setting(n_head="2"),
-    "vocab_size: Input should be less than or equal": setting(vocab_size=128256),
     "activation_function is 'relu'": setting(activation_function="relu"),
-    "scale_attn_by_inverse_layer_idx is True": setting(scale_attn_by_inverse_layer_idx=True),
-    "model.safetensors cannot be read (No such file": lambda p: (p / "model.safetensors").unlink(),
     "model.safetensors cannot be read (Error": lambda p: os.truncate(p / "model.safetensors", 20_000),
-    "cannot be read (Error while deserializing header": text_in("model.safetensors", LFS),
-    "model-1.safetensors cannot be read (No such file": missing_shard,
-    "model.safetensors.index.json: its weight_map is not": index("{}"),
-    "its weight_map is not an object of file names": index('{"weight_map": {"wte.weight": 1}}'),
     "transformer.h.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
-    "transformer.h.0.mlp.c_fc.weight is (32, 16), expected (32, 8)": setting(n_inner=8),
     "transformer.h.1.attn.c_attn.bias is (96,), expected none": setting(n_layer=1),
     "transformer.score.weight is (2, 32), expected none": weight("score.weight", torch.zeros(2, 32)),
     "ln_f.bias contains NaN or Inf": weight("ln_f.bias", torch.full((32,), torch.nan)),
@@ -373,22 +350,14 @@ def test_nothing_is_executed(tiny, copy, canary):
     assert "model.safetensors cannot be read (Error" in refused(tiny(*DENSE, f"train.init_from={copy}"))
 
 
-def test_place_without_weights_is_refused(tiny, tmp_path, source, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "openai-community/gpt2"):
-        assert refused(tiny(f"train.init_from={name}")).endswith(f"hub: hf download {name} --local-dir gpt2")
-    file = folder.path_of(source) / "config.toml"
-    for place in (f"{tmp_path}/gone", file):
-        text = refused(tiny(f"train.init_from={place}"))
-        assert text.endswith("no such folder. Weights are only read from this machine")
+def test_place_without_weights_is_refused(tiny, source):
+    advice = "no such folder; from the Hugging Face hub: hf download openai-community/gpt2 --local-dir gpt2"
+    assert refused(tiny("train.init_from=openai-community/gpt2")).endswith(advice)
     shard = sorted(checkpoints(source).glob("*/*.distcp"))[-1]
     os.truncate(shard, 1000)
     assert "damaged, " in refused(start_from(tiny, source))
     shutil.rmtree(checkpoints(source))
     assert "a run without a checkpoint; train it first" in refused(start_from(tiny, source))
-    file.write_text("[model]\nn_layers = 2")
-    with pytest.raises(RunError, match="did you mean 'model.n_layer'"):
-        read_initial_weights(start_from(tiny, source))
 
 
 @pytest.mark.parametrize("local_rank, kind", [("0", RankError), ("1", RunError)])
@@ -402,20 +371,16 @@ def test_one_rank_per_node_reports_missing_weights(tiny, monkeypatch, local_rank
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):
     config = tiny(*DENSE, f"train.init_from={copy}")
+    start(config)
     right = {text: number for number, text in enumerate(map(chr, range(256)))} | {"<|endoftext|>": 256}
-    wrong = {"'a'": right | {"a": 98, "b": 97}, "'Ġthe'": right | {"Ġthe": 33}, "not a byte-level": [["a", 0.5]]}
-    for says, vocabulary in ({None: right} | wrong).items():
-        model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-        (copy / "tokenizer.json").write_text(json.dumps({"model": model}))
-        if vocabulary is right:
-            start(config)
-        else:
+    for says, vocabulary in ((None, right), ("'a' is 98", right | {"a": 98, "b": 97}), ("byte-level", [["a", 0.5]])):
+        (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        if says:
             text = refused(config)
             assert says in text and f"that of the data set {corpus / 'tiny'} is bytes. Prepare the text with" in text
+        else:
+            start(config)
     (copy / "tokenizer.json").unlink()
-    (copy / "vocab.json").write_text(json.dumps({"b": 97}))
-    assert "its tokenizer is one whose id 97 is 'b'" in refused(config)
-    (copy / "vocab.json").unlink()
     edit(copy / "config.json", eos_token_id=50256)  # GPT2Config's default, beyond these ids
     start(config)
     edit(copy / "config.json", eos_token_id=0)
