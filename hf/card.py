@@ -24,9 +24,7 @@ class Source(NamedTuple):
     model: GPT  # on the CPU
     config: Config
     step: int
-    average: int  # checkpoints that the weights are the mean of
     metadata: dict[str, Any]  # stored in the checkpoint besides tensors
-    ema: bool  # whether the weights are the running mean
 
 
 def format_card(source: Source, form: str, dtype: str) -> str:

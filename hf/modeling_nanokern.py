@@ -226,16 +226,10 @@ class NanoKernModel(NanoKernPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute the last hidden states.
+        """Compute the last hidden states (B, T, C) from `input_ids` (B, T) int64 or `inputs_embeds` (B, T, C).
 
-        Args:
-            input_ids: (B, T) int64; or give `inputs_embeds`.
-            attention_mask: (B, S), 0 where a row is padded.
-            position_ids: (B, T) int64; by default a row's positions begin at 0 after its padding on the left.
-            past_key_values: the cache.
-            inputs_embeds: (B, T, C).
-            use_cache: return a cache; config.use_cache by default.
-            **kwargs: passed on to the attention; of transformers, such as output_hidden_states.
+        `attention_mask` (B, S) is 0 where a row is padded; `position_ids` (B, T) begin at 0 after a row's padding on
+        the left by default. `kwargs` are passed on to the attention, or are of transformers (output_hidden_states).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")

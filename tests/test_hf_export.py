@@ -54,7 +54,7 @@ def exported(tiny, tmp_path):
         run.mkdir()
         (run / "config.toml").touch()
         out.mkdir()
-        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, 1, {}, False)
+        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, {})
         write_export(source, out, form, dtype)
         return source, out
 

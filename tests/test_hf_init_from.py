@@ -394,4 +394,4 @@ def test_run_of_another_tokenizer_is_refused(tiny, source, corpus, tmp_path):
     meta = tmp_path / "data/tiny/meta.json"
     edit(meta, tokenizer=json.loads(meta.read_text())["tokenizer"] | {"hash": "0" * 64})
     text = refused(start_from(tiny, source, f"data.dir={tmp_path / 'data'}"))
-    assert "its tokenizer is bytes, that of the data set" in text
+    assert "its tokenizer is another, that of the data set" in text
