@@ -90,61 +90,31 @@ def assert_same_model(own, theirs, use_cache=True):
     assert wanted.std() > 0.5 and output.sequences.max() < TOKENIZER.vocab_size
 
 
-VARIANTS = [(), ("model.pos=rope",), ("model.tie_embeddings=false", "model.vocab_size=320"), ("model.bias=true",)]
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("router", ROUTERS)
-def test_every_router_exports_the_same_model(exported, router):
-    """Each router with one of VARIANTS."""
-    trained, out = exported(f"model.router={router}", *VARIANTS[list(ROUTERS).index(router) % 4])
-    theirs, info = load(out, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_model(trained.model, theirs)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
-        ("model.router=kern-mc", *VARIANTS[2]),
-        ("model.router=softmax-renorm", "model.gate_norm=1"),
-        ("model.router=dense", "model.pos=rope", *VARIANTS[2]),
-        ("model.router=dense", "model.bias=true"),
-    ],
-)
-def test_variants(exported, overrides):
-    trained, out = exported(*overrides)
-    assert_same_model(trained.model, load(out), use_cache=False)
-
-
+UNTIED = ("model.tie_embeddings=false", "model.vocab_size=320")
 MODERN = ("model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.pos=rope", "model.rope_base=500")
-BLOCKS = {  # of modern models
-    "olmoe": (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", "model.tie_embeddings=false"),
-    "shared": (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
-    "dense": (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
-    "gpt": (
-        "model.router=tanh",
-        "model.qk_norm=all",
-        "model.bias=true",
-        "model.n_shared_expert=1",
-        "model.n_kv_head=1",
-    ),
-}
+MODELS = [(f"model.router={router}",) for router in ROUTERS]
+MODELS += [
+    ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
+    ("model.router=softmax-renorm", "model.gate_norm=1", *UNTIED),
+    ("model.router=dense", "model.pos=rope", *UNTIED),
+    (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", *UNTIED),
+    (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
+    (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
+    ("model.router=tanh", "model.qk_norm=all", "model.bias=true", "model.n_shared_expert=1", "model.n_kv_head=1"),
+]
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("block", BLOCKS)
-def test_modern_blocks(exported, block):
-    trained, out = exported(*BLOCKS[block])
+@pytest.mark.parametrize("overrides", MODELS, ids=" ".join)
+def test_every_model_exports_the_same_model(exported, overrides):
+    trained, out = exported(*overrides)
     theirs, info = load(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_model(trained.model, theirs)
+    assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
+@pytest.mark.parametrize("more", [UNTIED, ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
 def test_dense_is_plain_gpt2(exported, more):
     trained, out = exported("model.router=dense", *more, form="gpt2")
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
@@ -176,10 +146,6 @@ def test_hidden_states_and_cache_on_request(exported):
     output = theirs(idx, output_hidden_states=True, use_cache=False)
     assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
     assert output.past_key_values is None and theirs(idx).past_key_values.get_seq_length() == 9
-    calls = []
-    theirs.layers[0].register_forward_hook(lambda module, args, kwargs, y: calls.append(kwargs), with_kwargs=True)
-    theirs(idx, use_cache=False)
-    assert calls[0]["past_key_values"] is None  # which would cost its memory
 
 
 @pytest.mark.numerics
@@ -278,20 +244,8 @@ def edit_weights(out, edit):
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
 
-def edit_code(out, *changes):
-    code = (out / "modeling_nanokern.py").read_text()
-    for old, new in changes:
-        assert code.count(old) == 1
-        code = code.replace(old, new)
-    (out / "modeling_nanokern.py").write_text(code)
-
-
 def break_weight(out):
     edit_weights(out, lambda state: state["model.layers.1.mlp.experts.down_proj"][:, 3].mul_(1.5))
-
-
-def break_numbers(out):
-    edit_weights(out, lambda state: state["model.norm.weight"].fill_(torch.nan))
 
 
 def break_names(out):
@@ -305,27 +259,13 @@ def break_tokenizer(out):
     file.write_text(json.dumps(body))
 
 
-def break_end(out):
-    file = out / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "a"}))
-
-
 def break_positions(out):
-    """With a mask, positions are one too high."""
-    edit_code(
-        out, ("(attention_mask.long().cumsum(-1) - 1).clamp(min=0)", "attention_mask.long().cumsum(-1).clamp(max=31)")
-    )
-
-
-def break_padding(out):
-    """Tokens after the first pass count the padding on the left."""
-    new = "if start:\n            position_ids = columns[None]\n        elif position_ids is None:"
-    edit_code(out, ("if position_ids is None:", new))
-
-
-def break_cache(out):
     """Every later token gets the first token's position."""
-    edit_code(out, ("if position_ids is None:", "if True:"), ("[:, -len(columns) :]", "[:, : len(columns)]"))
+    code = (out / "modeling_nanokern.py").read_text()
+    for old, new in (("if position_ids is None:", "if True:"), ("[:, -len(columns) :]", "[:, : len(columns)]")):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    (out / "modeling_nanokern.py").write_text(code)
 
 
 def cut(out):
@@ -334,13 +274,9 @@ def cut(out):
 
 HARMS = {
     break_weight: "logits of 4 rows",
-    break_numbers: "tokens: at most nan apart",
     break_positions: "logits of 4 rows",
-    break_padding: "logits of 4 rows",
-    break_cache: "logits of 4 rows",
     break_names: "missing_keys: model.layers.0.mlp.router.gamma",
     break_tokenizer: "the tokenizer gives other ids",
-    break_end: "the tokenizer ends a text with 97, not 256",
     cut: "cannot be loaded or run",
 }
 
@@ -357,13 +293,3 @@ def test_differences_are_found(exported, tmp_path, capsys):
         assert words in printed.err and words not in printed.out, harm
         assert f"export {trained.run} again, into a new folder" in printed.err
     assert "tokens: at most" in correct
-
-
-def test_generated_padding_is_found(exported, monkeypatch):
-    trained, out = exported("model.vocab_size=258")
-    suppressed = json.loads((out / "generation_config.json").read_text())["suppress_tokens"]
-    assert suppressed == [257]  # beside the tokenizer's 257 ids
-    for id, wrong in ((256, False), (257, True)):
-        monkeypatch.setattr(export, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
-        errors = export.find_differences(trained, out)
-        assert errors == ["generates id 257, which pads the vocabulary of 257"] * wrong

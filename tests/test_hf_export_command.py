@@ -133,32 +133,24 @@ def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial/kept").touch()  # somebody's
     with monkeypatch.context() as patch:
         patch.setattr("hf.export.format_card", full)
         assert command(run, tmp_path / "out") == 2
     assert "error: [Errno 28] No space left" in capsys.readouterr().err
-    assert list(tmp_path.glob("*out*")) == [tmp_path / "out.partial"]
+    assert not list(tmp_path.glob("*out*"))
     assert command(run, tmp_path / "out") == 0
-    assert sorted(tmp_path.glob("*out*")) == [tmp_path / "out", tmp_path / "out.partial"]
-    assert (tmp_path / "out.partial/kept").exists()
+    assert list(tmp_path.glob("*out*")) == [tmp_path / "out"]
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # safetensors writes 0600
 
 
-def test_out_may_be_a_link_or_a_relative_path(run, tmp_path, monkeypatch, capsys):
+def test_out_may_be_a_link(run, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "behind")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name, place in (("link", "behind"), ("zz/../detour", "detour")):
-        assert command(run, tmp_path / name) == 0
-        assert (tmp_path / place / "README.md").is_file()
-    assert (tmp_path / "link").is_symlink() and not (tmp_path / "zz").exists()
-    monkeypatch.chdir(tmp_path / "behind")
-    for name in (".", tmp_path / "loop", tmp_path / "link"):
-        assert command(run, name) == 2
-        assert "exists already; name a new folder" in capsys.readouterr().err
+    assert command(run, tmp_path / "link") == 0
+    assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "link").is_symlink()
+    assert command(run, tmp_path / "link") == 2
+    assert "exists already; name a new folder" in capsys.readouterr().err
 
 
 def test_bad_input(run, tmp_path, monkeypatch, capsys):
@@ -173,16 +165,9 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "overrides, form",
-    [((), "nanokern"), (("model.router=dense",), "gpt2"), (("model.router=dense", "model.pos=rope"), "nanokern")]
-    + [(("model.router=dense", word), "nanokern") for word in ("model.norm=rmsnorm", "model.gated=true")]
-    + [
-        (("model.router=dense", "model.n_kv_head=1"), "nanokern"),
-        (("model.router=dense", "model.n_kv_head=2"), "gpt2"),
-    ],
-)
-def test_form_is_gpt2_where_possible(tiny, overrides, form):
-    model = tiny(*overrides).model
-    assert choose_form("auto", model) == form
-    assert choose_form("nanokern", model) == "nanokern"
+def test_form_is_gpt2_where_possible(tiny):
+    """GPT-2 where it computes the model; the code with any other."""
+    for words in ("", "model.n_kv_head=2", "model.norm_eps=0.01", "model.bias=true"):
+        assert choose_form("auto", tiny("model.router=dense", *words.split()).model) == "gpt2", words
+    for word in ("router=kern", "pos=rope", "norm=rmsnorm", "gated=true", "n_kv_head=1", "activation=silu"):
+        assert choose_form("auto", tiny("model.router=dense", f"model.{word}").model) == "nanokern", word

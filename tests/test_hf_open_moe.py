@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, column, run
+from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import refused, start
 
@@ -33,7 +33,6 @@ OURS = {  # the same model as settings
     "qwen3_moe": ["model.router=softmax-renorm", "model.qk_norm=head", "model.tie_embeddings=false"],
     "mixtral": ["model.router=softmax-renorm", "model.tie_embeddings=true", "model.rope_base=1000000"],
 }
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 KINDS = pytest.mark.parametrize("kind", OURS)
 LIMIT = tolerance(torch.float32, 64, roundings=30)  # two blocks of some 15 roundings each
 
@@ -98,37 +97,21 @@ def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
     assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
 
 
-def test_another_router_takes_over_the_experts(tiny, tmp_path):
-    make_model("olmoe").save_pretrained(tmp_path / "olmoe")
-    own = ["model.norm_eps=1e-4", *SHAPE, *OURS["olmoe"], f"train.init_from={tmp_path / 'olmoe'}"]
-    softmax, _ = start(tiny(*own))
-    config = tiny(*own, "model.router=kern", "train.max_steps=2")
-    kern, words = start(config)
-    assert "model.router changes from softmax to kern" in words
-    assert torch.equal(kern.blocks[1].mlp.experts.w_in, softmax.blocks[1].mlp.experts.w_in)
-    assert len(column(run(config), "train/loss")) == 2
-
-
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
     "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
-    "attention_bias is True": {"attention_bias": True},
     "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
-    "activation: ": {"hidden_act": "relu"},
     "a value has the wrong type": {"rope_parameters": "default"},
     "hidden_size missing": {"hidden_size": None},
-    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
     "sliding_window is 16": {"sliding_window": 16},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
-    f"{GATE} is missing, expected (16, 32)": {GATE: None},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
-    f"{Q_NORM} (torch.float8_e4m3fn) is not floating": {Q_NORM: torch.ones(8).to(torch.float8_e4m3fn)},
 }
 
 
