@@ -297,40 +297,38 @@ def edit(file, **update):
     file.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
 
 
-def setting(**update):
-    return lambda place: edit(place / "config.json", **update)
-
-
-def weight(name, tensor):
-    file = "model.safetensors"
-    return lambda place: save_file(load_file(place / file) | {f"transformer.{name}": tensor}, place / file)
-
-
-def text_in(file, text):
-    return lambda place: (place / file).write_text(text)
-
-
-FAULTS = {
-    "no model*.safetensors": lambda p: (p / "model.safetensors").unlink(),
-    "neither a config.json of transformers nor a run's": lambda p: (p / "config.json").unlink(),
-    "config.json is unreadable (Expecting": text_in("config.json", "{"),
-    "model_type is 'llama'": setting(model_type="llama"),
-    "config.json: n_layer missing": setting(n_layer=None),
-    "n_head: Input should be a valid integer": setting(n_head="2"),
-    "activation_function is 'relu'": setting(activation_function="relu"),
-    "model.safetensors cannot be read (Error": lambda p: os.truncate(p / "model.safetensors", 20_000),
-    "transformer.h.2.ln_1.weight is missing, expected (32,)": setting(n_layer=3),
-    "transformer.h.1.attn.c_attn.bias is (96,), expected none": setting(n_layer=1),
-    "transformer.score.weight is (2, 32), expected none": weight("score.weight", torch.zeros(2, 32)),
-    "ln_f.bias contains NaN or Inf": weight("ln_f.bias", torch.full((32,), torch.nan)),
-    "ln_f.bias (torch.int8) is not floating point": weight("ln_f.bias", torch.ones(32, dtype=torch.int8)),
+FAULTS = {  # keys of config.json that change, or a weight, by the words of the error
+    "model_type is 'llama'": {"model_type": "llama"},
+    "config.json: n_layer missing": {"n_layer": None},
+    "n_head: Input should be a valid integer": {"n_head": "2"},
+    "activation_function is 'relu'": {"activation_function": "relu"},
+    "transformer.h.2.ln_1.weight is missing, expected (32,)": {"n_layer": 3},
+    "transformer.h.1.attn.c_attn.bias is (96,), expected none": {"n_layer": 1},
+    "score.weight is (2, 32), expected none": {"transformer.score.weight": torch.zeros(2, 32)},
+    "ln_f.bias contains NaN or Inf": {"transformer.ln_f.bias": torch.full((32,), torch.nan)},
+    "ln_f.bias (torch.int8) is not floating point": {"transformer.ln_f.bias": torch.ones(32, dtype=torch.int8)},
 }
 
 
 @pytest.mark.parametrize("says", FAULTS)
 def test_faulty_checkpoint_is_refused(tiny, copy, says):
-    FAULTS[says](copy)
+    if "transformer." in str(FAULTS[says].keys()):
+        save_file(load_file(copy / "model.safetensors") | FAULTS[says], copy / "model.safetensors")
+    else:
+        edit(copy / "config.json", **FAULTS[says])
     assert says in refused(tiny(*DENSE, f"train.init_from={copy}"))
+
+
+def test_damaged_files_are_refused(tiny, copy):
+    config = tiny(*DENSE, f"train.init_from={copy}")
+    os.truncate(copy / "model.safetensors", 20_000)
+    assert "model.safetensors cannot be read (Error" in refused(config)
+    (copy / "model.safetensors").unlink()
+    assert "no model*.safetensors; download it" in refused(config)
+    (copy / "config.json").write_text("{")
+    assert "config.json is unreadable (Expecting" in refused(config)
+    (copy / "config.json").unlink()
+    assert "neither a config.json of transformers nor a run's" in refused(config)
 
 
 def test_nothing_is_executed(tiny, copy, canary):
