@@ -5,14 +5,12 @@ experiments, parameters without the position table, printed settings.
 """
 
 import itertools
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 import configure
-from configure.schema import KEYS
 from gate_norm import gate_scale
 from model import count_parameters
 from router import ROUTERS, Router
@@ -117,10 +115,6 @@ def test_runs_are_those_of_the_paper(stem):
     assert {c.model.block_size for c in runs(stem)} == {length}
 
 
-def test_every_file_is_an_experiment_or_beyond_the_paper():
-    assert FILES.keys() == PAPER.keys() | BEYOND
-
-
 DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
     "model": {"n_layer": 12, "n_head": 12, "n_kv_head": 0, "n_embd": 768, "block_size": 512, "vocab_size": 50304}
     | {"router": "kern", "n_expert": 64, "top_k": 8, "expert_hidden": 384, "n_shared_expert": 0, "n_dense_layer": 0}
@@ -194,21 +188,12 @@ def test_no_two_runs_of_all_files_share_a_folder():
             assert owner.setdefault(name, (file, point)) == (file, point)
 
 
-@pytest.mark.parametrize("stem", FILES)
-def test_files_hold_differences_and_say_where_from(stem):
-    text = FILES[stem].read_text()
-    assert text.startswith("# Not in the paper:" if stem.startswith("controls") else ("# Sec. ", "# App. "))
-    assert max(map(len, text.splitlines())) <= 120
-    for section, settings in tomllib.loads(text).items():
-        if section != "sweep":
-            assert [key for key, value in settings.items() if value == KEYS[f"{section}.{key}"]["default"]] == []
-
-
 def test_every_file_is_a_row_of_the_document():
     """Each row has the file's number of runs, and the last row their sum."""
     lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
     cells = [line.split("|") for line in lines]
     rows = {row[1].strip("` "): int(row[3]) for row in cells if len(row) == 7 and "`" in row[1]}
+    assert FILES.keys() == PAPER.keys() | BEYOND
     assert rows == {stem: len(configure.sweep_points(file)) for stem, file in FILES.items()}
     (total,) = (line.split("|")[3] for line in lines if line.startswith("| all |"))
     assert int(total) == sum(rows.values())
