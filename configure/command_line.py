@@ -68,15 +68,13 @@ def help_text() -> str:
 
 
 def _describe_type(key: str) -> str:
-    """A key's type and range, such as `int >= 1` or `one of learned, rope`."""
+    """A key's type and range, such as `integer >= 1` or `one of learned, rope`."""
     schema = KEYS[key]
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
     limits = ", ".join(f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema)
-    table = "table of names and numbers, such as {books = 0.5, arxiv = 0.5}"
-    kinds = {"boolean": "true or false", "integer": "int", "number": "float", "string": "text", "object": table}
-    return f"{kinds[schema['type']]} {limits}".strip()
+    return f"{schema['type']} {limits}".strip()
 
 
 def _exit(status: int, text: str) -> NoReturn:

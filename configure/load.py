@@ -12,7 +12,6 @@ An override of its keys closes an axis; a run needs all axes closed. A run witho
 router, the axes' values, and the seed where it differs from the file's.
 """
 
-import difflib
 import itertools
 import os
 import re
@@ -243,16 +242,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+        raise ConfigError(f"{path}: {error.strerror}; name a TOML file, such as config/quickstart.toml") from None
     except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets
         raise ConfigError(f"{path} is not TOML: {error}; strings need quotes, booleans are true or false") from None
-
-
-def _suggest_file(path: Path) -> str:
-    """The remedy for a config file that cannot be read: a file of nearly its name, in its folder or in config/."""
-    files = {file.stem: file for file in [*Path("config").rglob("*.toml"), *path.parent.glob("*.toml")]}
-    nearest = difflib.get_close_matches(path.stem, files, n=1)
-    return f"did you mean {files[nearest[0]]}?" if nearest else "name a TOML file, such as config/quickstart.toml"
 
 
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
