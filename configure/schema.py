@@ -114,7 +114,7 @@ class Data(Section):
 
     @property
     def label(self) -> str:
-        """The set's name, or the mixture in words."""
+        """The set's name, or the mixture as text."""
         return str(self.mix) or self.name
 
 
@@ -148,7 +148,7 @@ class Train(Section):
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
     loss_spike: Literal["off", "warn", "skip"] = Field("off", description="on a loss spike: warn, or skip the step")
-    spike_sigma: float = Field(6.0, gt=0, description="threshold of a spike, in standard deviations above their mean")
+    spike_sigma: float = Field(6.0, gt=0, description="a spike: deviations above the mean of the last 128 losses")
     max_skipped_steps: int = Field(20, ge=1, description="consecutive skipped steps that stop the run")
     checkpoint_interval: int = Field(-1, ge=-1, description="steps between checkpoints; -1: max_steps / 10, 0 disables")
     checkpoint_minutes: float = Field(10.0, ge=0, description="minutes between checkpoints; 0 disables")

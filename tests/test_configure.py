@@ -112,16 +112,13 @@ def test_two_settings_of_a_branch_give_the_third(write):
         ("evall.interval = 8", "did you mean 'eval.interval'?"),
         ("n_layer = 8", "did you mean 'model.n_layer'?"),
         ("[optimm]", "optimm = {}: unknown key; did you mean 'optim'?"),
-        ("model.router.name = 8", "model.router.name = 8: unknown key"),
         ("train = 3", "train = 3: is a section"),
         ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
         ("model.n_layer = 0", "model.n_layer = 0: Input should be greater than or equal to 1"),
-        ("model.vocab_size = 65537", "less than or equal to 65536"),
         ("model.dropout = 1.0", "model.dropout = 1.0: Input should be less than 1"),
         ('optim.lr = "1e-3"', "optim.lr = '1e-3': Input should be a valid number"),
         ("optim.lr = nan", "optim.lr = nan: Input should be a finite number"),
         ("train.deterministic = 1", "train.deterministic = 1: Input should be a valid bool"),
-        ("train.compile = 1", "train.compile = 1: Input should be 'auto', 'on' or 'off'"),
         ('model.router = "kernel"', "did you mean 'kern'?"),
         ('run.name = "a/b"', "run.name = 'a/b': String should match"),
         ('run.name = ".."', "run.name = '..': "),
@@ -182,12 +179,10 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
         ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
         ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
         ("--model.n_kv_head=5", 1, "model.n_head = 12 is not a multiple of model.n_kv_head = 5", 1),
-        ("--model.n_kv_head=24", 1, "model.n_kv_head = 24", 1),
         ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
         ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
         ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),
         ("--model.n_dense_layer=12", 1, "leaves no layer with experts of model.n_layer = 12", 2),
-        ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
         ("--train.batch_size=24 --train.micro_batch_size=8", 4, "train.batch_size = 24 is not a multiple of", 2),
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
         ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than the 50000 steps", 1),
@@ -265,6 +260,7 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
 def test_dumps_gives_every_value_again():
     run = {"name": "a.b-1", "dir": "caf\u00e9 \"漢\" \\n '#'", "seed": 2**32 - 1}
     data = {"mix": {"b": 1e-300, "a.b": 3}, "document_mask": True}
+    assert Config(data={"mix": {"b": 3, "a": 1}}).data.label == "a 1 + b 3"
     config = Config(run=run, data=data, optim={"lr": 5e-324, "eps": 0.1 + 0.2}, model={"router": "tanh"})
     assert Config.model_validate(tomllib.loads(dumps(config))) == config
     assert [line.split(": ")[0] for line in differences(Config(), config)] == [
@@ -272,11 +268,6 @@ def test_dumps_gives_every_value_again():
         *("data.mix", "data.document_mask", "optim.lr", "optim.eps"),
     ]
     assert differences(Config(), Config(model={"router": "tanh"})) == ["model.router: 'kern' -> 'tanh'"]
-
-
-def test_a_mixture_is_sorted_and_its_parts_sum_to_1():
-    config = Config(data={"mix": {"b": 3, "a": 1}})
-    assert config.data.sets == {"b": 0.75, "a": 0.25} and config.data.label == "a 1 + b 3"
 
 
 # ---- help and the command line
@@ -317,7 +308,6 @@ def test_ways_to_write_a_command_line(write, command):
         ("", "one config file is needed, found none"),
         ("a.toml model.router=kern", "found 2: a.toml, model.router=kern (overrides start with --)"),
         ("FILE --optim.lr", "optim.lr = '': Input should be a valid number"),
-        ("FILE --train.lr=1", "error: command line: train.lr = 1: unknown key; did you mean 'optim.lr'?"),
         ("FILE --train.micro_batch_size=256", "error: train.batch_size = 256 is not a multiple of"),
     ],
 )
