@@ -41,7 +41,7 @@ NUMERATORS = {"kern": RELU, "kern-norelu": Z}  # of gates divided by the l2 norm
 
 
 def gate_scale(config: ModelConfig) -> float:
-    """The factor on the gates of `config`'s router: model.gate_scale, or the factor that sets √E‖g‖² to model.gate_norm.
+    """The factor on the gates of `config`'s router: model.gate_scale, or what sets √E‖g‖² to model.gate_norm.
 
     Seven digits, so that processors that round differently have the same.
     """

@@ -16,38 +16,30 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
 
 
 def _check_model(model: Model) -> Iterator[str]:
-    unit = 2 * model.n_head if model.pos == "rope" else model.n_head  # rope rotates pairs of channels
+    heads, groups = model.n_head, model.n_kv_head
+    unit = 2 * heads if model.pos == "rope" else heads  # rope rotates pairs of channels
     if model.n_embd % unit:
         width = "even width, which rope needs" if model.pos == "rope" else "equal width"
         yield (
-            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {model.n_head} heads of {width}; "
+            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {heads} heads of {width}; "
             f"set --model.n_embd={_round_up(model.n_embd, unit)}"
         )
-    if model.n_kv_head and model.n_head % model.n_kv_head:
-        yield (
-            f"model.n_head = {model.n_head} is not a multiple of model.n_kv_head = {model.n_kv_head}; "
-            f"set --model.n_kv_head={gcd(model.n_head, model.n_kv_head)}"
-        )
+    if groups and heads % groups:
+        yield f"model.n_kv_head = {groups} does not divide n_head = {heads}; set --model.n_kv_head={gcd(heads, groups)}"
     if model.gated and model.bias:
         yield "model.gated = true has no biases; set --model.bias=false or --model.gated=false"
-
     if model.router == "dense":  # has no experts, so a sweep over routers may include it
         return
-    if model.top_k > model.n_expert:
-        yield (
-            f"model.top_k = {model.top_k} is more than model.n_expert = {model.n_expert}; "
-            f"set --model.top_k={model.n_expert} or --model.n_expert={model.top_k}"
-        )
+    k, experts, last = model.top_k, model.n_expert, model.n_layer - 1
+    if k > experts:
+        remedy = f"set --model.top_k={experts} or --model.n_expert={k}"
+        yield f"model.top_k = {k} is more than model.n_expert = {experts}; {remedy}"
     if model.gate_norm and model.gate_scale != 1:
-        yield (
-            f"model.gate_norm = {model.gate_norm} sets the factor on the gates that model.gate_scale = "
-            f"{model.gate_scale} would set; set --model.gate_scale=1 or --model.gate_norm=0"
-        )
-    if model.n_dense_layer >= model.n_layer:
-        yield (
-            f"model.n_dense_layer = {model.n_dense_layer} leaves no layer with experts of model.n_layer = "
-            f"{model.n_layer}; set --model.n_dense_layer={model.n_layer - 1} or --model.router=dense"
-        )
+        remedy = "set --model.gate_scale=1 or --model.gate_norm=0"
+        yield f"model.gate_norm = {model.gate_norm} and model.gate_scale = {model.gate_scale} clash; {remedy}"
+    if model.n_dense_layer > last:
+        remedy = f"set --model.n_dense_layer={last} or --model.router=dense"
+        yield f"model.n_dense_layer = {model.n_dense_layer} leaves none of {last + 1} layers with experts; {remedy}"
 
 
 def _check_training(config: Config, world_size: int) -> Iterator[str]:
@@ -62,14 +54,12 @@ def _check_training(config: Config, world_size: int) -> Iterator[str]:
             f"train.batch_size = {batch} is not a multiple of train.micro_batch_size = {micro_batch} times "
             f"{world_size} rank(s) = {group}; set {remedy}"
         )
-    steps, end = train.max_steps, "the run ends"
+    steps, end, warmup = train.max_steps, "end", optim.warmup_steps
     if optim.schedule == "wsd":
-        steps, end = optim.decay_start(steps), f"the decay begins (optim.decay_fraction = {optim.decay_fraction:g})"
-    if optim.warmup_steps > steps:
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps} is more than the {steps} steps after which {end}; "
-            f"set --optim.warmup_steps={steps // 10}"
-        )
+        steps, end = optim.decay_start(steps), "decay"
+    if warmup > steps:
+        remedy = f"set --optim.warmup_steps={steps // 10}"
+        yield f"optim.warmup_steps = {warmup} is more than the {steps} steps before the {end}; {remedy}"
     tasks, interval = config.eval.task_interval, config.eval.interval
     if config.eval.task_names and tasks % interval:
         yield (

@@ -311,15 +311,15 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize(
     "update, words",
     [
-        ({"n_kv_head": 3}, "model.n_head = 4 is not a multiple of model.n_kv_head = 3; set --model.n_kv_head=2"),
-        ({"n_kv_head": 64}, "model.n_kv_head = 64; set --model.n_kv_head=4"),
+        ({"n_kv_head": 3}, "model.n_kv_head = 3 does not divide n_head = 4; set --model.n_kv_head=1"),
+        ({"n_kv_head": 64}, "model.n_kv_head = 64 does not divide n_head = 4; set --model.n_kv_head=4"),
         (
             {"bias": True},
-            "model.gated = true: a gated MLP has no biases, but model.bias = true; set --model.bias=false",
+            "model.gated = true has no biases; set --model.bias=false",
         ),
         (
             {"n_dense_layer": 3},
-            "no layer with experts of model.n_layer = 3; set --model.n_dense_layer=2 or --model.router=dense",
+            "leaves none of 3 layers with experts; set --model.n_dense_layer=2 or --model.router=dense",
         ),
     ],
 )
