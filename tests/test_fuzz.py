@@ -155,17 +155,14 @@ def test_pickles_and_code_in_a_data_set_run_nothing(tmp_path, corpus, pickled, c
     assert "progress.json cannot be read: start over with --force" in capsys.readouterr().err
 
 
-PAYLOADS = ["__import__('pathlib').Path('CANARY').touch()", "exec(\"open('CANARY', 'w')\")", "../CANARY"]
-
-
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", ["__import__('pathlib').Path('CANARY').touch()", "../CANARY"])
 def test_text_of_a_config_is_never_run(tmp_path, monkeypatch, canary, payload):
     monkeypatch.chdir(tmp_path)
     payload = payload.replace("CANARY", str(canary))
     file = tmp_path / "config.toml"
     for key in ("run.name", "run.dir", "model.router", "model.n_layer", "x"):
         file.write_text(f"{key} = {json.dumps(payload)}\nsweep.run.seed = [1, 2]")
-        for overrides in ([], ["--run.seed=1"], [f"--{key}={payload}", "--run.seed=1"]):
+        for overrides in ([], [f"--{key}={payload}", "--run.seed=1"]):
             result = outcome(file, overrides)
             if isinstance(result, Config):  # text stays text
                 assert result.run.dir == payload and key == "run.dir"

@@ -144,13 +144,10 @@ def test_files_of_one_size_match_the_papers_table(name):
     assert (config.train.batch_size, config.train.micro_batch_size) == (32 * 8, 32)
 
 
-def test_quickstart_compares_dense_softmax_and_kern():
+def test_controls_and_quickstart():
     file = CONFIGS / "quickstart.toml"
     names = [configure.load(file, point).run.name for point in configure.sweep_points(file)]
     assert names == ["quickstart-dense", "quickstart-softmax", "quickstart-kern"]
-
-
-def test_controls():
     rates = {(c.model.router, c.train.bias_update_rate) for c in runs("controls_routers")}
     assert rates >= {(router, 0) for router in ("softmax-renorm", "sqrtgate", "softmax-l2", "kern-nogamma", "kern")}
     assert [pair for pair in rates if pair[1]] == [("sigmoid-renorm", 0.001)]

@@ -72,14 +72,17 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
 
 
 @pytest.mark.parametrize(
-    "text, overrides",
-    [("sweep.run.seed = [1, 1]", []), ("", ["--optim.lr=[1e-3,2e-3]"]), ("run.name = 'x'\nsweep.run.seed = [1, 2]", [])]
-    + [('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', [])],
-    ids=["twice the same", "an axis of the command line", "a name is given", "linked keys"],
+    ("text", "overrides"),
+    [
+        ("sweep.run.seed = [1, 1]", []),
+        ("", ["--optim.lr=[1e-3,2e-3]"]),
+        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),
+    ],
 )
 def test_points_never_share_a_folder(write, text, overrides):
-    text = refuse(sweep_points, write(text), overrides)
-    assert "two points would write to runs/" in text and "leave run.name unset" in text
+    message = refuse(sweep_points, write(text), overrides)
+    assert "two points would write to runs/" in message and "leave run.name unset" in message
     assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
 
 
