@@ -30,7 +30,7 @@ class Documents(NamedTuple):
 
 
 def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = False) -> Documents:
-    """Find the documents of windows: one begins at each end-of-text token, which precedes its first token.
+    """Find the documents of windows: one starts at each end-of-text token, which precedes its first token.
 
     As an input that token only predicts how the next document begins, so it sees nothing of the one before.
 
@@ -58,7 +58,7 @@ def find_documents(idx: Tensor, token: int, dtype: torch.dtype, blocks: bool = F
 class KVCache:
     """Keys and values of the tokens so far, so that each new token costs one token's work. For evaluation only.
 
-    Rows of unequal length are padded on the left, so row b begins at column start[b], or on the right, where later
+    Rows of unequal length are padded on the left, so row b starts at column start[b], or on the right, where later
     columns attend to nothing real. With document masks start[b] is where the document of its last column begins. A
     forward pass calls `prepare` once and `update` once per layer.
     """

@@ -41,7 +41,7 @@ NUMERATORS = {"kern": RELU, "kern-norelu": Z}  # of gates divided by the l2 norm
 
 
 def gate_scale(config: ModelConfig) -> float:
-    """The factor on the gates of `config`'s router: model.gate_scale, or what makes √E‖g‖² model.gate_norm.
+    """The factor on the gates of `config`'s router: model.gate_scale, or what sets √E‖g‖² to model.gate_norm.
 
     Seven digits, so that processors that round differently have the same.
     """
@@ -57,7 +57,7 @@ def gate_scale(config: ModelConfig) -> float:
 
 def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> float:
     """E Σ g² of a fresh router with c = 1 and logits N(0, τ²): exact where there is a formula, else sampled."""
-    form = replace(spec, c=1.0, gamma=False, bias=False)  # γ begins at 1, b at 0
+    form = replace(spec, c=1.0, gamma=False, bias=False)  # γ is initialised at 1, b at 0
     if tau > 6:  # the quadrature's grid is too coarse, and e^9τ overflows in the end
         return sample_square(form, n_expert, top_k, tau)
     for name in (*NUMERATORS, *ELEMENTWISE, "softmax"):

@@ -165,7 +165,7 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) int64 token ids.
             targets: (B, T) int64, the token after each of idx.
-            past: cache of the tokens before idx, with room for T more; idx is added to it.
+            past: cache of the tokens before idx, with capacity for T more; idx is appended.
 
         Raises:
             ValueError: T is more than block_size.

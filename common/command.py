@@ -38,7 +38,7 @@ def command(main: Main) -> Callable[..., int]:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with the code that `main` returns; 130 after Ctrl-C, 141 where nobody reads on, as in `… | head`."""
+    """Exit with the code that `main` returns; 130 after Ctrl-C, 141 if stdout was closed, as by `… | head`."""
     try:
         try:
             code = main()

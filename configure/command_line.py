@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from configure.check import describe_type
 from configure.load import ConfigError, load
 from configure.schema import KEYS, SECTIONS, Config
 
@@ -24,8 +23,8 @@ below; --section.key=value overrides both. Many GPUs: torchrun --nproc_per_node=
 def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
     """Load the Config of the command line `FILE [--section.key=value ...]`; `argv` excludes the program's name.
 
-    `--config FILE` and `--section.key value` work too. `--help` prints every key and exits with 0; a wrong command line
-    or config prints the errors to stderr and exits with 2. Ranks other than 0 exit silently.
+    `--section.key value` works too. `--help` prints every key and exits with 0; a wrong command line or config prints
+    the errors to stderr and exits with 2. Ranks other than 0 exit silently.
     """
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
@@ -37,26 +36,16 @@ def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
 
 
 def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Split a command line into the config file and `--key=value` overrides.
-
-    Raises:
-        ConfigError: not exactly one file, or an override without a value.
-    """
+    """Split a command line into the config file and `--key=value` overrides. Raises ConfigError if not one file."""
     files, overrides = [], []
     arguments = iter(argv)
     for argument in arguments:
         if not argument.startswith("--"):
             files.append(argument)
-            continue
-        key, equals, value = argument.partition("=")
-        if not equals:
-            value = next(arguments, "--")
-            if value.startswith("--"):
-                raise ConfigError(f"{key} has no value; write {key}=VALUE")
-        if key == "--config":
-            files.append(value)
+        elif "=" in argument:
+            overrides.append(argument)
         else:
-            overrides.append(f"{key}={value}")
+            overrides.append(f"{argument}={next(arguments, '')}")
     if len(files) != 1:
         given = f"found {len(files)}: {', '.join(files)} (overrides start with --)" if files else "found none"
         raise ConfigError(f"one config file is needed, {given}\n{USAGE}\nevery key: python train.py --help")
@@ -73,9 +62,19 @@ def help_text() -> str:
             if key.startswith(section + "."):
                 start = f"  {'--' + key:{wide}}  {json.dumps(schema['default']):10}  "
                 indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-                meaning = f"{schema['description']} ({describe_type(key)})"
+                meaning = f"{schema['description']} ({_describe_type(key)})"
                 lines.append(textwrap.fill(meaning, 120, **indents, break_on_hyphens=False))
     return "\n".join(lines[1:])
+
+
+def _describe_type(key: str) -> str:
+    """A key's type and range, such as `integer >= 1` or `one of learned, rope`."""
+    schema = KEYS[key]
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+    limits = ", ".join(f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema)
+    return f"{schema['type']} {limits}".strip()
 
 
 def _exit(status: int, text: str) -> NoReturn:

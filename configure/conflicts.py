@@ -3,95 +3,65 @@
 from collections.abc import Iterator
 from math import gcd
 
-from configure.schema import Config, Eval, Model, Optim, Train
+from configure.schema import Config, Model, Optim, Train
 
 
 def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
     """List the errors between keys, one line each, for a run on `world_size` ranks."""
     return [
-        *_check_block(config.model),
-        *_check_experts(config.model),
-        *_check_batch(config.train, world_size),
-        *_check_warmup(config.optim, config.train),
-        *_check_tasks(config.eval),
+        *_check_model(config.model),
+        *_check_training(config, world_size),
         *_check_branch(config.train, config.optim),
     ]
 
 
-def _check_block(model: Model) -> Iterator[str]:
-    unit = 2 * model.n_head if model.pos == "rope" else model.n_head  # rope rotates pairs of channels
+def _check_model(model: Model) -> Iterator[str]:
+    heads, groups = model.n_head, model.n_kv_head
+    unit = 2 * heads if model.pos == "rope" else heads  # rope rotates pairs of channels
     if model.n_embd % unit:
         width = "even width, which rope needs" if model.pos == "rope" else "equal width"
         yield (
-            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {model.n_head} heads of {width}; "
+            f"model.n_embd = {model.n_embd} does not divide into model.n_head = {heads} heads of {width}; "
             f"set --model.n_embd={_round_up(model.n_embd, unit)}"
         )
-    if model.n_kv_head and model.n_head % model.n_kv_head:
-        nearest = min(_divisors(model.n_head), key=lambda n: abs(n - model.n_kv_head))
-        yield (
-            f"model.n_head = {model.n_head} is not a multiple of model.n_kv_head = {model.n_kv_head}; "
-            f"set --model.n_kv_head={nearest}"
-        )
+    if groups and heads % groups:
+        yield f"model.n_kv_head = {groups} does not divide n_head = {heads}; set --model.n_kv_head={gcd(heads, groups)}"
     if model.gated and model.bias:
-        yield (
-            "model.gated = true: a gated MLP has no biases, but model.bias = true; "
-            "set --model.bias=false or --model.gated=false"
-        )
-
-
-def _check_experts(model: Model) -> Iterator[str]:
+        yield "model.gated = true has no biases; set --model.bias=false or --model.gated=false"
     if model.router == "dense":  # has no experts, so a sweep over routers may include it
         return
-    if model.top_k > model.n_expert:
-        yield (
-            f"model.top_k = {model.top_k} is more than model.n_expert = {model.n_expert}; "
-            f"set --model.top_k={model.n_expert} or --model.n_expert={model.top_k}"
-        )
+    k, experts, last = model.top_k, model.n_expert, model.n_layer - 1
+    if k > experts:
+        remedy = f"set --model.top_k={experts} or --model.n_expert={k}"
+        yield f"model.top_k = {k} is more than model.n_expert = {experts}; {remedy}"
     if model.gate_norm and model.gate_scale != 1:
-        yield (
-            f"model.gate_norm = {model.gate_norm} sets the factor on the gates that model.gate_scale = "
-            f"{model.gate_scale} would set; set --model.gate_scale=1 or --model.gate_norm=0"
-        )
-    if model.n_dense_layer >= model.n_layer:
-        yield (
-            f"model.n_dense_layer = {model.n_dense_layer} leaves no layer with experts of model.n_layer = "
-            f"{model.n_layer}; set --model.n_dense_layer={model.n_layer - 1} or --model.router=dense"
-        )
+        remedy = "set --model.gate_scale=1 or --model.gate_norm=0"
+        yield f"model.gate_norm = {model.gate_norm} and model.gate_scale = {model.gate_scale} clash; {remedy}"
+    if model.n_dense_layer > last:
+        remedy = f"set --model.n_dense_layer={last} or --model.router=dense"
+        yield f"model.n_dense_layer = {model.n_dense_layer} leaves none of {last + 1} layers with experts; {remedy}"
 
 
-def _check_batch(train: Train, world_size: int) -> Iterator[str]:
+def _check_training(config: Config, world_size: int) -> Iterator[str]:
+    train, optim = config.train, config.optim
     batch, micro_batch = train.batch_size, train.micro_batch_size
     group = micro_batch * world_size
-    if batch % group == 0:
-        return
-    remedy = f"--train.batch_size={_round_up(batch, group)}"
-    if batch % world_size == 0:
-        remedy += f" or --train.micro_batch_size={gcd(batch // world_size, micro_batch)}"
-    if batch % micro_batch == 0 and world_size > 1:
-        remedy += f", or start {', '.join(map(str, _divisors(batch // micro_batch)))} ranks"
-    yield (
-        f"train.batch_size = {batch} is not a multiple of train.micro_batch_size = {micro_batch} times {world_size} "
-        f"rank(s) = {group}; set {remedy}"
-    )
-
-
-def _check_warmup(optim: Optim, train: Train) -> Iterator[str]:
-    warmup, steps, start = optim.warmup_steps, train.max_steps, optim.decay_start(train.max_steps)
+    if batch % group:
+        remedy = f"--train.batch_size={_round_up(batch, group)}"
+        if batch % world_size == 0:
+            remedy += f" or --train.micro_batch_size={gcd(batch // world_size, micro_batch)}"
+        yield (
+            f"train.batch_size = {batch} is not a multiple of train.micro_batch_size = {micro_batch} times "
+            f"{world_size} rank(s) = {group}; set {remedy}"
+        )
+    steps, end, warmup = train.max_steps, "end", optim.warmup_steps
+    if optim.schedule == "wsd":
+        steps, end = optim.decay_start(steps), "decay"
     if warmup > steps:
-        yield (
-            f"optim.warmup_steps = {warmup} is more than train.max_steps = {steps}; "
-            f"set --optim.warmup_steps={steps // 10}"
-        )
-    elif optim.schedule == "wsd" and warmup > start:
-        yield (
-            f"optim.warmup_steps = {warmup} goes beyond step {start}, where the decay begins (optim.decay_fraction = "
-            f"{optim.decay_fraction:g} of train.max_steps = {steps}); set --optim.warmup_steps={start // 10}"
-        )
-
-
-def _check_tasks(evaluation: Eval) -> Iterator[str]:
-    tasks, interval = evaluation.task_interval, evaluation.interval
-    if evaluation.task_names and tasks % interval:
+        remedy = f"set --optim.warmup_steps={steps // 10}"
+        yield f"optim.warmup_steps = {warmup} is more than the {steps} steps before the {end}; {remedy}"
+    tasks, interval = config.eval.task_interval, config.eval.interval
+    if config.eval.task_names and tasks % interval:
         yield (
             f"eval.task_interval = {tasks} is not a multiple of eval.interval = {interval}, and tasks are scored at "
             f"evaluations; set --eval.task_interval={_round_up(tasks, interval)}"
@@ -101,31 +71,19 @@ def _check_tasks(evaluation: Eval) -> Iterator[str]:
 def _check_branch(train: Train, optim: Optim) -> Iterator[str]:
     """A branch is the decay of its run: branch_step must be the step where it begins, and both parts have steps."""
     step, steps, start = train.branch_step, train.max_steps, optim.decay_start(train.max_steps)
-    decay = f"optim.decay_fraction = {optim.decay_fraction:g} of train.max_steps = {steps}"
     if not train.branch_from:
         if step:
             yield f"train.branch_step = {step} needs a trunk; name it (train.branch_from), or set --train.branch_step=0"
     elif optim.schedule != "wsd":
         yield f"train.branch_from = {train.branch_from} needs a decay that may follow; set --optim.schedule=wsd"
-    elif start in (0, steps) and step in (0, start):
-        part = "all" if start == 0 else "nothing"
-        yield f"{decay}: a branch is the decay of a run, which is {part} of it here; set --optim.decay_fraction=0.2"
-    elif step >= steps:
-        yield (
-            f"train.branch_step = {step} is not before train.max_steps = {steps}, the end of the branch's decay; "
-            f"set --train.max_steps={step + max(1, step // 4)}"
-        )
+    elif start in (0, steps):
+        yield f"optim.decay_fraction = {optim.decay_fraction:g}: a branch decays a part; set --optim.decay_fraction=0.2"
     elif step != start:
         yield (
-            f"train.branch_step = {step}, but {decay} begins at step {start}; "
-            f"set --train.branch_step={start} or --optim.decay_fraction={(steps - step) / steps}"
+            f"train.branch_step = {step} is not step {start}, where the decay begins (optim.decay_fraction = "
+            f"{optim.decay_fraction:g} of train.max_steps = {steps}); set --train.branch_step={start}"
         )
 
 
 def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def _divisors(number: int) -> list[int]:
-    """The divisors of a number up to 4096."""
-    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0]

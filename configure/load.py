@@ -12,7 +12,6 @@ An override of its keys closes an axis; a run needs all axes closed. A run witho
 router, the axes' values, and the seed where it differs from the file's.
 """
 
-import difflib
 import itertools
 import os
 import re
@@ -20,7 +19,7 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +28,7 @@ from configure.check import find_errors, format_toml, format_value, show, show_k
 from configure.conflicts import find_conflicts
 from configure.schema import KEYS, SECTIONS, Config, Mix, Optim
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
-BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}  # in overrides, in upper case too
 
 
 class ConfigError(ValueError):
@@ -65,25 +62,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     read = _read(path, overrides)
     if read.open_axes:
         raise ConfigError(_describe_open_axes(path, read.open_axes))
-    defaults, stem = {key: schema["default"] for key, schema in KEYS.items()}, Path(path).stem
-    values = defaults | read.in_file | read.given
+    values = {key: schema["default"] for key, schema in KEYS.items()} | read.in_file | read.given
     if values["train.branch_from"]:
         values |= _resolve_branch(values, read.given)
     values["optim.warmup_steps"] = _shorten_warmup(values, read)
-    file_seed = read.in_file.get("run.seed", defaults["run.seed"])
-    values["run.name"] = values["run.name"] or _name_run(stem, values, file_seed, read.axes)
+    stem = Path(path).stem
+    values["run.name"] = values["run.name"] or _name_run(stem, values, read)
     values["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
-    config = Config.model_validate(_nest(values))
+    names = {section: model.model_fields for section, model in SECTIONS.items()}
+    config = Config.model_validate({part: {name: values[f"{part}.{name}"] for name in names[part]} for part in names})
     errors = find_conflicts(config, world_size)
     if "data.name" in read.given and config.data.mix:
-        errors.append(
-            f"data.name = {show_key(config.data.name)} would change nothing beside data.mix = "
-            f"{config.data.mix}; add --data.mix={{}} to train on that set alone, or leave data.name out"
-        )
+        change = f"data.name = {show_key(config.data.name)} would change nothing beside data.mix = {config.data.mix}"
+        errors.append(f"{change}; add --data.mix={{}} to train on that set alone, or leave data.name out")
     _raise_if(errors)
-    for key in ("optim.decay", "optim.decay_fraction"):
-        if key in read.given and config.optim.schedule != "wsd":
-            _print_note(f"{key} changes nothing with optim.schedule = {config.optim.schedule}")
     return config
 
 
@@ -113,8 +105,7 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         if other is not point:
             raise ConfigError(
                 f"{path} [sweep]: two points would write to {run.dir}/{run.name}: {' '.join(other)} and "
-                f"{' '.join(point)}; leave run.name unset, list each value of an axis once, put one of linked keys "
-                f"first that differs from row to row, and sweep keys other than run.seed in the file"
+                f"{' '.join(point)}; leave run.name unset, and put one of linked keys first that differs"
             )
     return points
 
@@ -129,13 +120,8 @@ def dumps(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`.
-
-    Not data.name where `old` has a mixture, which takes its place.
-    """
+    """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`."""
     before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
-    if old.data.mix:
-        after["data.name"] = before["data.name"]
     return [f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]]
 
 
@@ -163,18 +149,19 @@ def _shorten_warmup(values: dict[str, Any], read: Settings) -> int:
     return before_decay // 10
 
 
-def _name_run(stem: str, values: dict[str, Any], seed: int, axes: Iterable[tuple[str, ...]]) -> str:
+def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
     """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if not the file's.
 
     So seeds may be added to a finished run. `folder.find_or_rename` finds a run of before another axis was added. A
     branch is named after its trunk and its steps instead: TRUNK-800to1000.
     """
+    seed = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
     parts, named = [stem, values["model.router"]], ["model.router", "run.seed"]
     if trunk := values["train.branch_from"]:
         parts = [f"{Path(trunk).name}-{values['train.branch_step']}to{values['train.max_steps']}"]
         named += ["train.branch_from", "train.branch_step", "train.max_steps"]
         seed = values["run.seed"]
-    others = [[key for key in keys if key not in named] for keys in axes]
+    others = [[key for key in keys if key not in named] for keys in read.axes]
     shown = [keys[0] for keys in others if keys]
     if values["run.seed"] != seed:
         shown.append("run.seed")
@@ -207,16 +194,17 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     for text in overrides:
         key, value = _parse_override(text, lists)
         (opened if lists and isinstance(value, list) else given)[key] = value
-    errors = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)]
-    if not isinstance(sweep, dict):
-        _raise_if([*errors, f"{path}: sweep = {show(sweep)}: is a section; write [sweep] with lists by dotted key"])
-    axes = {}
-    for text, rows in (_flatten(sweep) | opened).items():
-        source = COMMAND_LINE if text in opened else f"{path} [sweep]"
+    axes_by_text = _flatten(sweep if isinstance(sweep, dict) else {"sweep": sweep}) | opened
+    errors, axes = [*find_errors(in_file, path), *find_errors(given, COMMAND_LINE)], {}
+    for text, rows in axes_by_text.items():
         keys = tuple(key.strip() for key in text.split(","))
-        axes[keys], wrong = _check_axis(keys, rows, source)
-        errors += wrong or _find_partly_closed(keys, given, source)
-    _raise_if(errors + _find_repeated(axes, path))
+        if len(keys) == 1 and isinstance(rows, list):
+            rows = [[value] for value in rows]
+        errors += _find_axis_errors(keys, rows, given, COMMAND_LINE if text in opened else f"{path} [sweep]")
+        axes[keys] = rows
+    repeated = [show_key(key) for key, count in Counter(itertools.chain(*axes)).items() if count > 1]
+    errors += [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
+    _raise_if(errors)
     return Settings(in_file, given, axes)
 
 
@@ -228,36 +216,17 @@ def _older_behaviour(in_file: dict[str, Any]) -> dict[str, Any]:
     return {key: schema["before"] for key, schema in before.items() if in_file.get(schema.get("with", ""), True)}
 
 
-def _check_axis(keys: tuple[str, ...], rows: Any, source: str) -> tuple[list[list], list[str]]:
-    """An axis as rows of values, one for each of its keys, and what is wrong with it."""
+def _find_axis_errors(keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str) -> list[str]:
+    """What is wrong with the rows of an axis, or with linked keys of which the command line sets only one."""
     text = show_key(", ".join(keys))
-    if not isinstance(rows, list) or not rows:
-        return [], [f"{source}: {text} = {show(rows)}: expected a list of values"]
-    if len(keys) == 1:
-        rows = [[value] for value in rows]
-    errors = []
-    for row in rows:
-        if isinstance(row, list) and len(row) == len(keys):
-            errors += find_errors(dict(zip(keys, row, strict=True)), source)
-        else:
-            errors.append(f"{source}: {text} = {show(row)}: expected a list of {len(keys)} values, one for each key")
-    return rows, list(dict.fromkeys(errors))
-
-
-def _find_partly_closed(keys: tuple[str, ...], given: dict[str, Any], source: str) -> list[str]:
-    """The error of linked keys that the command line sets in part."""
-    missing = [key for key in keys if key not in given]
-    if not missing or len(missing) == len(keys):
-        return []
-    closed = ", ".join(key for key in keys if key in given)
-    rest = " ".join(f"--{key}=VALUE" for key in missing)
-    return [f"{source}: {', '.join(keys)}: linked, but the command line sets only {closed}; add {rest}"]
-
-
-def _find_repeated(axes: Iterable[tuple[str, ...]], path: str | Path) -> list[str]:
-    counts = Counter(itertools.chain(*axes))
-    repeated = [show_key(key) for key, count in counts.items() if count > 1]
-    return [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
+    if not isinstance(rows, list) or not rows or any(not isinstance(r, list) or len(r) != len(keys) for r in rows):
+        kind = "values" if len(keys) == 1 else f"rows of {len(keys)} values, one for each key"
+        return [f"{source}: {text} = {show(rows)}: expected a list of {kind}"]
+    errors = [error for row in rows for error in find_errors(dict(zip(keys, row, strict=True)), source)]
+    missing = [f"--{key}=VALUE" for key in keys if key not in given]
+    if 0 < len(missing) < len(keys):
+        errors.append(f"{source}: {text}: are linked, set all of them or none; add {' '.join(missing)}")
+    return errors
 
 
 def _describe_open_axes(path: str | Path, axes: dict[tuple[str, ...], list[list]]) -> str:
@@ -273,23 +242,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
+        raise ConfigError(f"{path}: {error.strerror}; name a TOML file, such as config/quickstart.toml") from None
     except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets
         raise ConfigError(f"{path} is not TOML: {error}; strings need quotes, booleans are true or false") from None
-
-
-def _suggest_file(path: Path) -> str:
-    """The remedy for a config file that cannot be read: where it is, a file of nearly its name, or those nearby."""
-    if not path.is_absolute() and (CHECKOUT / path).is_file() and Path.cwd() != CHECKOUT:
-        return f"start from the checkout: cd {CHECKOUT}"
-    nearby = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.toml")))
-    shipped = sorted(map(str, Path("config").rglob("*.toml")))
-    if not path.is_dir():
-        stems = {Path(file).stem for file in [*nearby, *shipped]}
-        nearest = difflib.get_close_matches(path.stem, stems, n=1)
-        if files := [file for file in dict.fromkeys([*nearby, *shipped]) if Path(file).stem in nearest]:
-            return f"did you mean {' or '.join(files)}?"
-    return f"choose one of {', '.join(nearby or shipped) or 'your own files: there are none nearby'}"
 
 
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
@@ -303,10 +258,8 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
     kind = KEYS.get(key, {}).get("type")
     if kind == "string" and not (lists and value.startswith("[")):
         return key, value
-    if kind == "boolean" and value.lower() in BOOLEANS:
-        return key, BOOLEANS[value.lower()]
     try:
-        table = tomllib.loads(f"value = {value}")
+        table = tomllib.loads(f"value = {value.lower() if kind == 'boolean' else value}")
     except (ValueError, RecursionError):
         return key, value  # the check of its type will report it
     return key, table["value"] if len(table) == 1 else value  # more lines would be more settings
@@ -323,15 +276,6 @@ def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
         deeper = isinstance(value, dict) and value and KEYS.get(prefix + key, {}).get("type") != "object"
         flat |= _flatten(value, f"{prefix}{key}.") if deeper else {prefix + key: value}
     return flat
-
-
-def _nest(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`{"model.router": "kern"}` -> `{"model": {"router": "kern"}}`."""
-    nested: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        section, _, name = key.partition(".")
-        nested.setdefault(section, {})[name] = value
-    return nested
 
 
 def _raise_if(errors: list[str]) -> None:

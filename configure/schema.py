@@ -7,9 +7,7 @@ DAPE repository. To add a key, add one line here: `--help`, overrides and errors
 This package imports no torch, so that a typo in a config file is reported within a second.
 """
 
-import ast
-import json
-from contextlib import suppress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,15 +18,9 @@ ROUTER_FILE = Path(__file__).parents[1] / "router.py"
 
 
 def read_router_names(file: Path = ROUTER_FILE) -> list[str]:
-    """The keys of the dict literal ROUTERS, parsed from the source: importing router.py would import torch."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target) == "ROUTERS"
-            and isinstance(node.value, ast.Dict)
-        ):
-            return [ast.literal_eval(key) for key in node.value.keys if key]
-    raise LookupError(f"{file} assigns no dict literal to ROUTERS: keep it one, with a line per router")
+    """The keys of the dict literal ROUTERS, a line each, read from the source: importing router.py imports torch."""
+    routers = file.read_text(encoding="utf-8").partition("\nROUTERS: ")[2].partition("\n}")[0]
+    return re.findall(r'^    "(.+?)":', routers, re.MULTILINE)
 
 
 class Section(BaseModel):
@@ -64,8 +56,7 @@ class Model(Section):
     vocab_size: int = Field(50304, ge=2, le=2**16, description="vocabulary; GPT-2's 50257 padded to a multiple of 64")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
     router: Literal[*read_router_names()] = Field(  # pyrefly: ignore[invalid-literal]  # known at run time only
-        "kern",
-        description="how tokens choose experts; dense: one MLP of width (top_k + n_shared_expert) * expert_hidden",
+        "kern", description="how tokens choose experts; dense: one MLP as wide as all experts that a token takes"
     )
     n_expert: int = Field(64, ge=1, le=2**14, description="experts per block; ignored by dense")
     top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
@@ -75,12 +66,7 @@ class Model(Section):
     n_shared_expert: int = Field(0, ge=0, le=2**10, description="experts that every token takes, computed as one MLP")
     n_dense_layer: int = Field(0, ge=0, le=2**10, description="first blocks that have the MLP of dense, no experts")
     gate_scale: float = Field(1.0, gt=0, le=2**16, description="constant factor on all gates, times the router's own c")
-    gate_norm: float = Field(
-        0.0,
-        ge=0,
-        le=2**16,
-        description="initial size sqrt(E|g|^2) of a token's gates g, set by a constant factor; 0: the router's own",
-    )
+    gate_norm: float = Field(0.0, ge=0, le=2**16, description="initial size of a token's gates; 0: the router's own")
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="rmsnorm: without mean and bias")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
     pos: Literal["learned", "rope"] = Field("learned", description="position embeddings: a learned table or rotary")
@@ -111,11 +97,7 @@ class Data(Section):
     dir: str = Field("data", min_length=1, description="folder that holds all prepared corpora")
     mix: Annotated[
         dict[Annotated[str, Field(pattern=f"^{FILE_NAME}$")], Annotated[float, Field(gt=0)]], AfterValidator(Mix)
-    ] = Field(
-        {},
-        validate_default=True,
-        description="several corpora instead of data.name: each gives weight / (sum of weights) of the windows",
-    )
+    ] = Field({}, validate_default=True, description="weights of several corpora, by name, instead of data.name")
     document_mask: bool = Field(False, description="attention and positions restart at each document of a window")
 
     @property
@@ -132,7 +114,7 @@ class Data(Section):
 
     @property
     def label(self) -> str:
-        """The set's name, or the mixture in words."""
+        """The set's name, or the mixture as text."""
         return str(self.mix) or self.name
 
 
@@ -142,52 +124,37 @@ class Train(Section):
     batch_size: int = Field(256, ge=1, le=2**24, description="sequences per optimizer step, over all ranks")
     micro_batch_size: int = Field(32, ge=1, le=2**24, description="sequences per rank and forward pass")
     max_steps: int = Field(50_000, ge=1, description="optimizer steps of the run")
-    init_from: str = Field(
-        "",
-        description="folder of initial weights: GPT-2, OLMoE, Qwen3-MoE, Mixtral, an export or a run; empty: random",
-    )
+    init_from: str = Field("", description="folder of initial weights, of this project or in HF format; empty: random")
     branch_from: str = Field("", description="run with schedule wsd whose state at branch_step this run decays")
     branch_step: int = Field(0, ge=0, description="step of the branch, sets decay_fraction; 0: where the decay begins")
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
-        "auto",
-        description="autocast dtype; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32",
+        "auto", description="autocast; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32"
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="torch.compile every block; auto: on CUDA",
-    )
+    compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile; auto: on CUDA, unless it fails")
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
         description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
-        "within a node, ddp across nodes; auto: the first of ddp, hsdp, zero2, fsdp that fits (zero2 before ddp on one "
-        "node with one micro-batch per step)",
+        "within a node, ddp across nodes; auto: the first of ddp, hsdp, zero2, fsdp that fits",
     )
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")
     balance_loss_coef: float = Field(0.0, ge=0, description="weight of the balance loss, mean over layers; 0 disables")
     balance_loss_scope: Literal["global", "sequence", "micro_batch"] = Field(
         "global",
-        description="tokens whose loads are balanced: of the step (a forward pass more if a rank has several "
-        "micro-batches), of each sequence, or of each micro-batch",
+        description="tokens whose loads are balanced: of the step, of each sequence, or of each micro-batch",
         json_schema_extra={"before": "micro_batch", "with": "train.balance_loss_coef"},
     )
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
     bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
-    loss_spike: Literal["off", "warn", "skip"] = Field(
-        "off", description="on a loss far above the last 128: do nothing, warn, or warn and skip the step"
-    )
-    spike_sigma: float = Field(6.0, gt=0, description="threshold of a spike, in standard deviations above their mean")
+    loss_spike: Literal["off", "warn", "skip"] = Field("off", description="on a loss spike: warn, or skip the step")
+    spike_sigma: float = Field(6.0, gt=0, description="a spike: deviations above the mean of the last 128 losses")
     max_skipped_steps: int = Field(20, ge=1, description="consecutive skipped steps that stop the run")
     checkpoint_interval: int = Field(-1, ge=-1, description="steps between checkpoints; -1: max_steps / 10, 0 disables")
     checkpoint_minutes: float = Field(10.0, ge=0, description="minutes between checkpoints; 0 disables")
     keep_checkpoints: int = Field(2, ge=1, description="number of latest checkpoints kept on disk")
-    keep_steps: str = Field(
-        "", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay as well, for branches, as 800,1600"
-    )
-    on_save_error: Literal["stop", "warn"] = Field(
-        "stop", description="if a checkpoint cannot be written: stop, or warn and continue without it"
-    )
+    keep_steps: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay, as 800,1600")
+    on_save_error: Literal["stop", "warn"] = Field("stop", description="when a checkpoint cannot be written")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="decay per step of the weights' running mean; 0 disables")
     deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
 
@@ -201,8 +168,7 @@ class Train(Section):
     @classmethod
     def _read_bool(cls, value: Any) -> Any:
         """Configs of before "auto" have true and false, which an override gives as text."""
-        words = {"true": "on", "yes": "on", "false": "off", "no": "off"}
-        return words.get(str(value).lower(), value) if isinstance(value, bool | str) else value
+        return {"true": "on", "false": "off"}.get(str(value).lower(), value) if isinstance(value, bool | str) else value
 
     @property
     def kept_steps(self) -> frozenset[int]:
@@ -240,9 +206,7 @@ class Eval(Section):
     interval: int = Field(1000, ge=1, description="steps between evaluations")
     windows: int = Field(2048, ge=1, description="validation windows of block_size tokens, the same every time")
     spread: Literal["documents", "tokens"] = Field(
-        "documents",
-        description="windows from as many documents as possible, or evenly over the tokens of the split",
-        json_schema_extra={"before": "tokens"},
+        "documents", description="windows from many documents, or evenly spaced", json_schema_extra={"before": "tokens"}
     )
     tasks: str = Field(
         "",
@@ -257,13 +221,11 @@ class Eval(Section):
     @classmethod
     def _join_names(cls, value: Any) -> Any:
         """A list of names, also as the text of one, becomes a text with each name once."""
-        if isinstance(value, str) and value.startswith("["):
-            with suppress(ValueError):
-                value = json.loads(value)
-        names = value.split(",") if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return value
-        return ",".join(dict.fromkeys(filter(None, map(str.strip, names))))
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            value = ",".join(value)
+        if isinstance(value, str):
+            value = ",".join(dict.fromkeys(re.findall(r'[^][,"\s]+', value)))
+        return value
 
     @property
     def task_names(self) -> list[str]:

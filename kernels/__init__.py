@@ -61,7 +61,7 @@ def expert_mlp(
         x, copies = x.to(dtype), copies or (w_in.detach().to(dtype), w_out.detach().to(dtype))
     name = choose_backend(backend, x.device, x.dtype)
     if name == "triton":
-        assert triton_experts, "choose_backend makes sure of it"
+        assert triton_experts, "choose_backend ensures it"
         return triton_experts.expert_mlp(x, w_in, w_out, weights, experts, activation, copies)
     if copies:
         w_in, w_out = StandIn.apply(w_in, copies[0]), StandIn.apply(w_out, copies[1])
@@ -97,7 +97,7 @@ def route(
     """
     if choose_backend(backend, logits.device, logits.dtype) != "triton":
         return None
-    assert triton_router is not None, "choose_backend makes sure of it"
+    assert triton_router is not None, "choose_backend ensures it"
     if formula[0] not in triton_router.PHIS or logits.shape[1] > triton_router.LARGEST:
         return None
     selection_bias, c = selection_bias.to(logits.dtype), c.to(logits.dtype)

@@ -94,7 +94,7 @@ def forward(
             logits = buffer[: len(x_part)]  # (n, V)
             torch.mm(x_part, w.t(), out=logits)
             if wide is None:
-                assert triton_cross_entropy, "choose_backend makes sure of it"
+                assert triton_cross_entropy, "choose_backend ensures it"
                 d_logits = triton_cross_entropy.softmax_cross_entropy(logits, targets_part, losses_part, scale, grad)
             else:
                 d_logits = softmax_cross_entropy(logits, wide[: len(x_part)], targets_part, losses_part, scale, grad)

@@ -90,7 +90,7 @@ def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, 
 
 
 def fill_slots(values: Tensor, slot: Tensor, n_slot: int, fill: int = 0) -> Tensor:
-    """Put values (R,) at their slots (R,) of a tensor (n_slot,) that is `fill` elsewhere."""
+    """Put values (R,) at their slots (R,) of a tensor (n_slot,) whose other entries are `fill`."""
     return torch.full((n_slot,), fill, dtype=values.dtype, device=values.device).scatter_(0, slot, values)
 
 

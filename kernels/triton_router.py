@@ -210,7 +210,7 @@ def route_sum_kernel(
             mask = (first + row < B * PROGRAMS)[:, None] & (which < SCALARS)[None, :]
             at = sums + (first + row).to(tl.int64)[:, None] * width + 2 * E + which[None, :]
             total += tl.load(at, mask=mask, other=0.0)
-        # Added to a tensor: Triton makes constants of arguments that are 1, as B and T are of one token alone.
+        # Added to a tensor: Triton turns arguments that are 1 into constants, as B and T of a single token.
         n = (tl.zeros((8,), tl.float32) + B * T) * tl.where(which == 2, TOP_K, 1)
         mean = tl.sum(total, 0) / n  # not exactly 1 where it should be: this division is not rounded correctly
         mean = tl.where(tl.sum(total, 0) == n, 1.0, mean)

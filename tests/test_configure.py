@@ -8,14 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from configure import Config, ConfigError, differences, dumps, from_command_line, is_name_chosen, load
 from configure.load import _print_note
-from configure.schema import FILE_NAME, KEYS, ROUTER_FILE, SECTIONS, read_router_names
+from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 
 ROOT = Path(__file__).parents[1]
@@ -65,10 +63,11 @@ def test_defaults_then_file_then_overrides(write):
         ('eval.tasks=["b", "a", "b"]', "b,a"),
         ("data.mix={b = 2, a = 1}", {"a": 1.0, "b": 2.0}),
         ("train.branch_from=", ""),
-        *((f"train.deterministic={text}", True) for text in ("true", "yes", "True")),
-        *((f"train.deterministic={text}", False) for text in ("No", "FALSE")),
-        *((f"train.compile={text}", "on") for text in ("true", "True", "on", "yes")),
-        *((f"train.compile={text}", "off") for text in ("no", "false", "off")),
+        ("train.deterministic=True", True),
+        ("train.deterministic=false", False),
+        ("train.compile=True", "on"),
+        ("train.compile=false", "off"),
+        ("train.compile=on", "on"),
     ],
 )
 def test_override_is_read_by_the_type_of_its_key(write, override, value):
@@ -77,36 +76,21 @@ def test_override_is_read_by_the_type_of_its_key(write, override, value):
     assert read == value and isinstance(read, type(value))
 
 
-def test_compile_as_a_bool_of_older_files(write):
-    assert [load(write(f"train.compile = {text}")).train.compile for text in ("true", "false")] == ["on", "off"]
-
-
-def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys):
+def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatch):
     file = write("train.max_steps = 1000\noptim.warmup_steps = 200")
     for _ in range(2):
         assert load(file, ["--train.max_steps=150"]).optim.warmup_steps == 15
     note = "note: train.max_steps = 150 shortens optim.warmup_steps from 200 to 15\n"
     assert capsys.readouterr().err == note  # once
+    monkeypatch.setenv("RANK", "1")
     assert load(file, ["--train.max_steps=200"]).optim.warmup_steps == 200
     wsd = ["--optim.schedule=wsd", "--optim.decay_fraction=0.4"]
     assert load(file, ["--train.max_steps=300", *wsd]).optim.warmup_steps == 18  # a tenth of the 180 before the decay
     assert load(write("train.max_steps = 130", "short.toml")).optim.warmup_steps == 13  # of the default of 500
     assert "optim.warmup_steps = 151 is more than" in message(file, "--train.max_steps=150", "--optim.warmup_steps=151")
     both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
-    assert "optim.warmup_steps = 200 is more than train.max_steps = 100" in message(both)
-
-
-def test_ranks_other_than_0_print_no_notes(write, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert load(write(), ["--train.max_steps=99"]).optim.warmup_steps == 9
-    assert not capsys.readouterr().err
-
-
-def test_a_decay_without_a_schedule_that_has_one_is_noted(write, capsys):
-    load(write(), ["--optim.decay=sqrt"])
-    assert "optim.decay changes nothing with optim.schedule = cosine" in capsys.readouterr().err
-    load(write(), ["--optim.decay_fraction=0.3", "--optim.schedule=wsd"])
-    assert not capsys.readouterr().err
+    assert "optim.warmup_steps = 200 is more than the 100 steps before the end" in message(both)
+    assert not capsys.readouterr().err  # ranks other than 0
 
 
 def test_two_settings_of_a_branch_give_the_third(write):
@@ -128,27 +112,19 @@ def test_two_settings_of_a_branch_give_the_third(write):
         ("evall.interval = 8", "did you mean 'eval.interval'?"),
         ("n_layer = 8", "did you mean 'model.n_layer'?"),
         ("[optimm]", "optimm = {}: unknown key; did you mean 'optim'?"),
-        ("xyzzy = 8", "xyzzy = 8: unknown key"),
-        ("model.router.name = 8", "model.router.name = 8: unknown key"),
-        ("train = 3", "train = 3: is a section; write [train] in a file, or --train.KEY=VALUE"),
+        ("train = 3", "train = 3: is a section"),
         ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
-        ("model.n_layer = 2.0", "model.n_layer = 2.0: "),
         ("model.n_layer = 0", "model.n_layer = 0: Input should be greater than or equal to 1"),
-        ("model.vocab_size = 65537", "less than or equal to 65536"),
         ("model.dropout = 1.0", "model.dropout = 1.0: Input should be less than 1"),
         ('optim.lr = "1e-3"', "optim.lr = '1e-3': Input should be a valid number"),
         ("optim.lr = nan", "optim.lr = nan: Input should be a finite number"),
-        ("optim.lr = inf", "optim.lr = inf: "),
         ("train.deterministic = 1", "train.deterministic = 1: Input should be a valid bool"),
-        ("train.compile = 1", "train.compile = 1: Input should be 'auto', 'on' or 'off'"),
-        ("log.project = 1", "log.project = 1: Input should be a valid string"),
         ('model.router = "kernel"', "did you mean 'kern'?"),
         ('run.name = "a/b"', "run.name = 'a/b': String should match"),
         ('run.name = ".."', "run.name = '..': "),
-        ('data.name = ""', "data.name = '': "),
-        ('eval.tasks = "a b"', "eval.tasks = 'a b': "),
-        ("data.mix.a = -1", "data.mix.a = -1: Input should be greater than 0"),
-        ('data.mix."/" = 1', "data.mix./ = '/': String should match"),
+        ("eval.tasks = [1]", "eval.tasks = [1]: "),
+        ("data.mix.a = -1", "data.mix = {'a': -1}: 'a': Input should be greater than 0"),
+        ('data.mix."/" = 1', "data.mix = {'/': 1}: '/': '[key]': String should match"),
         ('run.dir = "a\\u0000b"', r"run.dir = 'a\x00b': expected printable text"),
         (r'"\n" = 1', r"'\n' = 1: unknown key"),
         ("model.router = kern", "is not TOML: "),
@@ -166,14 +142,8 @@ def test_a_wrong_line_of_a_file(write, line, names):
     ("override", "names"),
     [
         ("--train.max_steps=1e3", "train.max_steps = 1000.0: Input should be a valid integer"),
-        ("--train.max_steps=", "train.max_steps = '': "),
         ("--train.max_steps=" + "9" * 5000, "…: Input should be a valid integer"),
-        ("--train.deterministic=maybe", "train.deterministic = 'maybe': "),
-        ("--model.router=Kern", "did you mean 'kern'?"),
-        ("--train=3", "train = 3: is a section"),
         ("--run.seed=[0, 1]", "run.seed = [0, 1]: "),
-        ("--data.mix=books", "write data.mix = {books = 0.5, arxiv = 0.5}"),
-        ("--data.mix.books=1", "data.mix is set as a whole, as --data.mix='{books"),
         ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
         ("--run.dir=caf\udce9", r"run.dir = 'caf\udce9': "),  # an argument that is not UTF-8
         ("--optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
@@ -184,24 +154,9 @@ def test_a_wrong_override(write, override, names):
     assert text.startswith("command line: ") and names in text
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("optim.learning_rate", "optim.lr"),
-        ("learning-rate", "optim.lr"),
-        ("train.batch", "train.batch_size"),
-        ("seed", "run.seed"),
-        ("train.steps", "train.max_steps"),
-        ("model.heads", "model.n_head"),
-        ("model.layers", "model.n_layer"),
-        ("model.hidden", "model.n_embd"),
-        ("model.vocab", "model.vocab_size"),
-        ("gradient_accumulation_steps", "train.micro_batch_size"),
-        ("wandb_log", "log.wandb"),
-    ],
-)
-def test_the_names_of_other_projects_are_known(write, override, key):
-    assert message(write(), f"--{override}=1").endswith(f"unknown key; did you mean {key!r}?")
+def test_a_file_that_cannot_be_read(tmp_path):
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "x.toml", "No such file or directory")):
+        assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
 
 
 def test_all_errors_are_reported_at_once_with_their_source(write):
@@ -214,21 +169,6 @@ def test_all_errors_are_reported_at_once_with_their_source(write):
     assert named == ["model.n_embd", "model.top_k", "train.batch_size", "train.branch_step"]
 
 
-def test_missing_file_names_those_nearby(write, tmp_path, monkeypatch):
-    write(name="right.toml")
-    assert str(tmp_path / "right.toml") in message(tmp_path / "wrong.toml")
-    assert str(tmp_path / "right.toml") in message(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert message(tmp_path / "empty")
-    monkeypatch.chdir(ROOT)
-    for typo in ("quickstart.toml", "config/quickstart.tml", "config/quikstart.toml"):
-        assert message(typo).endswith(f"{typo}: No such file or directory; did you mean config/quickstart.toml?")
-    assert "config: Is a directory; choose one of config/125m.toml, " in message("config")
-    assert "No such file or directory; choose one of config/125m.toml, " in message("nowhere/x.toml")
-    monkeypatch.chdir(tmp_path)
-    assert f"; start from the checkout: cd {ROOT}" in message("config/quickstart.toml")
-
-
 # ---- settings that are wrong together
 BRANCH = "--train.branch_from=x --optim.schedule=wsd"
 
@@ -238,24 +178,22 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     [
         ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
         ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
-        ("--model.n_kv_head=5", 1, "model.n_head = 12 is not a multiple of model.n_kv_head = 5", 1),
-        ("--model.n_kv_head=24", 1, "model.n_kv_head = 24", 1),
+        ("--model.n_kv_head=5", 1, "model.n_kv_head = 5 does not divide", 1),
         ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
-        ("--model.gated=true --model.bias=true", 1, "a gated MLP has no biases, but model.bias = true", 2),
+        ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
         ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),
-        ("--model.n_dense_layer=12", 1, "leaves no layer with experts of model.n_layer = 12", 2),
-        ("--train.micro_batch_size=48", 4, "train.micro_batch_size = 48 times 4 rank(s) = 192", 2),
-        ("--train.batch_size=24 --train.micro_batch_size=8", 4, "or start 1, 3 ranks", 2),
+        ("--model.n_dense_layer=12", 1, "leaves none of 12 layers with experts", 2),
+        ("--train.batch_size=24 --train.micro_batch_size=8", 4, "train.batch_size = 24 is not a multiple of", 2),
         ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
-        ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than train.max_steps = 50000", 1),
-        ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "goes beyond step 40000, where the decay begins", 1),
+        ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than the 50000 steps before the end", 1),
+        ("--optim.schedule=wsd --optim.warmup_steps=40_001", 1, "the 40000 steps before the decay", 1),
         ("--eval.tasks=a --eval.interval=50 --eval.task_interval=120", 1, "eval.task_interval = 120", 1),
         ("--train.branch_from=x", 1, "train.branch_from = x needs a decay that may follow", 1),
         ("--train.branch_step=5", 1, "train.branch_step = 5 needs a trunk", 1),
-        (f"{BRANCH} --optim.decay_fraction=0.0", 1, "which is nothing of it here", 1),
-        (f"{BRANCH} --optim.decay_fraction=1 --optim.warmup_steps=0", 1, "which is all of it here", 1),
-        (f"{BRANCH} --train.branch_step=50_000", 1, "is not before train.max_steps = 50000", 1),
-        (f"{BRANCH} --train.branch_step=45_000 --optim.decay_fraction=0.2", 1, "begins at step 40000", 2),
+        (f"{BRANCH} --optim.decay_fraction=0.0", 1, "optim.decay_fraction = 0: a branch decays a part", 1),
+        (f"{BRANCH} --optim.decay_fraction=1 --optim.warmup_steps=0", 1, "a branch decays a part", 1),
+        (f"{BRANCH} --train.branch_step=50_000", 1, "is not step 40000, where the decay begins", 1),
+        (f"{BRANCH} --train.branch_step=45_000 --optim.decay_fraction=0.2", 1, "is not step 40000", 1),
         ("--data.mix={a=1} --data.name=b", 1, "data.name = b would change nothing beside data.mix = a 1", 1),
     ],
 )
@@ -267,9 +205,6 @@ def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size
     assert len(proposed) == remedies
     for remedy in proposed:
         load(file, [*overrides, remedy], world_size)
-    if ranks := re.search(r"start ([\d, ]+) ranks", text):
-        for n in ranks[1].split(", "):
-            load(file, overrides, int(n))
 
 
 def test_settings_that_are_just_valid(write):
@@ -314,6 +249,7 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
     assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
     assert load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
     assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
+    assert [load(write(f"train.compile = {text}")).train.compile for text in ("true", "false")] == ["on", "off"]
     for coef, scope in ((0.1, "micro_batch"), (0, "global")):  # without a balance loss all scopes are the same
         new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
         old = re.sub("balance_loss_scope = .*\n", "", new)
@@ -321,56 +257,17 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
 
 
 # ---- back to text
-BY_TYPE = {
-    "boolean": lambda schema: st.booleans(),
-    "string": lambda schema: st.from_regex(schema.get("pattern", r"^[ -~éλ漢]{1,9}$"), fullmatch=True),
-    "integer": lambda schema: st.integers(schema["minimum"], schema.get("maximum", 10**6)),
-    "number": lambda schema: st.floats(
-        schema.get("minimum", 0),
-        schema.get("maximum", schema.get("exclusiveMaximum", 1e300)),
-        exclude_min="exclusiveMinimum" in schema,
-        exclude_max="exclusiveMaximum" in schema,
-    ),  # fmt: skip
-    "object": lambda schema: st.dictionaries(
-        st.from_regex(FILE_NAME, fullmatch=True), st.floats(0, exclude_min=True, allow_infinity=False), max_size=3
-    ),
-}
-
-
-@st.composite
-def configs(draw):
-    """Any values that are each valid alone. Built without `load`, so nothing is derived or refused."""
-    values = {}
-    for key, schema in KEYS.items():
-        section, name = key.split(".")
-        any_value = st.sampled_from(schema["enum"]) if "enum" in schema else BY_TYPE[schema["type"]](schema)
-        values.setdefault(section, {})[name] = draw(any_value)
-    return Config.model_validate(values)
-
-
-@settings(max_examples=20, deadline=None)
-@given(old=configs(), new=configs())
-def test_dumps_gives_every_value_again(old, new):
-    assert Config.model_validate(tomllib.loads(dumps(old))) == old
-    changed = {line.split(": ")[0] for line in differences(old, new)}
-    different = {key for key in KEYS if value_of(old, key) != value_of(new, key)}
-    assert changed == different - ({"data.name"} if old.data.mix else set())
-
-
-def value_of(config, key):
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def test_a_mixture_is_sorted_and_its_parts_sum_to_1():
-    config = Config(data={"mix": {"b": 3, "a": 1}})
-    assert config.data.sets == {"b": 0.75, "a": 0.25} and config.data.label == "a 1 + b 3"
-
-
-def test_differences_names_what_changed(write):
-    file = write("run.name = 'x'")
-    old, new = load(file), load(file, ["--model.router=softmax", "--optim.lr=1e-3"])
-    assert differences(old, new) == ["model.router: 'kern' -> 'softmax'", "optim.lr: 0.0006 -> 0.001"]
+def test_dumps_gives_every_value_again():
+    run = {"name": "a.b-1", "dir": "caf\u00e9 \"漢\" \\n '#'", "seed": 2**32 - 1}
+    data = {"mix": {"b": 1e-300, "a.b": 3}, "document_mask": True}
+    assert Config(data={"mix": {"b": 3, "a": 1}}).data.label == "a 1 + b 3"
+    config = Config(run=run, data=data, optim={"lr": 5e-324, "eps": 0.1 + 0.2}, model={"router": "tanh"})
+    assert Config.model_validate(tomllib.loads(dumps(config))) == config
+    assert [line.split(": ")[0] for line in differences(Config(), config)] == [
+        *("run.name", "run.dir", "run.seed", "model.router"),
+        *("data.mix", "data.document_mask", "optim.lr", "optim.eps"),
+    ]
+    assert differences(Config(), Config(model={"router": "tanh"})) == ["model.router: 'kern' -> 'tanh'"]
 
 
 # ---- help and the command line
@@ -383,36 +280,23 @@ def test_help_lists_every_key_with_type_default_range_and_meaning(capsys):
     for key, schema in KEYS.items():
         assert schema["description"] and " ".join(schema["description"].split()) in flat
         assert len(re.findall(rf"^  --{re.escape(key)} +\S", text, re.MULTILINE)) == 1
-    for line in (
-        r"--optim.lr +0.0006 +peak learning rate \(float > 0\)",
-        r"--model.dropout +0.0 .*\(float >= 0, < 1\)",
-        r"--model.vocab_size +50304 .*",
-        r"--model.bias +false .*",
-    ):
-        assert re.search(rf"^  {line}$", text, re.MULTILINE), line
-    assert "(one of learned, rope)" in flat and "(int >= 2, <= 65536)" in flat and "(true or false)" in flat
+    assert re.search(r"^  --optim.lr +0.0006 +peak learning rate \(number > 0\)$", text, re.MULTILINE)
+    assert "(one of learned, rope)" in flat and "(integer >= 2, <= 65536)" in flat and "(boolean)" in flat
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_every_router_can_be_chosen(tmp_path):
-    """Names are parsed from router.py's source: a line added there is seen, anything but a dict literal is refused."""
+    """Names are parsed from router.py's source: a line added there is seen."""
     assert KEYS["model.router"]["enum"] == read_router_names() == list(ROUTERS)
     source, first = ROUTER_FILE.read_text(), '    "dense": None,'
     assert source.count(first) == 1
     copy = tmp_path / "router.py"
     copy.write_text(source.replace(first, '    "mine": RouterSpec("relu"),\n' + first))
     assert read_router_names(copy) == ["mine", *ROUTERS]
-    copy.write_text("ROUTERS: dict = dict(dense=None)")
-    with pytest.raises(LookupError, match="assigns no dict literal to ROUTERS"):
-        read_router_names(copy)
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["FILE --model.router=tanh --run.seed=3", "--config FILE --model.router tanh --run.seed 3"]
-    + ["--model.router tanh --run.seed=3 --config=FILE", "--run.seed 3 FILE --model.router=tanh"],
-)
+@pytest.mark.parametrize("command", ["FILE --model.router=tanh --run.seed=3", "--model.router tanh FILE --run.seed 3"])
 def test_ways_to_write_a_command_line(write, command):
     config = from_command_line(command.replace("FILE", str(write())).split())
     assert (config.model.router, config.run.seed) == ("tanh", 3)
@@ -422,11 +306,8 @@ def test_ways_to_write_a_command_line(write, command):
     ("command", "says"),
     [
         ("", "one config file is needed, found none"),
-        ("a.toml b.toml", "found 2: a.toml, b.toml"),
-        ("a.toml model.router=kern", "(overrides start with --)"),
-        ("a.toml --optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
-        ("a.toml --train.compile --optim.lr=1", "--train.compile has no value; write --train.compile=VALUE"),
-        ("FILE --train.lr=1", "error: command line: train.lr = 1: unknown key; did you mean 'optim.lr'?"),
+        ("a.toml model.router=kern", "found 2: a.toml, model.router=kern (overrides start with --)"),
+        ("FILE --optim.lr", "optim.lr = '': Input should be a valid number"),
         ("FILE --train.micro_batch_size=256", "error: train.batch_size = 256 is not a multiple of"),
     ],
 )

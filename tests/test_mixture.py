@@ -203,6 +203,58 @@ def test_sets_of_different_tokenizers(mixed, sets, tmp_path):
     check_sets([folder / "arxiv", folder / "books"], 257)
 
 
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        ("{books = 0.5, arxiv = -0.5}", ": 'arxiv': Input should be greater than 0"),
+        ("{books = 0}", ": 'books': Input should be greater than 0"),
+        ("{books = nan}", ": 'books': "),
+        ("{books = inf}", ": 'books': "),
+        ("{books = true}", ": 'books': "),
+        ("{books = {a = 1}}", ": 'books': "),
+        ('{"../books" = 1}', "'../books': '[key]': String should match"),
+        ("books", "data.mix = 'books': Input should be a valid dictionary"),
+        ("{books: 1}", "data.mix = '{books: 1}': "),
+    ],
+)
+def test_a_wrong_mixture(mixed, mix, says):
+    with pytest.raises(configure.ConfigError, match=re.escape(says)):
+        mixed(f"data.mix={mix}")
+
+
+def test_a_set_beside_a_mixture_is_refused(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("[data.mix]\nbooks = 2\narxiv = 1\n")
+    says = "data.name = edu would change nothing beside data.mix = arxiv 1 + books 2; add --data.mix={}"
+    with pytest.raises(configure.ConfigError, match=re.escape(says)):
+        configure.load(file, ["--data.name=edu"])
+    assert configure.load(file, ["--data.name=edu", "--data.mix={}"]).data.sets == {"edu": 1.0}
+    with pytest.raises(configure.ConfigError, match="would change nothing"):
+        configure.sweep_points(file, ['--data.name=["edu", "pg19"]'])
+
+
+def test_a_mixture_in_a_file(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[data]\ndir = "d"\n[data.mix]\nbooks = 2\n"fineweb-edu" = 0.5\n')
+    config = configure.load(file)
+    assert config.data.sets == {"books": 0.8, "fineweb-edu": 0.2} and config.run.name == "x-kern"
+    assert configure.load(file, ["--data.mix={}"]).data.sets == {"books3": 1.0}
+    file.write_text("[data.mix]\nbooks = 0\n")
+    with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")):
+        configure.load(file)
+
+
+def test_a_sweep_over_mixtures(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[sweep]\n"data.mix" = [{books = 0.5, arxiv = 0.5}, {books = 0.75, arxiv = 0.25}]\n')
+    points = configure.sweep_points(file)
+    configs = [configure.load(file, point) for point in points]
+    assert [config.run.name for config in configs] == ["x-kern-arxiv-0.5-books-0.5", "x-kern-arxiv-0.25-books-0.75"]
+    assert [config.data.sets["books"] for config in configs] == [0.5, 0.75]
+    with pytest.raises(configure.ConfigError, match=re.escape("""'--data.mix={"books" = 0.5, "arxiv" = 0.5}'""")):
+        configure.load(file)  # the remedy, as a shell takes it
+
+
 # ---- commands
 
 

@@ -152,7 +152,7 @@ def test_sweep_refuses_bad_input(sweep_file, call, capsys):
         assert f"--scale {scale}: expected a number between 0 and 1" in error(file, "--scale", scale)
     assert "--mfu 2: expected" in error(file, "--mfu", "2")
     assert "unknown key" in error(file, "--dry=1")  # options are not guessed at
-    assert "[2/2]" in call(sweep.main, "--config", file, "--run.seed", "0", "--dry-run")  # the forms train.py takes
+    assert "[2/2]" in call(sweep.main, file, "--run.seed", "0", "--dry-run")  # the forms train.py takes
     with pytest.raises(SystemExit, match="0"):
         sweep.main(["--help"])
     assert "python -m scripts.sweep" in capsys.readouterr().out

@@ -47,32 +47,20 @@ def test_load_refuses_open_axes_and_names_both_commands(write):
     assert "sweeps optim.lr," in refuse(load, file, ["--model.router=kern"])
 
 
-def test_an_axis_wins_over_the_same_key_in_the_file(write):
-    file = write('model.router = "tanh"\n[sweep]\n"model.router" = ["dense", "kern"]')
-    assert "sweeps model.router" in refuse(load, file)
-    assert [load(file, point).model.router for point in sweep_points(file)] == ["dense", "kern"]
-
-
 @pytest.mark.parametrize(
     ("axis", "names"),
     [
-        ("sweep = 3", "sweep = 3: is a section"),
+        ("sweep = 3", "sweep = 3: expected a list of values"),
         ("sweep.model = [{}]", "model = {}: is a section"),
         ('sweep."model.router" = []', "model.router = []: expected a list of values"),
         ('sweep."model.router" = "kern"', "model.router = 'kern': expected a list of values"),
-        ('sweep."model.routr" = ["kern"]', "unknown key; did you mean 'model.router'?"),
         ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
         ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
-        ("sweep.run.seed = [1, 2.5]", "run.seed = 2.5: "),
-        ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "model.top_k = [64]: expected a list of 2 values"),
-        ('sweep."model.n_expert, model.top_k" = [[32, 4, 768]]', " = [32, 4, 768]: expected a list of 2 values"),
-        ('sweep."model.n_expert, model.top_k" = [32, 4]', " = 32: expected a list of 2 values"),
-        ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of values"),
+        ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "expected a list of rows of 2 values"),
+        ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of rows of 2 values"),
         ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
-        ('sweep."model.n_experts, model.top_k" = [[32, 4]]', "did you mean 'model.n_expert'?"),
         ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
         ('sweep."model.n_expert" = [[32]]', "model.n_expert = [32]: "),
-        ('sweep."model.top_k, model.top_k" = [[4, 4]]', "model.top_k: is in the axes more than once"),
         ('sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: is in the axes more than once"),
     ],
 )
@@ -80,24 +68,21 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
     file = write(axis)
     for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
         assert text.startswith(str(file)) and names in text
-
-
-def test_a_point_that_clashes_fails_the_sweep_and_is_named(write):
-    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more than")
+    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more")
 
 
 @pytest.mark.parametrize(
-    "text, overrides",
-    [("sweep.run.seed = [1, 1]", []), ("", ["--optim.lr=[1e-3,2e-3]"]), ("run.name = 'x'\nsweep.run.seed = [1, 2]", [])]
-    + [('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', [])],
-    ids=["twice the same", "an axis of the command line", "a name is given", "linked keys"],
+    ("text", "overrides"),
+    [
+        ("sweep.run.seed = [1, 1]", []),
+        ("", ["--optim.lr=[1e-3,2e-3]"]),
+        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),
+    ],
 )
 def test_points_never_share_a_folder(write, text, overrides):
-    text = refuse(sweep_points, write(text), overrides)
-    assert "two points would write to runs/" in text and "leave run.name unset" in text
-
-
-def test_points_of_one_name_may_go_to_different_folders(write):
+    message = refuse(sweep_points, write(text), overrides)
+    assert "two points would write to runs/" in message and "leave run.name unset" in message
     assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
 
 
@@ -115,7 +100,7 @@ def test_linked_keys_are_overridden_together(write):
     command = re.search(r"python train.py (.*)", refuse(load, file))[1].split()
     assert load(command[0], command[1:]).model.expert_hidden == 768
     text = refuse(load, file, ["--model.top_k=2"])
-    assert "linked, but the command line sets only model.top_k" in text
+    assert "are linked, set all of them or none; add " in text
     remedy = text.partition("; add ")[2].replace("VALUE", "16").split()
     assert load(file, ["--model.top_k=2", *remedy]).model.n_expert == 16
     assert len(sweep_points(file, ["--model.top_k=2", *remedy])) == 1
