@@ -219,9 +219,3 @@ def test_bad_input(tmp_path, capsys):
         assert report.main([*map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert said in error and len(error.splitlines()) == 1 and error.startswith("error: ")
-
-
-def test_missing_packages_are_named(monkeypatch, capsys):
-    monkeypatch.setattr("common.command.find_spec", lambda name: None if name == "scipy" else True)
-    assert report.main(["runs"]) == 2
-    assert "scipy not installed: pip install -r requirements-report.txt" in capsys.readouterr().err

@@ -81,25 +81,13 @@ def test_numbers_and_the_time_left(make_run):
     folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
     found = status_of(folder)
     assert (found.step, found.seconds_left) == (10, 90 * 40 / 40)
-    assert found.as_row() == [
-        str(folder),
-        "running",
-        "10 of 100  10%",
-        "2.4000",
-        "2.2500",
-        "9,000",
-        "12.3%",
-        "0:01:30",
-        "",
-    ]
+    row = [str(folder), "running", "10 of 100  10%", "2.4000", "2.2500", "9,000", "12.3%", "0:01:30", ""]
+    assert found.as_row() == row
     (folder / "lock").write_text(f"process {dead_process()} on {platform.node()}\n")
     assert status_of(folder).seconds_left is None
-    append(folder, *[(20 + i, {"perf/tokens_per_sec": 0.0, "train/loss": 1}) for i in range(5)])
-    (folder / "lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
-    assert status_of(folder).seconds_left is None  # at no speed there is no end
 
 
-@pytest.mark.parametrize("quiet, state", [(0, "running"), (299, "running"), (301, "silent")])
+@pytest.mark.parametrize("quiet, state", [(299, "running"), (301, "silent")])
 def test_a_run_that_writes_nothing_is_silent(make_run, monkeypatch, quiet, state):
     """By the time of its newest file, the lock or the metrics, and the time that is given."""
     for newest in ("lock", "metrics.jsonl"):

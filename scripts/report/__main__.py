@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def print_blocks(blocks: Sequence["Block"]) -> None:
     """The headings, notes and tables of a page, but not its text and the table of runs."""
     for kind, *parts in blocks:
-        if parts == ["Runs"]:
+        if parts == ["How to read the verdicts"]:
             return
         if kind == "h2":
             print(parts[0])
