@@ -8,7 +8,6 @@ from typing import Any
 FOLDER = Path(__file__).parent
 EXPERIMENTS = FOLDER.parent / "config/paper"
 NUMBERS: dict[str, list[dict[str, Any]]] = tomllib.loads((FOLDER / "paper_numbers.toml").read_text())
-STEPS = 50_000  # of every run in the paper
 
 
 def find_paper_table(experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:

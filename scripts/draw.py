@@ -38,9 +38,6 @@ chance**: each token's choices taken from another token of another window; for p
 EXPERT_TOKENS = """Per layer the experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most from the
 text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens with their share of
 the expert's load, and how many times their share of the text that is."""
-AGREEMENT = """**same number**: share of a token's experts with equal numbers in both models. **matched**: after the
-one-to-one renumbering that makes it largest. In brackets **by chance**: the other model's choices taken from another
-token of another window. **beyond chance**: matched, on a scale where chance is 0 and full agreement 1."""
 
 
 def build_page(report: dict[str, Any]) -> list["Block"]:
@@ -63,7 +60,6 @@ def build_page(report: dict[str, Any]) -> list["Block"]:
     ]
     if "agreement" in report:
         blocks += [("h2", f"Agreement with {report['other']}"), ("table", *summarize_agreement(report))]
-        blocks.append(("p", fill(AGREEMENT)))
     return blocks
 
 

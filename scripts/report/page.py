@@ -28,9 +28,7 @@ The paper's numbers are those of `{}`, at the same part of training. Where the r
 the router, compare differences between routers, not losses. ± is the standard deviation over seeds, ours of a sample,
 the paper's of a population. ? marks doubtful numbers: eval/paper_numbers.toml says why."""
 HOW_RUNS = """\
-`gate norm`:
-√(E‖g‖²) on the validation windows, mean over layers, at the first and the last evaluation. Runs timed one after another
-cannot show what a router costs: `python -m scripts.bench step` times routers in turn."""
+Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` times routers in turn."""
 
 
 @dataclass

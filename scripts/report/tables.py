@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval import paper
 from scripts.report.comparisons import Comparison, estimate, find_comparison
 from scripts.report.runs import Run
 from scripts.report.settings import Setting, label_tick, label_value
 
-RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s", "gate norm")
-RUN_COLUMNS += ("val imbalance",)
+RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s", "val imbalance")
 MEASURES = {  # besides the losses: what it is, format
     "val/gate_norm": ("gate norm √(E‖g‖²)", ".3f"),
     "val/load_imbalance": ("load imbalance (busiest / mean)", ".2f"),
@@ -32,12 +30,11 @@ class Table(NamedTuple):
 
 
 def summarize_run(run: Run) -> list[str]:
-    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run; gate norm: first → last."""
+    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run."""
     from model import count_parameters  # imports torch
 
-    first, last = (list(run.evaluations.values())[i] for i in (0, -1))
+    last = list(run.evaluations.values())[-1]
     step, speeds = last["step"], run.series("perf/tokens_per_sec").values()
-    norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
     return [
         run.config.run.name + run.trunk,
         run.config.model.router,
@@ -46,7 +43,6 @@ def summarize_run(run: Run) -> list[str]:
         f"{step:,}" if run.ended else f"{step:,} of {run.max_steps:,}",
         f"{last['val/loss']:.4f}",
         f"{statistics.median(speeds):,.0f}" if speeds else "-",
-        " → ".join(norms) or "-",
         f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-",
     ]
 
@@ -63,8 +59,7 @@ def make_columns(setting: Setting) -> dict[str, tuple[object, int | None]]:
         return {label_tick(setting.key, x): (x, None) for x in setting.xs}
     if not setting.tenths:
         return {f"{setting.steps[-1]:,}": (None, None)}
-    scaled = setting.printed and setting.max_steps != paper.STEPS
-    return {f"{step:,} ({5 * i}K)" if scaled else f"{step:,}": (None, step) for i, step in setting.tenths.items()}
+    return {f"{step:,}": (None, step) for step in setting.tenths.values()}
 
 
 def build_loss_table(setting: Setting) -> Table:
