@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -131,10 +131,13 @@ def find_measures(setting: Setting) -> dict[str, tuple[str, str]]:
     return measures
 
 
-def read_measure(setting: Setting, run: Run, name: str) -> float | None:
-    """A measure of a run at the end; tasks may be scored less often, then at their last step. None if it has none."""
-    last = setting.evaluation(run)["step"]
-    return next((value for step, value in reversed(run.series(name).items()) if step <= last), None)
+def read_measure(setting: Setting, cell: Mapping[int, Run], name: str) -> list[float]:
+    """A measure at the end of each run of a cell that has it; tasks may be scored less often, then at their last."""
+    values = []
+    for run in cell.values():
+        last = setting.evaluation(run)["step"]
+        values += [value for step, value in run.series(name).items() if step <= last][-1:]
+    return values
 
 
 def build_measure_table(setting: Setting) -> Table:
@@ -145,9 +148,8 @@ def build_measure_table(setting: Setting) -> Table:
         for x, cell in sorted(arm.cells.items()):
             row = [", ".join(filter(None, [arm.label, label_value(setting.key, x) if setting.key else ""]))]
             for name, (_, form) in measures.items():
-                values = [read_measure(setting, run, name) for run in cell.values()]
-                known = [value for value in values if value is not None]
-                row.append(format_mean(known, form) if known else "")
+                values = read_measure(setting, cell, name)
+                row.append(format_mean(values, form) if values else "")
             rows.append(row)
     return Table(["at the end", *(text for text, _ in measures.values())], rows if measures else [])
 
