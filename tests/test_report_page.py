@@ -100,12 +100,6 @@ def test_arms_of_one_router_look_different(tmp_path):
     (setting,) = load(*runs)
     looks = [pictures.style_arm(setting, arm) for arm in setting.arms]
     assert len({(look["color"], look["marker"]) for look in looks}) == 3
-    runs.append(make_run(tmp_path / "tanh", "model.router=tanh"))
-    (setting,) = load(*runs)
-    kern = [pictures.style_arm(setting, arm) for arm in setting.arms if arm.router == "kern"]
-    assert {look["color"] for look in kern} == {style("kern")["color"]} and len(
-        {look["fillstyle"] for look in kern}
-    ) == 3
 
 
 def test_measures_and_routing(tmp_path):

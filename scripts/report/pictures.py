@@ -50,10 +50,7 @@ def plot_measures(setting: Setting) -> Figure | None:
 def average(setting: Setting, arm: Arm, name: str) -> Points:
     """Mean and range over seeds of what metrics.jsonl has by this name: at the end over the key, else over steps."""
     if setting.key:
-        cells = {
-            x: [read_measure(setting, run, name) for run in cell.values()] for x, cell in sorted(arm.cells.items())
-        }
-        values = {x: [value for value in cell if value is not None] for x, cell in cells.items()}
+        values = {x: read_measure(setting, cell, name) for x, cell in sorted(arm.cells.items())}
     else:
         columns = [run.series(name) for run in arm.runs]
         steps = sorted(set.intersection(*(set(column) for column in columns)))

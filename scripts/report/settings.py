@@ -24,8 +24,8 @@ OPTION_KEYS += ("train.z_loss_coef", "train.bias_update_rate", "optim.router_lr_
 OPTION_KEYS += (DTYPE,)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
-    r"(run|log)\.|eval\.(interval|tasks|task_interval)|data\.dir|model\.backend|train\.(device|compile|parallel|micro_batch_size|"
-    r"deterministic|activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|"
+    r"(run|log)\.|eval\.(interval|tasks|task_interval)|data\.dir|model\.backend|"
+    r"train\.(device|compile|parallel|micro_batch_size|deterministic|activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|"
     r"max_skipped_steps)"
 )
 SETTING_KEYS = [key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)]

@@ -6,11 +6,12 @@ sigmoid's green.
 """
 
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from router import ROUTERS
+
+if TYPE_CHECKING:  # it may not be installed
+    from matplotlib.figure import Figure
 
 DPI = 110
 DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
@@ -43,6 +44,6 @@ def style(router: str) -> dict[str, Any]:
     return dict(zip(("color", "linestyle", "marker"), look, strict=True))
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write a picture."""
     figure.savefig(path, dpi=DPI)
