@@ -5,17 +5,15 @@ data/<name>/meta.json: what they are, see Meta
 data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the tokenizer
 """
 
-import difflib
 import hashlib
 import json
-import mmap
 import resource
 import shlex
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,19 +21,14 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic's need below Python 3.12
 
 from common.files import short_path
-from common.text import plural
 from data import DataError
 from data.sources import SOURCES
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, FileTokenizer, Tokenizer, load_tokenizer
 
 DATA_DIR = Path(__file__).parent  # where prepared sets go by default
-DTYPE = "uint16"
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
-SAMPLE_BYTES = 2**16  # of each shard of a larger set
 CHUNK_BYTES = 2**22
-RELEASE_BYTES = 2**28  # mapped memory a reader may hold
-FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
 
 # meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as true, 7.0 or "7".
@@ -76,7 +69,7 @@ class Meta:
 
     name: str
     tokenizer: TokenizerInfo
-    dtype: str
+    dtype: Literal["uint16"]
     splits: dict[str, Split]  # train, val
     source: dict  # the arguments that decide what is in the set
     prepare: str  # the command line that made it
@@ -96,9 +89,6 @@ class Meta:
 class Tokens:
     """Shards of uint16 ids as one logical array.
 
-    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page cache, so that the
-    process does not grow.
-
     Args:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
         name: of these tokens, for messages.
@@ -115,8 +105,6 @@ class Tokens:
     ) -> None:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
-        self._touched = 0  # bytes since the last release
-        self.readers = 1  # that share RELEASE_BYTES
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -129,12 +117,6 @@ class Tokens:
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
-        self._touched += FAULT_BYTES + 2 * count
-        if self._touched > RELEASE_BYTES // self.readers:
-            self._touched = 0
-            for shard in self._shards:
-                if isinstance(shard.base, mmap.mmap):
-                    shard.base.madvise(mmap.MADV_DONTNEED)
         stop = start + count
         shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
         parts = [self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]] for i in shards]
@@ -147,21 +129,11 @@ class Tokens:
 def read_meta(folder: str | Path) -> Meta:
     """The checked meta.json of a set. Raises DataError if it is missing, half-prepared or of another format."""
     folder = Path(folder)
-    if not folder.is_dir():
-        if partial_folder(folder).is_dir():
-            raise DataError(
-                f"{folder}: half-prepared. Resume with the command that began it: {_prepare_command(folder)}"
-            )
-        checkout = Path(__file__).resolve().parents[1]
-        if not folder.is_absolute() and (checkout / folder).is_dir():
-            raise DataError(f"{folder}: no such data set here; start from the checkout, which has it: cd {checkout}")
-        names = [meta.parent.name for meta in folder.parent.glob("*/meta.json")]
-        close = difflib.get_close_matches(folder.name, names, 1)
-        meant = f"; or did you mean {close[0]}?" if close else ""
-        raise DataError(f"{folder}: no such data set. Prepare it: {_prepare_command(folder)}{meant}")
     path = folder / "meta.json"
     if not path.is_file():
-        raise DataError(f"{folder}: half-prepared, it has no meta.json. Prepare it again: {_prepare_command(folder)}")
+        begun = folder.is_dir() or partial_folder(folder).is_dir()
+        state = "half-prepared. Resume with the command that began it" if begun else "no such data set. Prepare it"
+        raise DataError(f"{folder}: {state}: {_prepare_command(folder)}")
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
     except ValidationError as error:
@@ -196,8 +168,8 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
-    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, the first ids of each shard, and
-    `Tokens.read` checks the others as training reads them.
+    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read` checks the ids as
+    training reads them.
 
     Args:
         folder: of the set.
@@ -217,20 +189,17 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
         )
     check_lengths(folder, meta)
     shards = [shard for split in meta.splits.values() for shard in split.files]
-    complete = sum(2 * shard.tokens for shard in shards) <= HASHED_BYTES
-    for path, shard in ((folder / shard.name, shard) for shard in shards):
-        fault = _find_fault_in_sample(path, limit)
-        if complete and not fault:
-            fault = next(iter(scan_shard(path, shard.sha256, meta.tokenizer)[1]), "")
-        if fault:
-            raise DataError(f"{path}: {fault}. {_remedy(meta)}")
+    if sum(2 * shard.tokens for shard in shards) > HASHED_BYTES:
+        return meta
+    for shard in shards:
+        _, faults = scan_shard(folder / shard.name, shard.sha256, meta.tokenizer)
+        if faults:
+            raise DataError(f"{folder / shard.name}: {faults[0]}. {_remedy(meta)}")
     return meta
 
 
 def check_lengths(folder: Path, meta: Meta) -> None:
     """Raises DataError if a shard is missing or its length is not what `meta` states."""
-    if meta.dtype != DTYPE:
-        raise DataError(f"{folder}/meta.json: dtype {meta.dtype!r}, expected {DTYPE!r}. {_remedy(meta)}")
     for split in meta.splits.values():
         for shard in split.files:
             path = folder / shard.name
@@ -286,15 +255,6 @@ def sha256_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _find_fault_in_sample(path: Path, vocab_size: int) -> str:
-    """What shows in the first ids of a shard that it holds something else, in words; empty if nothing."""
-    ids = np.fromfile(path, "<u2", SAMPLE_BYTES // 2)
-    if len(ids) >= 64 and not ids[1::2].any():
-        what = "as in wider integers, or in a file of which a part was never written"
-        return f"expected {DTYPE}, found every second of the first {len(ids)} ids 0, {what}"
-    return _find_bad_id(ids, vocab_size)
-
-
 def _find_bad_id(ids: np.ndarray, vocab_size: int, position: int = 0) -> str:
     """The first of `ids`, (n,) from token `position` of a shard on, beyond the vocabulary, in words; empty if none."""
     if not len(ids) or ids.max() < vocab_size:
@@ -311,8 +271,6 @@ def describe_set(meta: Meta, folder: Path) -> str:
     """Tokens, documents and place of a set, in a line."""
     train, val = meta.splits["train"], meta.splits["val"]
     documents = f"{train.documents:,} and {val.documents:,} documents"
-    if meta.source.get("split") == "ends":
-        documents = f"the beginnings and ends of {plural(val.documents, 'document')}"
     return f"{train.tokens:,} train and {val.tokens:,} val tokens of {documents} in {short_path(folder)}"
 
 

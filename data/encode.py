@@ -19,7 +19,6 @@ class Encoded(NamedTuple):
     empty: int  # documents of white space only
     bad: int  # documents that could not be read
     links: int  # in archives, which have no content of their own
-    examples: list[str]  # the first three of bad documents and links: where and why
 
 
 class Encoder(NamedTuple):
@@ -35,22 +34,20 @@ class Encoder(NamedTuple):
     tokenizer: Tokenizer
     val_fraction: float
     text_field: str = "text"
-    only: tuple[str, str] | None = None  # of JSON rows: keep those whose field (dots for nesting) has this value
     skip_bad: bool = False
 
     def __call__(self, documents: list[Raw]) -> Encoded:
         """Encodes documents in their order. Raises DataError at a bad one unless `skip_bad` is set."""
         pieces: list[tuple[str, str, str]] = []  # split of the file, train or val, text
-        empty, bad, links, examples = 0, 0, 0, []
+        empty = bad = links = 0
         for raw in documents:
-            text, fault = self.try_text(raw)
-            if fault:
-                bad, links = bad + (not raw.link_to), links + bool(raw.link_to)
-                examples.append(fault)
-            elif text is not None and text.strip():
+            text = self.try_text(raw)
+            if text is None:
+                bad, links = bad + (not raw.is_link), links + raw.is_link
+            elif text.strip():
                 train, val = self.divide(text, raw.file.split)
                 pieces += [(raw.file.split, name, part) for name, part in (("train", train), ("val", val)) if part]
-            elif text is not None:
+            else:
                 empty += 1
         ids: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.uint16)] for name in ("train", "val")}
         end = np.array([self.tokenizer.eot], np.uint16)
@@ -58,7 +55,7 @@ class Encoder(NamedTuple):
         for (split, name, _), new in zip(pieces, encoded, strict=True):
             ids[name].extend([end, new] if split == "ends" else [new, end])
         train, val = map(np.concatenate, ids.values())
-        return Encoded(train, val, empty, bad, links, examples[:3])
+        return Encoded(train, val, empty, bad, links)
 
     def divide(self, text: str, split: str) -> tuple[str, str]:
         """The parts of a document for training and for validation."""
@@ -68,20 +65,19 @@ class Encoder(NamedTuple):
         val = split == "val" or split_position(text) < self.val_fraction
         return ("", text) if val else (text, "")
 
-    def try_text(self, raw: Raw) -> tuple[str | None, str]:
-        """`text`, or why a document is left out. Raises DataError at an unreadable one unless `skip_bad` is set."""
-        if raw.link_to:
-            return None, f"{raw.where} is a link to {raw.link_to}"
+    def try_text(self, raw: Raw) -> str | None:
+        """`text`; None where it is left out. Raises DataError at an unreadable one unless `skip_bad` is set."""
+        if raw.is_link:
+            return None
         try:
-            return self.text(raw), ""
+            return self.text(raw)
         except ValueError as error:
-            fault = f"{raw.where} {error}"
-            if not self.skip_bad:
-                raise DataError(f"{fault}; or leave such documents out with --skip-bad") from error
-            return None, fault
+            if self.skip_bad:
+                return None
+            raise DataError(f"{raw.where} {error}; or leave such documents out with --skip-bad") from error
 
-    def text(self, raw: Raw) -> str | None:
-        """The text of a document; None if it belongs to another corpus. Raises ValueError naming the fault."""
+    def text(self, raw: Raw) -> str:
+        """The text of a document. Raises ValueError naming the fault."""
         try:
             text = raw.data.decode()
         except UnicodeDecodeError as error:
@@ -93,16 +89,11 @@ class Encoder(NamedTuple):
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"is not JSON ({error}): correct or remove it") from error
         if not isinstance(row, dict):
-            raise ValueError(f"is a {type(row).__name__}, expected a JSON object with a field {self.text_field!r}")
-        if self.only and _nested_value(row, self.only[0]) != self.only[1]:
-            return None
-        if self.text_field not in row:
-            fields = ", ".join(map(repr, row)) or "none at all"
-            raise ValueError(f"has no field {self.text_field!r}; it has {fields}: choose one with --text-field")
-        text = row[self.text_field]
+            raise ValueError("is not a JSON object: correct or remove it")
+        text = row.get(self.text_field, False)
         if text is not None and not isinstance(text, str):
-            fault = f"has a {type(text).__name__} in field {self.text_field!r}"
-            raise ValueError(f"{fault}, expected a string: choose another --text-field")
+            fields = ", ".join(map(repr, row)) or "none at all"
+            raise ValueError(f"has no text in field {self.text_field!r}; it has {fields}: choose one with --text-field")
         return text or ""
 
 
@@ -113,10 +104,3 @@ def split_position(text: str) -> float:
     """
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-def _nested_value(row: object, field: str) -> object:
-    """The value of a nested field such as "meta.name"; None if it is missing."""
-    for key in field.split("."):
-        row = row.get(key) if isinstance(row, dict) else None
-    return row

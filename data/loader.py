@@ -18,7 +18,6 @@ from data.mixture import JoinedTokens, assign_rows, split_windows, to_shares
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-CHUNK = 2**10  # rows whose windows are found at once
 CANDIDATES = 2**16  # windows among which those for validation are chosen, at most, however long the split is
 STRETCH = 2**14  # tokens that are searched at once for the end of a document
 UNIT = 2**20  # of the length of a document where windows are chosen: integers, so every machine chooses the same
@@ -49,12 +48,6 @@ class Loader:
         self._tokens = JoinedTokens(parts, counts, block_size)
         self._counts, self._shares = np.array(counts), to_shares(weights)
         self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
-        self._last_chunk = -1, np.empty(0, np.int64)
-
-    @property
-    def n_windows(self) -> int:
-        """The number of windows, over all sets."""
-        return self._tokens.starts[-1]
 
     def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
         """Where those rows are from: each one's window, of a mixture the folder of its split and the window there."""
@@ -84,21 +77,10 @@ class Loader:
         count = self._batch_size - start if count is None else count
         assert step >= 0 and 0 <= start <= start + count <= self._batch_size
         first = step * self._batch_size + start
-        parts = [np.empty(0, np.int64)]
-        for chunk in range(first // CHUNK, -(-(first + count) // CHUNK)):
-            parts.append(self._chunk_indices(chunk)[max(0, first - chunk * CHUNK) : first + count - chunk * CHUNK])
-        return np.concatenate(parts)
-
-    def _chunk_indices(self, chunk: int) -> np.ndarray:
-        """The windows of CHUNK rows, (CHUNK,) int64. The last chunk is kept: for few rows, numpy's calls cost more."""
-        number, windows_of_rows = self._last_chunk
-        if number != chunk:
-            sets, places = assign_rows(chunk * CHUNK + np.arange(CHUNK), self._shares)
-            n = self._counts[sets]
-            epochs, indices = np.divmod(places, n)
-            windows_of_rows = np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
-            self._last_chunk = chunk, windows_of_rows
-        return windows_of_rows
+        sets, places = assign_rows(first + np.arange(count), self._shares)
+        n = self._counts[sets]
+        epochs, indices = np.divmod(places, n)
+        return np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
 
 
 def count_windows(tokens: Tokens, block_size: int) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import short_path
 from data import DataError
-from data.bins import Meta, Tokens, check_dataset, describe_set, fingerprint, open_tokens, read_meta, sha256_of
+from data.bins import Meta, Tokens, check_dataset, fingerprint, read_meta, sha256_of
 
 UNIT = 2**30  # of weights: products of two parts fit an int64
 
@@ -30,8 +29,6 @@ class JoinedTokens:
 
     def __init__(self, parts: Sequence[Tokens], counts: Sequence[int], block_size: int) -> None:
         self.parts, self.block_size = parts, block_size
-        for part in parts:
-            part.readers = len(parts)
         self.starts = [0, *itertools.accumulate(counts)]  # the first window of each set, and the end
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -47,21 +44,16 @@ def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
         DataError: a set is missing or damaged, or two have different tokenizers. The message has the remedy.
         OSError: a file may not be read.
     """
-    check_tokenizers(folders, [read_meta(folder) for folder in folders])  # before shards are read, and ids compared
-    return [check_dataset(folder, vocab_size) for folder in folders]
-
-
-def check_tokenizers(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
-    """Raise DataError unless all sets have one tokenizer."""
+    metas = [read_meta(folder) for folder in folders]
     known = [fingerprint(meta)["tokenizer"] for meta in metas]
     for folder, meta, other in zip(folders, metas, known, strict=True):
         if other != known[0]:
             names = [each.tokenizer["name"] for each in (metas[0], meta)]
-            files = " of other files" if names[0] == names[1] else ""
             raise DataError(
-                f"{folder}: its tokenizer is {names[1]!r}{files}, that of {folders[0]} is {names[0]!r}, and a mixture "
-                f"has one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
+                f"{folder}: its tokenizer {names[1]!r} is not that of {folders[0]}, {names[0]!r}, and a mixture has "
+                f"one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
             )
+    return [check_dataset(folder, vocab_size) for folder in folders]
 
 
 def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
@@ -69,9 +61,8 @@ def check_documents(folders: Sequence[Path], metas: Sequence[Meta]) -> None:
     for folder, meta in zip(folders, metas, strict=True):
         if meta.splits["train"].documents < 2:
             raise DataError(
-                f"{folder}: data.document_mask = true, but its training split is one document, with no end inside. Set "
-                f"--data.document_mask=false, or prepare its text again as documents, one to a file or to a row of "
-                f".jsonl. It was made by: {meta.prepare}"
+                f"{folder}: its training split is one document, so data.document_mask changes nothing. Leave it out, "
+                f"or prepare the text again as documents, one to a file or to a row of .jsonl"
             )
 
 
@@ -82,11 +73,6 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
         return prints[0]
     parts = [[share, one["data"]] for share, one in zip(to_shares(weights).tolist(), prints, strict=True)]
     return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
-
-
-def open_sets(folders: Sequence[Path], split: str) -> list[Tokens]:
-    """The tokens of `split` of each set. Run `check_sets` first."""
-    return [open_tokens(folder, split) for folder in folders]
 
 
 def to_shares(weights: Sequence[float]) -> np.ndarray:
@@ -147,15 +133,3 @@ def split_windows(count: int, weights: Sequence[float], limits: Sequence[int]) -
 def list_sets(folder: Path) -> list[str]:
     """Names of the complete sets in a folder."""
     return sorted(meta.parent.name for meta in folder.glob("*/meta.json"))
-
-
-def describe_sets(folder: Path) -> str:
-    """Which sets are in a folder, a line each with tokenizer and tokens: those of one tokenizer may be mixed."""
-    lines = []
-    for name in list_sets(folder):
-        try:
-            meta = read_meta(folder / name)
-            lines.append(f"{name}: tokenizer {meta.tokenizer['name']}, {describe_set(meta, folder / name)}")
-        except DataError as error:
-            lines.append(f"{name}: {error}")
-    return "\n    ".join([f"prepared sets in {short_path(folder)}:", *(lines or ["none"])])

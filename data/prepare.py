@@ -5,21 +5,19 @@
     python -m data.prepare text --source FILES --name NAME
 
 Worker processes tokenize batches of documents (workers.py). This process writes the ids, in the order of the
-documents, into the shards of data/<name>.partial/ (writer.py) and records now and then how far it is (progress.py); at
+documents, into the shards of data/<name>.partial/ (writer.py) and records now and then how far it is; at
 the end the folder is renamed to data/<name>/. Killed at any moment, the same command resumes. The set is identical to
-the byte, however often that happens and however many workers and machines there are.
+the byte, however often that happens and however many workers there are.
 """
 
 import argparse
 import errno
 import hashlib
-import io
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -30,26 +28,14 @@ from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, read_meta
 from data.encode import Encoded, Encoder
-from data.mixture import describe_sets
-from data.parts import (
-    LEFT_OUT,
-    count_tokens,
-    find_parts,
-    find_revision,
-    join_parts,
-    part_folder,
-    part_inputs,
-    remove_parts,
-)
-from data.progress import PROGRESS_FILE, describe_changes, resume_progress
 from data.readers import Input
-from data.sources import SHAKESPEARE, SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
-from data.split import choose_split, explain_empty_split, validation_inputs, warn_of_weak_validation
-from data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
+from data.split import choose_split, explain_empty_split, validation_inputs
+from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
-from data.writer import Writer, refuse_obstacles, remove_leftovers
+from data.writer import PROGRESS_FILE, Writer, describe_changes, remove_leftovers, resume_progress
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
 END_BYTES = 2**20  # of each end of a large input that are hashed
 WORKER_BYTES = 2**25  # of input that are worth starting one more worker for
 SAVE_BYTES = 2**26  # of input after which progress is recorded
@@ -59,16 +45,14 @@ SAVE_BYTES = 2**26  # of input after which progress is recorded
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     args = parse_arguments(argv)
     if args.list:
-        print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
+        print(describe_sources())
         return 0
     try:
         prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(f"{error}. What is done is kept: make room and start again to resume") from error
     except KeyboardInterrupt:
@@ -82,7 +66,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
     add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
-    add("--list", action="store_true", help="print the corpora with sources, sizes and licences; the sets in --out")
+    add("--list", action="store_true", help="print the corpora with sources, sizes and licences")
     add("--config", help="variant of a corpus (see --list; default: the first)")
     add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
@@ -97,12 +81,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="tokens per file (default: %(default)s)")
     add("--workers", type=int, default=count_cores(), metavar="N", help="processes (default: one per core)")
     add("--skip-bad", action="store_true", help="leave out documents that cannot be read, and count them")
-    add("--shard", metavar="I/N", help="tokenize the I-th of N parts only; then join all without --shard")
     add("--force", action="store_true", help="replace an existing set, or an unfinished one of other arguments")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        remedy = "" if unknown[0].startswith("-") else "; files and folders follow --source"
-        raise DataError(f"unrecognized arguments: {' '.join(unknown)}{remedy} (python -m data.prepare --help)")
+    args = parser.parse_args(argv)
     if args.list:
         return args
     if args.corpus is None:
@@ -115,54 +95,37 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
     args.skip_bad |= args.corpus == "stdlib"
-    _check_corpus_options(args)
-    _check_values(args)
-    args.shard = tuple(map(int, args.shard.split("/"))) if args.shard else None
+    _check_arguments(args)
     return args
 
 
-def _check_corpus_options(args: argparse.Namespace) -> None:
-    """Raise DataError where options contradict each other or the corpus."""
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Raise DataError where options contradict each other or the corpus, or a value is out of range."""
     corpus, source = args.corpus, SOURCES[args.corpus]
-    if not args.source:
-        if corpus == "books3":
-            raise DataError(
-                f"books3 was withdrawn from the hub for copyright: name your own copy with --source ({source.local}), "
-                f"or prepare pg19, books in the public domain, instead"
-            )
-        if corpus == "text":
-            raise DataError("text needs files: add --source PATH ...")
-        if corpus == "shakespeare":
-            raise DataError(f"shakespeare needs its text: download {SHAKESPEARE} and add --source input.txt")
-        if args.val_source:
-            raise DataError("--val-source needs --source, the files for training")
-    elif not source.local:
+    if args.source and not source.local:
         raise DataError(f"{corpus} takes no --source: leave it out, or prepare the corpus `text`")
+    if source.local and not source.hub and not args.source:
+        notes = f" ({source.notes})" if source.notes else ""
+        raise DataError(f"{corpus} needs files: add --source with {source.local}{notes}")
+    if args.val_source and not args.source:
+        raise DataError("--val-source needs --source, the files for training")
+    if args.val_source and args.val_fraction:
+        raise DataError("--val-source replaces --val-fraction: leave one of them out")
     if args.roots and corpus != "stdlib":
         raise DataError(f"--roots belongs to the corpus stdlib: {corpus} takes --source")
     if args.config and args.config not in source.hub:
-        variants = f"choose one of {', '.join(source.hub)}" if source.hub else "leave it out"
-        raise DataError(f"{corpus} has no --config {args.config}: {variants}")
+        raise DataError(f"{corpus} has no --config {args.config}: choose one of {', '.join(source.hub) or 'none'}")
     if args.revision and (args.source or not source.hub):
         raise DataError("--revision belongs to a data set on the hub, and these files are local: leave it out")
-
-
-def _check_values(args: argparse.Namespace) -> None:
-    """Raise DataError where the value of an option is out of range."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial"):
         raise DataError(f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end")
-    if args.name != args.corpus and args.name in SOURCES:
+    if args.name != corpus and args.name in SOURCES:
         raise DataError(f"--name {args.name} is the name of a corpus: choose another")
-    if args.val_source and args.val_fraction:
-        raise DataError("--val-source replaces --val-fraction: leave one of them out")
     if not args.val_source and not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
     for option, value in (("--shard-tokens", args.shard_tokens), ("--workers", args.workers)):
         if value < 1:
             raise DataError(f"{option} {value}: expected at least 1")
-    shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", args.shard or "1/1")
-    if not shard or int(shard[1]) > int(shard[2]):
-        raise DataError(f"--shard {args.shard}: expected I/N with I from 1 to N, for instance 1/4")
 
 
 def count_cores() -> int:
@@ -175,73 +138,31 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     folder = (args.out / args.name).resolve()
     made_from = {key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")}
     made_from |= {"config": args.config} if args.config else {}
-    if _is_there(folder, made_from, args):
-        remove_parts(folder)  # a kill may have left them
+    if (folder / "meta.json").exists() and not args.force:
+        print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
+        remove_leftovers(folder)
         return
-    made_from, inputs, encoder = _open_inputs(args, folder, made_from)
-    if args.shard:
-        i, n = args.shard
-        refuse_obstacles(folder)  # which would be found when the parts are joined, hours later
-        part, made_from = part_folder(folder, i, n), made_from | {"part": f"{i}/{n}"}
-        if not _is_there(part, made_from, args):
-            _make_set(part, part_inputs(inputs, i, n), encoder, made_from, args, command_line)
-        print(f"part {i} of {n} is tokenized: when all are, the same command without --shard joins them")
-        return
-    meta = _make_set(folder, inputs, encoder, made_from, args, command_line, find_parts(folder))
-    remove_parts(folder)
+    made_from, inputs, encoder = _open_inputs(args, made_from)
+    with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
+        left_out = _tokenize(writer, inputs, encoder, made_from, args)
+        _check_documents(writer, args.val_fraction)
+        meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
-def _make_set(
-    folder: Path,
-    inputs: list[Input],
-    encoder: Encoder,
-    made_from: dict,
-    args: argparse.Namespace,
-    command_line: str,
-    parts: Sequence[Path] = (),
-) -> Meta:
-    """Join `parts` if there are any, else tokenize `inputs`, and give the set its name."""
-    with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
-        if (folder / "meta.json").exists() and not args.force:
-            raise DataError(f"{folder}: another process has just finished this set: start again")
-        if parts:
-            with _state_space(writer.partial, lambda: 2 * sum(map(count_tokens, parts))):
-                left_out = join_parts(writer, parts, made_from)
-        else:
-            left_out = _tokenize(writer, inputs, encoder, made_from, args)
-        if left_out["bad"] and not args.skip_bad:
-            raise DataError(
-                f"{writer.partial} was begun with --skip-bad and lacks {plural(left_out['bad'], 'bad document')}: add "
-                f"--skip-bad, or remove it"
-            )
-        if not args.shard:
-            _check_documents(writer, inputs, left_out, args.val_fraction)
-        return writer.finish(args.name, made_from | left_out, command_line)
-
-
-def _is_there(folder: Path, made_from: dict, args: argparse.Namespace) -> bool:
-    """Whether the set in `folder` is complete and not to be replaced. Raises DataError if it is another one."""
-    if args.force or not (folder / "meta.json").exists():
-        return False
-    print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
-    remove_leftovers(folder)
-    return True
-
-
-def _open_inputs(args: argparse.Namespace, folder: Path, made_from: dict) -> tuple[dict, list[Input], Encoder]:
+def _open_inputs(args: argparse.Namespace, made_from: dict) -> tuple[dict, list[Input], Encoder]:
     """The files to read, what turns them into ids, and `made_from` with what identifies both."""
     hub = SOURCES[args.corpus].hub.get(args.config)
     streamed = hub if not args.source else None
     inputs = [] if streamed else _local_files(args)
     val_inputs = validation_inputs(args.val_source, inputs)
-    tokenizer = _load_tokenizer(args)
+    tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     if streamed:
-        revision, inputs = hub_inputs(streamed, args.revision or find_revision(folder, made_from))
+        revision, inputs = hub_inputs(streamed, args.revision)
         made_from = made_from | {"revision": revision}
     made_from = made_from | {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
     made_from |= {"val_inputs": hash_inputs(val_inputs)} if val_inputs else {}
-    encoder = Encoder(tokenizer, args.val_fraction, args.text_field, hub.only if hub else None, args.skip_bad)
+    encoder = Encoder(tokenizer, args.val_fraction, args.text_field, args.skip_bad)
     if not streamed:
         split = choose_split(inputs, val_inputs, encoder)
         made_from |= {"split": split} if split != "documents" else {}
@@ -262,11 +183,7 @@ def _tokenize(
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
     batches = encode_inputs(inputs, encoder, workers, Position(progress.files, progress.documents))
-
-    def space_needed() -> float:
-        return 2 * writer.tokens * (total - bar.n) / bar.n if bar.n else total
-
-    with bar, closing(batches), _state_space(writer.partial, space_needed):
+    with bar, closing(batches):
         for encoded, position, read_bytes in batches:
             _write_encoded(writer, encoded, cut=any(file.split == "ends" for file in inputs))
             progress.add(encoded)
@@ -278,8 +195,8 @@ def _tokenize(
     if progress.empty or progress.bad or progress.links:
         counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
         counts += f", {plural(progress.links, 'link')} in archives" if progress.links else ""
-        print("\n  ".join([f"left out: {counts}", *progress.examples]))
-    return {"empty": progress.empty, "bad": progress.bad, "links": progress.links}
+        print(f"left out: {counts}")
+    return {key: getattr(progress, key) for key in LEFT_OUT}
 
 
 def _write_encoded(writer: Writer, encoded: Encoded, cut: bool) -> None:
@@ -290,35 +207,12 @@ def _write_encoded(writer: Writer, encoded: Encoded, cut: bool) -> None:
         writer.write(split, ids[1:] if first else ids, documents)
 
 
-@contextmanager
-def _state_space(folder: Path, needed: Callable[[], float]) -> Iterator[None]:
-    """Where the disk is full within this context, the error names `folder` and how many bytes it still needs."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        amount = f"about {needed() / 1e9:.2g} GB of free space are needed"
-        raise OSError(error.errno, f"{error.strerror}: {amount}", str(folder)) from error
-
-
-def _check_documents(writer: Writer, inputs: list[Input], left_out: dict[str, int], val_fraction: float) -> None:
+def _check_documents(writer: Writer, val_fraction: float) -> None:
     """Raise DataError if a split has no documents: of the hub's files, for local ones were looked through before."""
     train, val = writer.splits["train"].documents, writer.splits["val"].documents
     if not (train and val):
         (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
-        if not train and not val:
-            raise DataError("no documents to read ({empty:,} empty, {bad:,} bad): name other files".format(**left_out))
         raise DataError(explain_empty_split(train, val, val_fraction))
-    warn_of_weak_validation(inputs, val)
-
-
-def _load_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    try:
-        return load_tokenizer(args.tokenizer, args.bpe_ranks)
-    except TokenizerError as error:
-        remedy = "" if args.bpe_ranks else "\nor do without it: --tokenizer bytes makes a token of each byte"
-        raise DataError(f"{error}{remedy}") from error
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:

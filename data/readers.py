@@ -38,7 +38,7 @@ class Raw(NamedTuple):
     is_json: bool  # one row of JSON, else text
     done: int  # bytes of the input read so far
     file: Input
-    link_to: str = ""  # a link in an archive, without content of its own: what it points to
+    is_link: bool = False  # in an archive, without content of its own
 
 
 def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
@@ -124,7 +124,7 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
                 continue
             where = f"{file.url}: {member.name}"
             if member.islnk() or member.issym():
-                yield Raw(where, b"", False, raw.tell(), file, link_to=member.linkname)
+                yield Raw(where, b"", False, raw.tell(), file, is_link=True)
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
@@ -144,19 +144,13 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
             fields = ", ".join(map(repr, schema.names))
             raise DataError(f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field")
         kind = schema.field(text_field).type
-        is_dictionary = isinstance(kind, pyarrow.DictionaryType)
-        if (kind.value_type if is_dictionary else kind) not in (
-            pyarrow.string(),
-            pyarrow.large_string(),
-            pyarrow.string_view(),
-        ):
+        if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(
                 f"{file.url}: field {text_field!r} is of type {kind}, expected string: choose another --text-field"
             )
         number = 0
         for batch in parquet.iter_batches(256, columns=[text_field], use_threads=False):
             column = batch.column(0)
-            texts = column.dictionary_decode() if is_dictionary else column
-            for data in texts.cast(pyarrow.large_binary()).to_pylist():
+            for data in column.cast(pyarrow.large_binary()).to_pylist():
                 number += 1
                 yield Raw(f"{file.url}: row {number}", data or b"", False, file.size * number // rows, file)

@@ -4,8 +4,6 @@ Sizes and counts come from the corpora's own pages and scripts as stored in 2026
 estimates from them. The hub may have changed since.
 """
 
-import errno
-import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -25,7 +23,6 @@ class Hub(NamedTuple):
     download: str
     tokens: str
     licence: str
-    only: tuple[str, str] | None = None  # rows whose field, dots for nesting, has this value
 
 
 class Source(NamedTuple):
@@ -42,8 +39,7 @@ class Source(NamedTuple):
 COPY = "a downloaded copy"
 ODC_BY = "ODC-By 1.0, Common Crawl's terms of use"
 FINEWEB = "HuggingFaceFW/fineweb-edu"
-PROOF_PILE, PILE = "EleutherAI/proof-pile-2", "monology/pile-uncopyrighted"
-PILE_ARXIV = ("meta.pile_set_name", "ArXiv")
+PROOF_PILE = "EleutherAI/proof-pile-2"
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 COMMON_PILE = "CC BY, CC BY-SA or CC0, row by row"
 SOURCES = {
@@ -80,13 +76,11 @@ SOURCES = {
         val_fraction=0.001,
         hub={
             "proof-pile-2": Hub(PROOF_PILE, "arxiv/train/*.jsonl.zst", "~24 GB, 100 files", "~28 B", "none stated"),
-            "pile": Hub(PILE, "train/*.jsonl.zst", "~330 GB, 30 files", "~42 B", "none stated", PILE_ARXIV),
             "pile-sample": Hub("timaeus/pile-arxiv", "data/train-*.parquet", "2.2 GB", "~1.7 B", "none stated"),
             "common-pile": Hub("common-pile/arxiv_papers", "*.json*.gz", "~6 GB", "~5 B", COMMON_PILE),
         },
         local=COPY,
-        notes="pile: the ArXiv rows of the Pile, each paper about twice, as in the Pile; pile-sample: 8% of them; "
-        "common-pile: plain text, not LaTeX",
+        notes="pile-sample: 8% of the ArXiv part of the Pile; common-pile: plain text, not LaTeX",
     ),
     "books3": Source(
         "196,640 books in plain text, 101 GiB, ~27 B tokens",
@@ -113,42 +107,38 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
 
     Raises DataError if a root is missing or has no module.
     """
-    if not roots:
-        root = Path(sysconfig.get_path("stdlib"))
-        return [
-            _input(path, root) for path in _list_modules(root) if STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts)
-        ]
     inputs = []
-    for root in roots:
-        modules = _list_modules(root)
+    for root in roots or [Path(sysconfig.get_path("stdlib"))]:
+        modules = [path for path in root.rglob("*") if path.name.lower().endswith(".py") and path.is_file()]
         if not modules:
-            fault = "no .py file in it" if root.is_dir() else "no such folder"
-            raise DataError(f"{root}: {fault}: name another --roots, such as {sysconfig.get_path('purelib')}")
-        inputs += [_input(path, root, f"{root.resolve().name}/") for path in modules]
+            raise DataError(f"{root}: no .py file there: name another --roots")
+        for path in sorted(modules, key=lambda path: path.relative_to(root).as_posix()):
+            if roots:
+                inputs.append(_input(path, root, f"{root.resolve().name}/"))
+            elif STDLIB_SKIPS.isdisjoint(path.relative_to(root).parts):
+                inputs.append(_input(path, root))
     return inputs
 
 
 def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]:
     """The files named, and those below the folders named in sorted order; links are followed.
 
-    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind, a folder without files
-    of a known kind or one that may not be read, or a link in a folder that leads nowhere.
+    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind or a folder without
+    files of a known kind; OSError at a folder that may not be read or a link that leads nowhere.
     """
     inputs = []
     for path in paths:
-        if path.is_dir():
-            files = list(_walk(path, {}))
-            if not files:
-                raise DataError(
-                    f"{path}: no file of a known kind ({' '.join(KINDS)}) in this folder: name another {option}"
-                )
-            inputs += [_input(file, path) for file in files]
-        elif not path.is_file():
+        if not path.exists():
             raise DataError(f"{path}: no such file or folder: correct {option}")
-        elif not path.name.lower().endswith(KINDS):
-            raise DataError(f"{path}: not a file of a known kind ({' '.join(KINDS)}): rename or convert it")
+        if path.is_dir():
+            files, root = list(_walk(path, {})), path
         else:
-            inputs.append(_input(path, path.parent))
+            files, root = [path] if path.name.lower().endswith(KINDS) else [], path.parent
+        if not files:
+            raise DataError(
+                f"{path}: no file of a known kind ({' '.join(KINDS)}): name another {option}, or convert it"
+            )
+        inputs += [_input(file, root) for file in files]
     return inputs
 
 
@@ -162,30 +152,12 @@ def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
     state = folder.stat()
     if read.setdefault((state.st_dev, state.st_ino), folder) != folder:
         return
-    path = folder
-    try:
-        for path in sorted(folder.iterdir()):
-            mode = path.stat().st_mode
-            if stat.S_ISDIR(mode):
-                yield from _walk(path, read)
-            elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
-                yield path
-    except OSError as error:
-        leads_nowhere = error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink()
-        target = f", a link to {os.readlink(path)}," if leads_nowhere else ""
-        raise DataError(
-            f"{path}{target} cannot be read ({error.strerror}): repair or remove it, or name files "
-            f"instead of the folder"
-        ) from error
-
-
-def _list_modules(root: Path) -> list[Path]:
-    return sorted(_list_files(root, (".py",)), key=lambda path: path.relative_to(root).as_posix())
-
-
-def _list_files(root: Path, ends: tuple[str, ...]) -> list[Path]:
-    """Files below `root` whose names end so, in any case of letters."""
-    return sorted(path for path in root.rglob("*") if path.name.lower().endswith(ends) and path.is_file())
+    for path in sorted(folder.iterdir()):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            yield from _walk(path, read)
+        elif stat.S_ISREG(mode) and path.name.lower().endswith(KINDS):
+            yield path
 
 
 def _input(path: Path, root: Path, prefix: str = "") -> Input:
@@ -215,11 +187,9 @@ def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]
         files = fsspec.filesystem("hf").glob(root + hub.files, detail=True)
     except Exception as error:  # whatever the client libraries raise
         raise DataError(
-            f"{page} is unreachable ({type(error).__name__}: {first_line(error)}). With a network, see whether the "
-            f"page opens; `hf auth login` and HF_TOKEN help with rate limits, HF_ENDPOINT names a mirror. Without one, "
-            f"fetch the files on another machine:\n"
-            f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER\n"
-            f"and add --source FOLDER to this command"
+            f"{page} is unreachable ({type(error).__name__}: {first_line(error)}). Without a network, add --source "
+            f"FOLDER and fetch the files into it on another machine:\n"
+            f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER"
         ) from error
     if not files:
         raise DataError(f"{page} has no files {hub.files!r} at revision {commit}: choose another --config")
@@ -230,14 +200,10 @@ def describe_sources() -> str:
     """What `python -m data.prepare --list` prints."""
     lines = []
     for name, source in SOURCES.items():
-        lines += [f"{name}: {source.about}"]
-        for i, (config, hub) in enumerate(source.hub.items()):
-            chosen = " (default)" if i == 0 and len(source.hub) > 1 else ""
-            lines += [
-                f"    --config {config}{chosen}: {hub.repo}, {hub.files}",
-                f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}",
-            ]
-        lines += [f"    --source: {source.local}"] if source.local else []
-        lines += [f"    tokenizer {source.tokenizer}, {source.val_fraction:.2%} of the documents for validation"]
-        lines += [f"    notes: {source.notes}"] if source.notes else []
+        lines.append(f"{name}: {source.about}")
+        for config, hub in source.hub.items():
+            lines.append(f"    --config {config}: {hub.repo}, {hub.files}")
+            lines.append(f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}")
+        lines.append(f"    tokenizer {source.tokenizer}, {source.val_fraction:.2%} of the documents for validation")
+        lines += [f"    {key}: {text}" for key, text in (("--source", source.local), ("notes", source.notes)) if text]
     return "\n".join(lines)

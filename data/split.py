@@ -36,18 +36,15 @@ def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder)
         for option, files in (("--source", inputs), ("--val-source", val_inputs)):
             next(_read_texts(files, encoder, option))
         return "documents"
-    train = val = divisible = 0
+    train = val = 0
     for text in _read_texts(inputs, encoder, "--source"):
         in_val = bool(encoder.divide(text, "documents")[1])
         train, val = train + (not in_val), val + in_val
         if train and val and train + val >= FEW_DOCUMENTS:
             return "documents"
-        divisible += bool(encoder.divide(text, "ends")[0])
     share = f"{100 * encoder.val_fraction:.3g}%"
     if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
         raise DataError(explain_empty_split(train, val, encoder.val_fraction))
-    if not divisible:
-        raise DataError(f"too little text to train on where {share} is validation: name more files with --source")
     print(
         f"warning: {plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of "
         f"each; --val-source names other text for it",
@@ -61,36 +58,18 @@ def explain_empty_split(train: int, val: int, val_fraction: float) -> str:
     missing, total = "validation" if train else "training", train + val
     return (
         f"none of {plural(total, 'document')} fell into {missing} at --val-fraction {val_fraction}: "
-        f"--val-fraction {min(0.5, FEW_DOCUMENTS / total):.2g} makes about {FEW_DOCUMENTS} of them validation"
+        f"--val-fraction {min(0.5, FEW_DOCUMENTS / max(1, total)):.2g} makes about {FEW_DOCUMENTS} of them validation"
     )
-
-
-def warn_of_weak_validation(inputs: list[Input], val: int) -> None:
-    """Print a warning where validation has few documents, `val`, unless choose_split has warned already."""
-    splits = {file.split for file in inputs}
-    if val < FEW_DOCUMENTS and "ends" not in splits:
-        remedy = "raise --val-fraction, or name a validation set with --val-source"
-        if "val" in splits:
-            remedy = "name more with --val-source"
-        print(
-            f"warning: validation has only {plural(val, 'document')}: it says little of other text; {remedy}",
-            file=sys.stderr,
-        )
 
 
 def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[str]:
     """The documents that are not empty. At the end, raises DataError if there was none."""
-    any_text, empty, bad, examples = False, 0, 0, []
+    any_text = False
     for file in inputs:
         for raw in read_documents(file, encoder.text_field):
-            text, fault = encoder.try_text(raw)
+            text = encoder.try_text(raw)
             if text and text.strip():
                 any_text = True
                 yield text
-            elif fault:
-                bad, examples = bad + 1, [*examples, fault][:3]
-            else:
-                empty += text is not None
     if not any_text:
-        counts = f"no documents to read ({empty:,} empty, {bad:,} bad): name other files with {option}"
-        raise DataError("\n  ".join([counts, *examples]))
+        raise DataError(f"no documents to read, all are empty or bad: name other files with {option}")

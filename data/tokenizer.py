@@ -1,7 +1,6 @@
 """Text to token ids and back: UTF-8 bytes, GPT-2's byte-pair encoding, or a tokenizer.json of Hugging Face."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -27,10 +26,6 @@ WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the f
 # so longer runs are cut first. The ids still decode to the same text.
 MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
-
-
-class TokenizerError(DataError):
-    """The tokenizer is unknown, or the file that defines it is missing or wrong."""
 
 
 class _Encoder:
@@ -137,25 +132,20 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     """The tokenizer of a model's folder: its tokenizer.json, and the id that its config.json ends a text with.
 
     Raises:
-        TokenizerError: a file is missing or unreadable, names no such id, or has more ids than uint16 holds.
+        DataError: a file is missing or unreadable, names no such id, or has more ids than uint16 holds.
     """
-    if importlib.util.find_spec("tokenizers") is None:
-        raise TokenizerError(f"{folder}: a tokenizer.json needs the library tokenizers: pip install tokenizers")
     try:
         config = json.loads((folder / "config.json").read_bytes())
         eot = config["eos_token_id"]
         eot = eot[0] if isinstance(eot, list) else eot
         tokenizer = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
-    except KeyError:
-        raise TokenizerError(f"{folder}/config.json: no eos_token_id, which ends a document; add it") from None
     except Exception as error:  # the library raises its own, all of them plain Exceptions
-        raise TokenizerError(
-            f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs "
-            f"{TOKENIZER_FILE} and config.json, as in a model's folder on the Hugging Face hub"
+        raise DataError(
+            f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs the "
+            f"library tokenizers, {TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
-    if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size or tokenizer.vocab_size > 2**16:
-        fault = f"{tokenizer.vocab_size:,} ids, and shards of uint16 hold 65,536" if type(eot) is int else "no id"
-        raise TokenizerError(f"{folder}: eos_token_id is {eot!r}, {fault}; use another tokenizer")
+    if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size:
+        raise DataError(f"{folder}: eos_token_id is {eot!r}, no id of the tokenizer; use another tokenizer")
     return tokenizer
 
 
@@ -167,7 +157,7 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     """The tokenizer called `name`, or in the folder `name`. `ranks` is GPT-2's BPE file; others ignore it.
 
     Raises:
-        TokenizerError: the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
+        DataError: the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -176,7 +166,7 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     if Path(name).is_dir():
         return read_tokenizer_folder(Path(name))
     known = ", ".join([*TOKENIZERS, f"a folder with {TOKENIZER_FILE}"])
-    raise TokenizerError(f"no tokenizer {name!r}: choose one of {known}")
+    raise DataError(f"no tokenizer {name!r}: choose one of {known}")
 
 
 def identity(tokenizer: Tokenizer | str) -> dict:
@@ -239,16 +229,9 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
         data, download = b"", "" if ranks else f", nor download it from {RANKS_URL}"
         fault = f"cannot read GPT-2's BPE file{download} ({type(error).__name__}: {first_line(error)})"
     if fault:
-        raise TokenizerError(f"{path}: {fault}. {_how_to_supply(cached.name)}")
+        raise DataError(
+            f"{path}: {fault}. Pass the file with --bpe-ranks FILE, or save it as {cached.name} in the folder "
+            f"TIKTOKEN_CACHE_DIR; PyPI has it in {WHISPER}.tar.gz, whisper/assets/{RANKS_FILE}. "
+            f"--tokenizer bytes does without"
+        )
     return data
-
-
-def _how_to_supply(cache_name: str) -> str:
-    archive_path = f"{WHISPER}/whisper/assets/{RANKS_FILE}"
-    return (
-        f"Pass the file (sha256 {RANKS_SHA256[:8]}…) with `--bpe-ranks FILE`, or save it as {cache_name} in the folder "
-        f"TIKTOKEN_CACHE_DIR. PyPI has it:\n"
-        f"  pip download --no-deps --no-binary :all: openai-whisper=={WHISPER.rpartition('-')[2]}\n"
-        f"  tar xzf {WHISPER}.tar.gz {archive_path}\n"
-        f"and then add: --bpe-ranks {archive_path}"
-    )

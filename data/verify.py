@@ -1,25 +1,18 @@
 """Read complete data sets and check all that can be checked.
 
-    python -m data.verify NAME
-    python -m data.verify books arxiv edu        the sets of a mixture: also that all have one tokenizer
+    python -m data.verify NAME ...
 
 Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as documents; prints
 the set's numbers and how the two splits begin.
 """
 
-import io
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.command import build_parser, command, run_command
-from common.files import short_path
 from common.progress import progress_bar
-from common.text import format_size, plural
-from data import DataError
-from data.bins import DATA_DIR, Meta, Shard, check_lengths, open_tokenizer, open_tokens, read_meta, scan_shard
-from data.mixture import check_tokenizers
+from data import DataError, bins
 
 SAMPLE_TOKENS = 60
 
@@ -30,29 +23,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser("data.verify", __doc__)
     parser.add_argument("names", nargs="+", metavar="name", help="name of a data set, or its folder")
     parser.add_argument(
-        "--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
+        "--out", type=Path, default=bins.DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
     )
     args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the text may hold what the terminal cannot show
-    folders = [Path(name) if os.sep in name else args.out / name for name in args.names]
-    metas = [read_meta(folder) for folder in folders]
-    for folder in folders:
-        print(verify_dataset(folder))
-    check_tokenizers(folders, metas)
-    if len(folders) > 1:
-        print(f"one tokenizer: these {len(folders)} sets may be mixed")
+    for name in args.names:
+        print(verify_dataset(Path(name) if os.sep in name else args.out / name))
 
 
 def verify_dataset(folder: Path) -> str:
     """A description of the set in `folder`. Raises DataError naming a shard of wrong length, else all faults."""
-    meta = read_meta(folder)
-    check_lengths(folder, meta)
+    meta = bins.read_meta(folder)
+    bins.check_lengths(folder, meta)
     total = sum(split.tokens for split in meta.splits.values())
     faults: list[str] = []
 
-    def scan(shard: Shard) -> tuple[int, list[str]]:
-        return scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
+    def scan(shard: bins.Shard) -> tuple[int, list[str]]:
+        return bins.scan_shard(folder / shard.name, shard.sha256, meta.tokenizer, bar.update)
 
     bar = progress_bar(desc="tokens", total=total, unit_scale=True)
     with bar, ThreadPoolExecutor() as pool:  # hashing and numpy release the interpreter lock
@@ -66,21 +52,12 @@ def verify_dataset(folder: Path) -> str:
                 faults.append(f"{name}: {ends:,} end-of-text tokens, meta.json says {split.documents:,} documents")
     if faults:
         raise DataError("\n  ".join([f"{folder} is damaged:", *faults, f"Prepare it again: {meta.prepare} --force"]))
-    return _describe(folder, meta)
-
-
-def _describe(folder: Path, meta: Meta) -> str:
-    tokenizer = open_tokenizer(folder)
-    lines = [f"{short_path(folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
-    for name, split in meta.splits.items():
-        mean = split.tokens / max(1, split.documents)
-        lines.append(
-            f"  {name}: {split.tokens:,} tokens, {plural(split.documents, 'document')} ({mean:,.0f} tokens each), "
-            f"{plural(len(split.files), 'file')}, {format_size(2 * split.tokens)}"
-        )
-        tokens = open_tokens(folder, name)
+    tokenizer = bins.open_tokenizer(folder)
+    lines = [f"{bins.describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    for name in meta.splits:
+        tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())
-        lines.append(f"    begins: {text!r}")
+        lines.append(f"    {name} begins: {text!r}")
     return "\n".join(lines)
 
 

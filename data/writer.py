@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from common.files import sync_folder, write_atomic
 from data import DataError
-from data.bins import DTYPE, SHARD_TOKENS, Meta, Shard, Split, partial_folder
-from data.progress import PROGRESS_FILE
+from data.bins import CLOSED, SHARD_TOKENS, Count, Meta, Shard, Split, partial_folder
+from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
+PROGRESS_FILE = "progress.json"  # in data/<name>.partial/, beside the shards that are written so far
+CHANGES = {"inputs": "the input files differ", "val_inputs": "the files of --val-source differ"}  # else key and values
 NAMES = "|".join(map(re.escape, (PROGRESS_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE)))
 OF_UNITS = "begun.json|units-[0-9a-f]{12}"  # what commit 11388ef leaves of a preparation that is killed
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
@@ -41,7 +45,15 @@ class Writer:
         if tokenizer.vocab_size > 2**16:
             raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
         self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
-        self._lock = open_partial(self.folder)  # held until it is closed, by a kill at the latest
+        for place in (self.folder, self.partial):
+            refuse_foreign_files(place)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.partial / "lock").open("a")  # held until it is closed, by a kill at the latest
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise DataError(f"{self.partial}: another process is preparing this set: wait for it") from error
         self._finished = False
         (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
         self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
@@ -78,7 +90,7 @@ class Writer:
         """Close the shards, write meta.json, and give the set its name; an older set of that name is replaced."""
         splits = {split: writer.finish() for split, writer in self.splits.items()}
         self._remove_strays({shard.name for split in splits.values() for shard in split.files})
-        meta = Meta(name, identity(self.tokenizer), DTYPE, splits, source, prepare)
+        meta = Meta(name, identity(self.tokenizer), "uint16", splits, source, prepare)
         for file, content in self.tokenizer.files.items():
             write_atomic(self.partial / file, content, durable=True)
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
@@ -171,46 +183,11 @@ class _SplitWriter:
         os.fsync(file.fileno())
 
 
-def open_partial(folder: Path) -> IO[str]:
-    """Make the folder in which the set `folder` is written before it is complete, and lock it.
-
-    Returns:
-        The lock: an open file, which excludes other processes until it is closed.
-
-    Raises:
-        DataError: another process writes this set, or a file or files of others are in the way.
-    """
-    refuse_obstacles(folder)
-    partial = partial_folder(folder)
-    partial.mkdir(parents=True, exist_ok=True)
-    path = partial / "lock"
-    with suppress(FileNotFoundError):  # the other process renamed or removed the folder just now
-        file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except BlockingIOError as error:
-            file.close()
-            raise DataError(f"{partial}: another process is preparing this set: wait for it, or stop it") from error
-        file.close()
-    raise DataError(f"{partial}: another process has just finished or stopped preparing this set: start again")
-
-
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill may have left in a complete set: the record and the lock of its preparation."""
     for path in (folder / PROGRESS_FILE, folder / "lock"):
         if path.exists():  # on a read-only file system even unlinking nothing fails
             path.unlink(missing_ok=True)
-
-
-def refuse_obstacles(folder: Path) -> None:
-    """Raise DataError if a file or files of others are where the set `folder` is to be."""
-    for path in (partial_folder(folder), folder, *folder.parents):
-        if path.is_file():
-            raise DataError(f"{path} is a file where a folder is needed: move it, or choose another --out or --name")
-    for path in (folder, partial_folder(folder)):
-        refuse_foreign_files(path)
 
 
 def refuse_foreign_files(folder: Path) -> None:
@@ -221,3 +198,53 @@ def refuse_foreign_files(folder: Path) -> None:
             raise DataError(
                 f"{folder} holds {name!r}, which does not belong to a data set: move it, or choose another --name"
             )
+
+
+@dataclass(config=CLOSED)
+class Progress:
+    """The content of progress.json."""
+
+    made_from: dict  # the arguments that decide what is in the set; other ones do not resume it
+    files: Count = 0  # of the inputs that are tokenized completely
+    documents: Count = 0  # of the next file
+    splits: dict[str, Split] = Field(default_factory=dict)  # written so far; `files` are the complete shards only
+    empty: Count = 0  # documents of white space only
+    bad: Count = 0  # documents that could not be read
+    links: Count = 0  # in archives, which have no content of their own
+
+    def add(self, encoded: Encoded) -> None:
+        """Count what was left out."""
+        self.empty += encoded.empty
+        self.bad += encoded.bad
+        self.links += encoded.links
+
+    def save(self, folder: Path) -> None:
+        """Write the file, after the shards of `splits` are on the disk: a power cut leaves this state or the last."""
+        write_atomic(folder / PROGRESS_FILE, json.dumps(asdict(self)), durable=True)
+
+
+def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
+    """The progress to go on from: what is recorded in `partial`, else none.
+
+    Raises:
+        DataError: it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
+    """
+    try:
+        was = TypeAdapter(Progress).validate_python(json.loads((partial / PROGRESS_FILE).read_bytes()))
+    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
+        was = None
+    if was and was.made_from == made_from:
+        return was
+    if (partial / PROGRESS_FILE).exists() and not force:
+        fault = f"whose {PROGRESS_FILE} cannot be read: "
+        if was:
+            fault = f"made with other arguments ({describe_changes(was.made_from, made_from)}): resume with those, "
+        raise DataError(f"{partial} holds an unfinished set {fault}start over with --force, or choose another --name")
+    (partial / PROGRESS_FILE).unlink(missing_ok=True)
+    return Progress(made_from)
+
+
+def describe_changes(was: dict, now: dict) -> str:
+    """The keys whose values differ, in words; empty if none."""
+    changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
+    return "; ".join(CHANGES.get(key, f"{key} {was.get(key)!r}, now {now.get(key)!r}") for key in changed)

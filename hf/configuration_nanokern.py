@@ -25,16 +25,6 @@ class NanoKernConfig(PretrainedConfig):
 
     model_type = "nanokern"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        **{f"layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
-        "layers.*.self_attn.o_proj": "rowwise",
-        **{
-            f"layers.*.mlp.{shared}{part}_proj": "colwise"
-            for shared in ("", "shared_experts.")
-            for part in ("gate", "up")
-        },
-        **{f"layers.*.mlp.{shared}down_proj": "rowwise" for shared in ("", "shared_experts.")},
-    }
     vocab_size: int = 50304
     hidden_size: int = 768
     num_hidden_layers: int = 12

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 from configure.schema import Model
-from data.tokenizer import identity
 from hf.card import Source, format_card
 from hf.formats import FORMATS
 from hf.tokenizer_files import write_json, write_tokenizer
@@ -84,13 +83,7 @@ def write_export(source: Source, folder: Path, form: str = "auto", dtype: str = 
         "tie_word_embeddings": model.tie_embeddings,
     }
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
-    origin = {
-        "run": source.config.run.name,
-        "step": source.step,
-        "average": source.average,
-        "ema": source.ema,
-        "tokenizer": identity(tokenizer),
-    }
+    origin = {"run": source.config.run.name, "weights": source.label}
     config |= FORMATS[form].make_config(model) | ends | {"dtype": dtype, "nanokern": origin}
     write_json(folder / "config.json", config)
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600

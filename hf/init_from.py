@@ -20,16 +20,16 @@ from attention import kv_heads
 from configure import Config
 from configure.conflicts import find_conflicts
 from configure.schema import Model
-from data.bins import Meta, fingerprint, open_tokenizer, read_meta, sha256_of
-from data.tokenizer import TOKENIZERS, FileTokenizer, Tokenizer, identity
+from data.bins import Meta, fingerprint, open_tokenizer, read_meta
+from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
-from hf.formats import FORMATS, dense_width
+from hf.formats import FORMATS, Format, dense_width
 from hf.names import BUFFERS
+from hf.tokenizer_files import make_vocabulary
 from model import GPT
 from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
 
-WEIGHTS = "model.safetensors"  # or split into several files, listed in that with .index.json
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -98,7 +98,8 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
     if theirs.pos == "learned" and theirs.block_size < model.block_size:
         keys.append("block_size")
     needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
-    if not model.bias and _has_biases(weights.state):
+    biases = [name for name in weights.state if name.endswith(".bias") and not name.endswith("router.bias")]
+    if not model.bias and any(weights.state[name].any() for name in biases):  # GPT-2's may all be zero
         needed["bias"] = True
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
 
@@ -116,20 +117,11 @@ def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
     return keys
 
 
-def _has_biases(state: dict[str, Tensor]) -> bool:
-    """Whether a bias other than a router's is not zero."""
-    biases = [name for name in state if name.endswith(".bias") and not name.endswith("router.bias")]
-    return any(state[name].any() for name in biases)
-
-
 def _describe_changes(theirs: Model, model: Model) -> list[str]:
     """What `model` computes differently with the same weights."""
-    before = {"router": theirs.router, "top_k": theirs.top_k, "gate_scale": gate_scale(theirs)}
-    now = {"router": model.router, "top_k": model.top_k, "gate_scale": gate_scale(model)}
-    if ROUTERS[model.router] is None:
-        before, now = {}, {}
-    before["norm_eps"], now["norm_eps"] = theirs.norm_eps, model.norm_eps
-    return [f"model.{key} changes from {before[key]} to {now[key]}" for key in now if before[key] != now[key]]
+    keys = ["norm_eps"] if ROUTERS[model.router] is None else ["router", "top_k", "gate_scale", "norm_eps"]
+    before, now = ({**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model))
+    return [f"model.{key} changes from {before[key]} to {now[key]}" for key in keys if before[key] != now[key]]
 
 
 def _fit_state(weights: Weights, model: Model) -> None:
@@ -171,18 +163,15 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 def _read_folder(place: Path, model: Model, data: Path) -> Weights:
     """The weights in `place`, of whichever kind, for a run of `model` on the data set `data`."""
     if not place.is_dir():
-        advice = "no such folder. Weights are only read from this machine"
-        if not place.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(place)):
-            advice += f"; from the Hugging Face hub: hf download {place} --local-dir {place.name}"
-        raise RunError(advice)
+        raise RunError(f"no such folder; from the Hugging Face hub: hf download {place} --local-dir {place.name}")
     if (place / "config.json").is_file():
         weights = _read_transformers(place, model, data)
     elif (place / "config.toml").is_file():
         weights = _read_run(place, data)
     else:
         raise RunError(
-            f"contains neither a config.json (with {WEIGHTS}) nor a run's config.toml; give a folder that transformers "
-            f"or scripts.export wrote, or a run such as runs/quickstart-kern"
+            "contains neither a config.json of transformers nor a run's config.toml; give a folder that transformers "
+            "or scripts.export wrote, or a run such as runs/quickstart-kern"
         )
     for name, tensor in weights.state.items():
         if not tensor.isfinite().all():
@@ -201,8 +190,7 @@ def _read_run(place: Path, data: Path) -> Weights:
     metadata = checkpoint.load_model(place / "checkpoints", steps[-1], model.to_empty(device="cpu"))
     meta = read_meta(data)
     if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
-        known = (name for name in TOKENIZERS if sha256_of(identity(name)) == metadata.get("tokenizer"))
-        raise _wrong_tokenizer(next(known, "another"), data, meta)
+        raise _wrong_tokenizer("another", data, meta)
     return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [])
 
 
@@ -212,28 +200,33 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     kind = str(settings.get("model_type"))
     if kind not in FORMATS:
         raise RunError(f"config.json: model_type is {kind!r}, expected one of {', '.join(FORMATS)}; use other weights")
-    form = FORMATS[kind]
-    described, notes = _read_model(form.read_config(settings), model.top_k), []
+    form, notes = FORMATS[kind], []
+    described = _read_model(form, settings, model.top_k)
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
-    state = dict(form.unify_names(_read_tensors(place)))
+    state = form.unify_names(_read_tensors(place))
     if described.tie_embeddings:
         state.pop("lm_head.weight", None)  # older files store the tied weight twice
     _check_shapes(state, form.from_own(_meta_state(described), described))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    return Weights(form.source, described, form.to_own(state), notes)
+    return Weights(f"a model of class {form.architecture}", described, form.to_own(state), notes)
 
 
-def _read_model(keys: dict[str, Any], top_k: int) -> Model:
+def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
     """The [model] of a config.json; a dense MLP is described by `top_k`, if its width can be divided by it."""
     try:
-        described = Model(**keys)
+        described = Model(**form.read_config(settings))
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
+    except (TypeError, AttributeError) as error:
+        raise RunError(f"config.json: a value has the wrong type ({error}); download it again") from error
     for conflict in find_conflicts(Config(model=described)):
         raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
+    width = described.n_embd // described.n_head
+    if settings.get("head_dim") not in (width, None):
+        raise RunError(f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only")
     if described.router == "dense" and described.expert_hidden % top_k == 0:
         return described.model_copy(update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k})
     return described
@@ -254,21 +247,14 @@ def _check_shapes(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
     """All tensors in `place`."""
-    index, names = place / f"{WEIGHTS}.index.json", {WEIGHTS}
-    if index.is_file() and not (place / WEIGHTS).is_file():
-        files = _read_json(index).get("weight_map")
-        if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
-            raise RunError(f"{index.name}: its weight_map is not an object of file names; download it again")
-        names = set(files.values())
-    tensors = {}
-    for name in sorted(names):
+    files, tensors = sorted(place.glob("model*.safetensors")), {}
+    if not files:
+        raise RunError("no model*.safetensors; download it, or convert older formats by transformers' save_pretrained")
+    for file in files:
         try:
-            tensors |= load_file(place / name)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise RunError(
-                f"{name} cannot be read ({error}); download it again, or convert older formats with transformers' "
-                f"save_pretrained"
-            ) from error
+            raise RunError(f"{file.name} cannot be read ({error}); download it again") from error
     return tensors
 
 
@@ -288,8 +274,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
     """Raise RunError if the ids of the weights are visibly not those of the data set.
 
-    Compares their number (`rows`), the id that ends a document, and where a vocabulary file is present every token of
-    printable ASCII.
+    Compares their number (`rows`), the id that ends a document, and the vocabulary in tokenizer.json if there is one.
     """
     meta = read_meta(data)
     ids, end = meta.tokenizer["vocab_size"], settings.get("eos_token_id")
@@ -297,28 +282,15 @@ def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Pa
         raise _wrong_tokenizer(f"one of {rows} ids", data, meta)
     if type(end) is int and end < rows and end != meta.tokenizer["eot"]:  # GPT2Config's default may be above `rows`
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
-    files = [place / name for name in ("tokenizer.json", "vocab.json") if (place / name).is_file()]
-    if not files:
+    if not (place / TOKENIZER_FILE).is_file():
         return
-    vocabulary = _read_json(files[0])
-    if files[0].name == "tokenizer.json":
-        described = vocabulary.get("model")
-        vocabulary = described.get("vocab") if isinstance(described, dict) else None
+    described = _read_json(place / TOKENIZER_FILE).get("model")
+    vocabulary = described.get("vocab") if isinstance(described, dict) else None
     if not isinstance(vocabulary, dict):
         raise _wrong_tokenizer("not a byte-level one", data, meta)
-    tokenizer = open_tokenizer(data)
-    for text, number in vocabulary.items():
-        if number in range(ids) and not _is_token(tokenizer, number, text):
-            raise _wrong_tokenizer(f"one whose id {number} is {text!r}", data, meta)
-
-
-def _is_token(tokenizer: Tokenizer, number: int, text: str) -> bool:
-    """Whether `text` in a vocabulary file is the token `number`, as far as can be told."""
-    if isinstance(tokenizer, FileTokenizer):
-        return tokenizer.file.id_to_token(number) == text
-    if not re.fullmatch("[!-~Ġ]+", text):  # Ġ: a space, in the files of byte-level tokenizers
-        return True
-    return tokenizer.decode([number]) == text.replace("Ġ", " ")
+    for text, number in make_vocabulary(open_tokenizer(data)).items():
+        if vocabulary.get(text, number) != number:
+            raise _wrong_tokenizer(f"one whose id of {text!r} is {vocabulary[text]}", data, meta)
 
 
 def _wrong_tokenizer(theirs: str, data: Path, meta: Meta) -> RunError:

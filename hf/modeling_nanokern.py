@@ -4,7 +4,6 @@ Copied into exports by scripts.export, with router.py and torch_grouped.py, the 
 Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K experts per token, H their hidden width.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -18,19 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_nanokern import NanoKernConfig
 from .router import ROUTERS, Router  # pyrefly: ignore[missing-import]  (beside this file in an export)
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
-
-HAS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters  # transformers 4
-
-
-def find_positions(attention_mask: Tensor | None, columns: Tensor) -> Tensor:
-    """Positions (B, T) or (1, T) of `columns` (T,), from each row's first token that the mask (B, S) does not hide."""
-    if attention_mask is not None and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -len(columns) :]
-    return columns[None]
 
 
 def make_norm(config: NanoKernConfig, width: int) -> nn.Module:
@@ -179,16 +171,9 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias) if dense else NanoKernMoE(config)
         self.dropout = config.dropout
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        angles: tuple[Tensor, Tensor] | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        y = self.self_attn(self.input_layernorm(hidden_states), attention_mask, angles, past_key_values, **kwargs)
-        hidden_states = hidden_states + y
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(B, T, C) -> (B, T, C). The other arguments are those of NanoKernAttention."""
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
         y = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + F.dropout(y, self.dropout, self.training)
 
@@ -206,6 +191,7 @@ class NanoKernPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": NanoKernDecoderLayer}
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -218,11 +204,6 @@ class NanoKernModel(NanoKernPreTrainedModel):
     """The model without its LM head."""
 
     def __init__(self, config: NanoKernConfig) -> None:
-        if config.qk_norm == "all":  # a norm over all heads cannot be split between devices
-            plan = NanoKernConfig.base_model_tp_plan or {}
-            config.base_model_tp_plan = {  # pyrefly: ignore[read-only]
-                name: how for name, how in plan.items() if ".self_attn." not in name
-            }
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
@@ -233,7 +214,8 @@ class NanoKernModel(NanoKernPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @merge_with_config_defaults
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -242,51 +224,37 @@ class NanoKernModel(NanoKernPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Compute the last hidden states.
+        """Compute the last hidden states (B, T, C) from `input_ids` (B, T) int64 or `inputs_embeds` (B, T, C).
 
-        Args:
-            input_ids: (B, T) int64; or give `inputs_embeds`.
-            attention_mask: (B, S), 0 where a row is padded.
-            position_ids: (B, T) int64; by default a row's positions begin at 0 after its padding on the left.
-            past_key_values: the cache.
-            inputs_embeds: (B, T, C).
-            use_cache: return a cache; config.use_cache by default.
-            output_hidden_states: return the input of each layer too.
-            **kwargs: passed on to the attention.
+        `attention_mask` (B, S) is 0 where a row is padded; `position_ids` (B, T) begin at 0 after a row's padding on
+        the left by default. `kwargs` are passed on to the attention, or are of transformers (output_hidden_states).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         start = past_key_values.get_seq_length() if past_key_values is not None else 0
         columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) of the cache
         if position_ids is None:
-            position_ids = find_positions(attention_mask, columns)
-        places: dict[str, Any] = {"past_key_values": past_key_values, "position_ids": position_ids}
-        if HAS_CACHE_POSITION:
-            places["cache_position"] = columns
-        mask = create_causal_mask(self.config, x, attention_mask, **places)
+            position_ids = columns[None]
+            if attention_mask is not None and attention_mask.dim() == 2:  # from a row's first token, not its padding
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -len(columns) :]
+        mask = create_causal_mask(
+            self.config, x, attention_mask, past_key_values=past_key_values, position_ids=position_ids
+        )
         angles = None
         if self.embed_positions is None:
             angles = rotary_angles(self.config, position_ids)
         else:
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
-        states = []
         for layer in self.layers:
-            if output_hidden_states:
-                states.append(x)
             x = layer(x, mask, angles, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
-        x = self.norm(x)
         return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states, x) if output_hidden_states else None,
+            last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )
 
 
@@ -294,7 +262,6 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
     """The model with its LM head, for generation and training."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_rep"}
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__(config)
@@ -321,11 +288,9 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
         arguments are those of NanoKernModel; `kwargs` are passed on to the model and the loss.
         """
         outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)

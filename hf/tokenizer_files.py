@@ -48,10 +48,18 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "ignore_merges": True,  # a word that is a token becomes that token, as in tiktoken
-            "vocab": {printable(token): rank for rank, token in enumerate(tokens)} | {END_OF_TEXT: tokenizer.eot},
+            "vocab": make_vocabulary(tokenizer),
             "merges": [[printable(left), printable(right)] for left, right in find_merges(tokens)],
         },
     }
+
+
+def make_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    """The id of each token by its text in a tokenizer.json."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.file.get_vocab()
+    ids = {printable(token): rank for rank, token in enumerate(token_bytes(tokenizer))}
+    return ids | {END_OF_TEXT: tokenizer.eot}
 
 
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:

@@ -1,13 +1,13 @@
 """Export a trained run to Hugging Face's transformers.
 
     python -m scripts.export runs/quickstart-kern OUT                       into a new folder
-    python -m scripts.export runs/quickstart-kern OUT --check               then load it and compare it with the run
+    python -m scripts.export runs/quickstart-kern OUT --check               load it again and compare it with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
 OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md (a model card) and
 config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
-Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. Where OUT exists, --check only
-compares; exit code 1 if something differs.
+Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of --check is 1 if
+something differs.
 """
 
 import json
@@ -36,7 +36,7 @@ from runtime import RunError
 # On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its own mixtures what
 # goes into every norm, router and rotation, too, even of a model in fp64.
 LIMIT, LIMIT_OF_FAMILIES = 1e-5, 1e-4
-WINDOWS = 4
+WINDOWS, NEW_TOKENS = 4, 16  # prompts, tokens generated for each
 ODD_TEXTS = [
     "",
     "  two  spaces\r\n\t",
@@ -49,56 +49,32 @@ ODD_TEXTS = [
 def load_source(run: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Source:
     """Load a run's model and tokenizer. The arguments are those of `eval.trained.load_model`."""
     trained, tokenizer = load_run(run, step, average, ema)
-    return Source(Path(run), tokenizer, trained.label, trained.mean, **trained._asdict())
+    model, config, step, _, metadata, _ = trained
+    return Source(Path(run), tokenizer, trained.label, trained.mean, model, config, step, metadata)
 
 
-def export_run(
-    run: str | Path, out: str | Path, step: int | None = None, average: int = 1, ema: bool = False,
-    form: str = "auto", dtype: str = "float32",
-) -> Source:  # fmt: skip
-    """Write a run's model into a new folder, in one rename at the end.
-
-    Args:
-        run: the run folder.
-        out: a new folder.
-        step: the checkpoint's step; None: the last. It, `average` and `ema` are as for `eval.trained.load_model`.
-        average: checkpoints to average.
-        ema: the running mean.
-        form: as in `hf.export.choose_form`.
-        dtype: of the weights; routers stay in fp32.
+def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str = "float32") -> None:
+    """Write a run's model into a new folder `out`, in one rename at the end. See `hf.export.write_export`.
 
     Raises:
-        ValueError: no such model, `out` exists, or the model does not fit the class that `form` names.
+        ValueError: `out` exists, or the model does not fit the class that `form` names.
     """
     out = Path(os.path.realpath(out))  # what it points to, if it is a link
     if os.path.lexists(out):
-        raise RunError(f"{out}: exists already; name a new folder, or add --check to compare it with the run")
-    source = load_source(run, step, average, ema)
+        raise RunError(f"{out}: exists already; name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         partial = Path(private, out.name)
         partial.mkdir()  # readable by others, unlike its parent
         write_export(source, partial, form, dtype)
         partial.rename(out)
-    return source
 
 
 # ---- --check
 
 
-def read_origin(out: Path) -> tuple[int, int, bool]:
-    """The step, average and ema of the weights that the export `out` was made from. Raises RunError if it is none."""
-    try:
-        origin = json.loads((out / "config.json").read_text())["nanokern"]
-        return origin["step"], origin["average"], origin.get("ema", False)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunError(
-            f"{out}/config.json: missing, or not written by scripts.export; export the run into a new folder"
-        ) from error
-
-
 def check_export(source: Source, out: Path) -> int:
-    """Print what was compared and by how much it differs. Returns the exit code: 1 if something differs."""
+    """Print how far the export is from the run. Returns the exit code: 1 if something differs."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -108,10 +84,7 @@ def check_export(source: Source, out: Path) -> int:
     except Exception as error:  # a damaged file makes transformers raise almost anything
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     for error in errors:
-        print(f"error: {out}: {error}", file=sys.stderr)
-    if errors:
-        command = f"python -m scripts.export {source.run} NEW --check"
-        print(f"remedy: export again, into a new folder: {command}", file=sys.stderr)
+        print(f"error: {out}: {error}; export {source.run} again, into a new folder", file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -125,54 +98,26 @@ def find_differences(source: Source, out: Path) -> list[str]:
     import transformers
 
     config, tokenizer = json.loads((out / "config.json").read_text()), source.tokenizer
-    kind, own_code = config["model_type"], "auto_map" in config
+    open_moe, own_code = config["model_type"] in OPEN_MOES, "auto_map" in config
+    theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=own_code)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(tokenizer.vocab_size, (WINDOWS, source.config.model.block_size), generator=generator)
-    theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=own_code)
     errors = compare_tokenizers(theirs, tokenizer, idx)
     settings: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": own_code}
-    if kind in OPEN_MOES:
+    if open_moe:
         settings["experts_implementation"] = "eager"  # others know no fp64
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **settings)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            errors.append(f"{problem.replace('_', ' ')}: {', '.join(map(str, sorted(info[problem])))}")
-    factor = gate_scale(source.config.model) if kind in OPEN_MOES else 1.0
-    model, own = model.double(), round_weights(source.model, DTYPES[config["dtype"]], factor)
-    limit = LIMIT_OF_FAMILIES if kind in OPEN_MOES else LIMIT
-    start = torch.arange(WINDOWS) * idx.shape[1] // WINDOWS
-    inputs = {"attention_mask": hide_padding(idx, start, tokenizer.eot)}
-    if kind == "gpt2":  # it counts padding as positions, unless `generate` or the caller gives them
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    distances = (model(idx, **inputs).logits - compute_logits(own, idx, start))[inputs["attention_mask"] == 1]
-    errors += judge_distance(f"logits of {len(distances)} random tokens in {WINDOWS} rows", distances, limit)
-    distances, ids = compare_generation(model, own, tokenizer.eot, idx)
-    errors += judge_distance(f"logits of {ids.numel()} tokens generated with a cache", distances, limit)
-    if ids.max() >= tokenizer.vocab_size:
-        errors.append(f"generates id {ids.max()}, which pads the vocabulary of {tokenizer.vocab_size}")
-    return errors
-
-
-def hide_padding(idx: Tensor, start: Tensor, eot: int) -> Tensor:
-    """Set the ids (B, T) before column start[b] of each row to `eot`, in place; returns the attention mask (B, T)."""
-    mask = (torch.arange(idx.shape[1]) >= start[:, None]).long()
-    idx[mask == 0] = eot
-    return mask
-
-
-def compute_logits(own: GPT, idx: Tensor, start: Tensor) -> Tensor:
-    """Logits (B, T, V) of rows that begin at column start[b]."""
-    return own.logits(own.hidden(idx, KVCache(own.config, start, idx.shape[1], own.head.dtype))[0])
-
-
-def judge_distance(name: str, distances: Tensor, limit: float) -> list[str]:
-    """Print the largest of some distances if it is within `limit`, or return it as an error."""
-    distance = distances.abs().max().item()
-    line = f"{name}: at most {distance:.2g} apart"
+    errors += [f"{problem}: {', '.join(map(str, names))}" for problem, names in info.items() if names]
+    factor = gate_scale(source.config.model) if open_moe else 1.0
+    own = round_weights(source.model, DTYPES[config["dtype"]], factor)
+    distances = compare_generation(model.double(), own, tokenizer.eot, idx)
+    distance, limit = distances.abs().max().item(), LIMIT_OF_FAMILIES if open_moe else LIMIT
+    line = f"logits of {WINDOWS} rows of random and generated tokens: at most {distance:.2g} apart"
     if distance <= limit:  # false for NaN
         print(line)
-        return []
-    return [f"{line}, allowed are {limit:g}"]
+    else:
+        errors.append(f"{line}, allowed are {limit:g}")
+    return errors
 
 
 def round_weights(model: GPT, dtype: torch.dtype, factor: float = 1.0) -> GPT:
@@ -191,21 +136,34 @@ def round_weights(model: GPT, dtype: torch.dtype, factor: float = 1.0) -> GPT:
     return model
 
 
-def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Generate greedily with a cache, from two prompts of unequal length, padded on the left.
+def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> Tensor:
+    """Continue prompts of unequal length, padded on the left, greedily with a cache; then compute all logits at once.
+
+    Args:
+        model: of transformers.
+        own: the run's model.
+        eot: the id that pads prompts.
+        idx: (B, T) int64, at most a block; the first halves are prompts.
 
     Returns:
-        The differences to the logits of `own` for the same tokens, (2, n, V); the tokens, (2, n) int64.
+        The differences to the logits of `own`, (n, V), of generation and of one pass.
     """
     length = max(1, idx.shape[1] // 2)
-    count = min(idx.shape[1] - length, 16)
-    prompts, start = idx[:2, :length].clone(), torch.tensor([0, length // 2])
-    mask = hide_padding(prompts, start, eot)
+    count = min(idx.shape[1] - length, NEW_TOKENS)
+    start = torch.arange(len(idx)) * length // len(idx)
+    mask = (torch.arange(length + count) >= start[:, None]).long()
+    prompts = idx[:, :length].where(mask[:, :length] == 1, eot)
     settings = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
-    output = model.generate(prompts, attention_mask=mask, **settings)
-    logits = torch.stack(output.logits, dim=1)  # (2, n, V), before suppress_tokens
-    return logits - compute_logits(own, output.sequences, start)[:, length - 1 : -1], output.sequences[:, length:]
+    output = model.generate(prompts, attention_mask=mask[:, :length], **settings)
+    tokens, generated = output.sequences, torch.stack(output.logits, dim=1)  # logits before suppress_tokens
+    wanted = own.logits(own.hidden(tokens, KVCache(own.config, start, length + count, own.head.dtype))[0])
+    inputs = {"attention_mask": mask}
+    if model.config.model_type == "gpt2":  # it counts padding as positions, unless it is given them
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    at_once = model(tokens, **inputs).logits
+    distances = (generated - wanted[:, length - 1 : -1], (at_once - wanted)[mask == 1])
+    return torch.cat([distance.flatten(0, -2) for distance in distances])
 
 
 def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:
@@ -218,7 +176,6 @@ def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:
             return [f"the tokenizer gives other ids, or decodes them to another text, for {text[:60]!r}"]
     if theirs.eos_token_id != own.eot:
         return [f"the tokenizer ends a text with {theirs.eos_token_id}, not {own.eot}"]
-    print(f"tokenizer: equal ids and decoded texts for {len(texts)} texts")
     return []
 
 
@@ -230,26 +187,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = build_parser("scripts.export", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("out", type=Path, help="new folder; with --check it may exist, then nothing is written")
+    parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument(
         "--format",
         choices=("auto", *FORMATS),
         default="auto",
         help="nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)
-    options = (args.step, args.average, args.ema, args.format, args.dtype)
     if args.check:
         require_packages("transformers", requirements="requirements-dev.txt")
-    if args.check and args.out.exists():
-        if options != (None, 1, False, "auto", None):
-            raise RunError(f"{args.out}: exists already, so --check takes no other option; name a new folder")
-        source = load_source(args.run, *read_origin(args.out))
-    else:
-        source = export_run(args.run, args.out, *options[:4], args.dtype or "float32")
-        print(f"{args.out}: {args.run} at step {source.step}")
+    source = load_source(args.run, args.step, args.average, args.ema)
+    export_run(source, args.out, args.format, args.dtype)
+    print(f"{args.out}: {args.run} at step {source.step}")
     return check_export(source, args.out) if args.check else 0
 
 

@@ -4,7 +4,7 @@
 #   bash scripts/gpu_check.sh [PART ...]               on one GPU; all parts unless some are named
 #   bash scripts/gpu_check.sh --rehearse [PART ...]    the same commands at tiny sizes on the CPU
 #
-#   bench    scripts.bench moe, step, router, experts; peers: step with other implementations
+#   bench    scripts.bench moe, step in two types, router
 #   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps
 #   tests    pytest -m gpu: kernels in full size and three types, compile, no waiting host, DDP, FSDP2, resume; with
 #            pytest-xdist in four processes, since compiling takes most of the time
@@ -13,9 +13,9 @@
 #
 # A part is made of pieces. Each has a time limit and does not keep the next from running when it fails. FOLDER gets at
 # most six files: gpu_check.log, to which all pieces write, figures-bench.json and figures-trace.json with a table of
-# each piece, two traces, and train.tar.gz with the runs; figures also of what was interrupted. Exit code 1 if any
-# piece failed, 2 if none can run, 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic,
-# tiktoken and safetensors, for `tests` also pytest and hypothesis.
+# each piece, two traces, and train.tar.gz with the runs. Exit code 1 if any piece failed, 2 if none can run, 130 after
+# Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for `tests` also
+# pytest and hypothesis.
 # Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 415), STEPS (80), BATCH (sequences per
 # step, 256), DATA (prepared set in data/ to train on; by default the installed packages' Python sources, as bytes).
 set -uo pipefail
@@ -39,9 +39,9 @@ done
 if [ -n "$rehearse" ]; then
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
     config=(config/quickstart.toml --model.n_layer=1 --train.batch_size=1)
-    few=(--train.micro_batch_size=1) many=(--train.micro_batch_size=1)
+    many=(--train.micro_batch_size=1)
     rounds=(--rounds 1)
-    sizes=(--tokens 16 --n-embd 16 --expert-hidden 16 --n-expert 2 --top-k 1 --rounds 1)
+    sizes=(--shape 16 16 16 2 1 --rounds 1)
     dtypes=(float32 bfloat16) dtype=float32 compiled=(dense)
     training=(config/quickstart.toml --train.micro_batch_size=1 --train.batch_size=1 --eval.windows=2)
     steps=10 set=packages-rehearsal roots=scripts held_out=0.2
@@ -49,7 +49,7 @@ else
     roots=$("$python" -c 'import torch; torch.cuda.is_available() and print(torch.__path__[0])')
     [ -n "$roots" ] || refuse "torch finds no CUDA device here; --rehearse tries the commands on the CPU"
     config=(config/125m.toml --model.block_size=1024)
-    few=(--train.micro_batch_size=8) many=(--train.micro_batch_size=32)
+    many=(--train.micro_batch_size=32)
     rounds=(--rounds 30) sizes=()
     dtypes=(float16 bfloat16) dtype=float16 compiled=(dense kern)
     training=(config/125m.toml --train.micro_batch_size=64 "--train.batch_size=${BATCH:-256}" --eval.windows=512)
@@ -108,21 +108,21 @@ bench() {
 }
 
 part_bench() {
-    local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off)
-    bench moe 70 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
-    bench step 75 step "${step[@]}" --routers dense softmax kern --peers --dtype "${dtypes[@]}"
-    bench router 45 router "${step[@]}" --dtype $dtype
-    bench experts 50 experts "${step[@]}" --model.router=kern --dtype $dtype
-    bench peers 60 step "${config[@]}" "${few[@]}" "${rounds[@]}" --compile off --routers dense kern --dtype $dtype
+    local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off) type
+    bench moe 90 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
+    for type in "${dtypes[@]}"; do
+        bench "step-$type" 75 step "${step[@]}" --model.router={dense,softmax,kern} "--train.dtype=$type"
+    done
+    bench router 90 router "${step[@]}" --model.router={softmax,sigmoid,tanh,kern} --train.dtype=$dtype
 }
 
 part_trace() {
-    local step=("${config[@]}" "${many[@]}" --dtype $dtype) router
-    bench trace-step 60 step "${step[@]}" --compile off --rounds 5 --routers kern --peers \
+    local step=("${config[@]}" "${many[@]}" --train.dtype=$dtype) router
+    bench trace-step 60 step "${step[@]}" --train.compile=off --rounds 5 --model.router=kern \
         --profile "$out/step.trace.json.gz"
     bench trace-moe 50 moe "${sizes[@]}" --rounds 5 --dtype $dtype --profile "$out/moe.trace.json.gz"
     for router in "${compiled[@]}"; do
-        bench "compiled-$router" 130 step "${step[@]}" "${rounds[@]}" --routers "$router" --peers nanogpt --compile on
+        bench "compiled-$router" 130 step "${step[@]}" "${rounds[@]}" "--model.router=$router" --train.compile=on
     done
 }
 

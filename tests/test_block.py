@@ -182,44 +182,6 @@ def test_shared_heads_equal_obvious_code(n_kv_head, copies, monkeypatch):
     assert_near(attn(x), naive_attention(x, attn, model.config), tolerance(torch.float64, 32))
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_norms_equal_obvious_code(norm, eps):
-    model = build(norm=norm, norm_eps=eps, qk_norm="head", router="dense")
-    block = model.blocks[0]
-    for layer in (block.ln_1, block.ln_2, model.ln_f, block.attn.q_norm, block.attn.k_norm):
-        x = torch.randn(7, len(layer.weight), dtype=torch.float64)
-        centred = x - x.mean(1, keepdim=True) if norm == "layernorm" else x
-        wanted = centred / (centred.square().mean(1, keepdim=True) + eps).sqrt() * layer.weight
-        assert_near(layer(x), wanted, tolerance(torch.float64, 32))
-        assert [name for name, _ in layer.named_parameters()] == ["weight"]
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("activation, function", [("gelu", lambda z: z * torch.special.ndtr(z)),
-                                                  ("silu", lambda z: z / (1 + torch.exp(-z)))])  # fmt: skip
-@pytest.mark.parametrize("gated", [False, True])
-def test_mlps_equal_obvious_code(activation, function, gated):
-    model = build(activation=activation, gated=gated, n_shared_expert=3, n_dense_layer=1)
-    dense, moe = model.blocks[0].mlp, model.blocks[1].mlp
-    x = torch.randn(9, 32, dtype=torch.float64)
-
-    def apply(w_in, w_out):  # (C, P), (H, C)
-        h, H = x @ w_in, len(w_out)
-        return (function(h[:, :H]) * h[:, H:] if gated else function(h)) @ w_out
-
-    near = tolerance(torch.float64, 32)
-    assert_near(dense(x)[0], apply(dense.w_in.weight.T, dense.w_out.weight.T), near)
-    routing = moe.router(x)
-    wanted = apply(moe.shared.w_in.weight.T, moe.shared.w_out.weight.T)
-    for e in range(8):
-        gate = (routing.weights * (routing.experts == e)).sum(1, keepdim=True)
-        wanted = wanted + gate * apply(moe.experts.w_in[e], moe.experts.w_out[e])
-    assert_near(moe(x[None])[0][0], wanted, near)
-    assert dense.w_out.weight.shape == (32, 12 * 5) and moe.shared.w_out.weight.shape == (32, 12 * 3)
-
-
 # counts, cache, names
 
 VARIANTS = [
@@ -265,18 +227,6 @@ def test_flops_equal_the_counters(update, router):
     assert counter.get_total_flops() == B * T * flops_per_token(model.config)
 
 
-def test_flops_by_hand():
-    """n_embd 32, 4 heads of 8, 2 of keys; K·H = 24, gated; 1 shared expert; 1 of 3 layers dense; head 40 · 32."""
-    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
-    dense, moe = 3 * 32 * 36, 3 * 32 * 24 + 3 * 32 * 12 + 8 * 32
-    weights = 3 * attention + dense + 2 * moe + 40 * 32
-    config = settings(router="softmax", n_shared_expert=1, n_dense_layer=1, qk_norm="head")
-    assert flops_per_token(config) == 6 * weights + 12 * 3 * T * 32
-    norms = 3 * (2 * 32 + 2 * 8) + 32
-    experts = 2 * 3 * 32 * 12
-    assert count_parameters(config) == (weights + 40 * 32 + norms + 6 * experts, weights + 40 * 32 + norms)
-
-
 @pytest.mark.numerics
 @variants
 def test_cache_equals_the_full_forward_pass(update):
@@ -309,29 +259,20 @@ def test_defaults_are_the_papers():
 
 
 @pytest.mark.parametrize(
-    "update, words",
+    "update, remedy",
     [
-        ({"n_kv_head": 3}, "model.n_head = 4 is not a multiple of model.n_kv_head = 3; set --model.n_kv_head=2"),
-        ({"n_kv_head": 64}, "model.n_kv_head = 64; set --model.n_kv_head=4"),
-        (
-            {"bias": True},
-            "model.gated = true: a gated MLP has no biases, but model.bias = true; set --model.bias=false",
-        ),
-        (
-            {"n_dense_layer": 3},
-            "no layer with experts of model.n_layer = 3; set --model.n_dense_layer=2 or --model.router=dense",
-        ),
+        ({"n_kv_head": 3}, "--model.n_kv_head=2"),
+        ({"n_kv_head": 64}, "--model.n_kv_head=4"),
+        ({"bias": True}, "--model.bias=false"),
+        ({"n_dense_layer": 3}, "--model.n_dense_layer=2"),
     ],
 )
-def test_what_means_nothing_is_refused(update, words):
+def test_what_means_nothing_is_refused(update, remedy):
     (error,) = find_conflicts(Config().model_copy(update={"model": settings(**update)}))
-    assert words in error
+    assert f"model.{next(iter(update))} = " in error and remedy in error
 
 
 def test_dense_ignores_what_is_of_experts():
     model = settings(router="dense", n_dense_layer=7, backend="triton")
     assert not find_conflicts(Config().model_copy(update={"model": model}))
     assert count_parameters(model) == count_parameters(settings(router="dense"))
-
-
-# a run

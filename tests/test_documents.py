@@ -1,8 +1,6 @@
 """data.document_mask: every document of a window against itself alone, and runs, resume and commands with masks."""
 
 import json
-import os
-import shutil
 from itertools import product
 
 import numpy as np
@@ -12,10 +10,9 @@ import torch.nn.functional as F
 from conftest import write_tiny
 from corpora import BYTES, write_ids
 from numerics import assert_near, seeded, tolerance
-from runs import column, end, meet_in, metrics, run, start_ranks
+from runs import column, end, metrics, run
 from torch.nn.attention.flex_attention import BlockMask
 
-import attention
 import configure
 import train
 from attention import KVCache, attend, find_documents
@@ -24,13 +21,10 @@ from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
 from eval.routing import main as routing
-from eval.scoring import Scorer
 from eval.trained import load_model
-from model import GPT, parameter_shapes
+from model import GPT
 from runtime import RunError
 from runtime.folder import path_of
-from runtime.memory import estimate_memory
-from runtime.parallel import compile_blocks
 from runtime.preflight import preflight
 from scripts import export, sample
 
@@ -137,32 +131,6 @@ def eager_flex(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda q, k, v: None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_autograd_keeps_one_mask_for_all_layers(dtype):
-    """Which the memory plan knows of."""
-
-    def measure(token):
-        model, kept, alive = build(token, router="dense", block_size=256).float(), {}, []
-
-        def pack(tensor):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)  # so that no address comes twice
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            model(*torch.zeros(2, 3, 256, dtype=torch.int64))
-        return sum(kept.values())
-
-    config = Config().model.model_copy(update={**SIZES, "router": "dense", "block_size": 256})
-    shapes = parameter_shapes(config)
-    planned = [
-        estimate_memory(shapes, config, 3, dtype, "ddp", 1, checkpointing=False, masks=masks).activations
-        for masks in (True, False)
-    ]
-    assert measure(END) - measure(None) == pytest.approx(planned[0] - planned[1], rel=0.03)
-
-
 @pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("length", [12, 300])  # of 300 some blocks are full, some empty
@@ -185,19 +153,6 @@ def test_flex_attention_equals_the_mask(length, heads, eager_flex):
         assert_near(one, other, tolerance(torch.float64, length, roundings=8))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@blocks
-def test_a_model_with_flex_attention_equals_itself_with_masks(pos, monkeypatch, eager_flex):
-    model, (idx, _) = build(pos=pos, router="dense", n_kv_head=2), make_windows()
-    wanted = all_logits(model, idx)
-    used = []
-    monkeypatch.setattr(model, "find_documents", lambda idx, compiled: find_documents(idx, END, torch.float32, True))
-    flex = attention.flex_attention
-    monkeypatch.setattr(attention, "flex_attention", lambda *args, **more: used.append(1) or flex(*args, **more))
-    assert_near(all_logits(model, idx), wanted, LIMIT["dense"])
-    assert len(used) == 2
-
-
 def test_generated_ends_begin_anew():
     """Beyond an end the continuation is that of the end alone, with a cache and after the window is full."""
     model = build(router="dense", pos="rope").eval().float()
@@ -209,15 +164,6 @@ def test_generated_ends_begin_anew():
         full = [*range(9), END, 5]
         two = list(zip(*generation.generate(model, [full, [END, 5]], 9, generation.SamplingParams(0)), strict=True))
     assert two[0] == two[1]
-
-
-def test_scores_do_not_cross_documents():
-    """Alone and with a shared context, whose documents before its last change nothing."""
-    scorer = Scorer(build(router="dense").eval().float())
-    short, long = [END, 4, 5], [1, 2, END, 4, 5]
-    for more in ([(6, 7)], [(6, 7), (8, 9, 10)]):
-        a, b = (scorer.score([(context, list(rest)) for rest in more]) for context in (short, long))
-        assert [s.loglikelihood for s in a] == pytest.approx([s.loglikelihood for s in b], rel=1e-5)
 
 
 # ---- runs
@@ -278,58 +224,9 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     ids[-1] = 256  # the only end
     write_ids(tmp_path / "one", ids, ids)
     one = [f"data.dir={tmp_path}", "data.name=one"]
-    with pytest.raises(DataError, match="its training split is one document.*one to a file or to a row"):
+    with pytest.raises(DataError, match="its training split is one document, so.*one to a file or to a row"):
         preflight(tiny(MASKED, *one))
     preflight(tiny(*one))
-
-
-def be_a_rank(file):
-    """A run under each parallelism."""
-    for parallel in ("ddp", "zero2", "fsdp"):
-        meet_in(file.parent / f"{parallel}.store")
-        more = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.name={parallel}"]
-        train.train(configure.load(file, [MASKED, *more], 2))
-    assert os.environ["WORLD_SIZE"] == "2"
-
-
-@pytest.mark.integration
-@pytest.mark.numerics
-def test_two_ranks_have_the_losses_of_one(tiny, tiny_file):
-    for process in start_ranks(2, be_a_rank, tiny_file):
-        code, printed = process.wait(300)
-        assert code == 0, printed
-    wanted = torch.tensor(column(run(tiny(MASKED, "run.name=one")), "val/loss"))
-    for parallel in ("ddp", "zero2", "fsdp"):
-        found = torch.tensor(column(metrics(tiny(f"run.name={parallel}")), "val/loss"))
-        assert_near(found, wanted, tolerance(torch.float32, 257, roundings=8), parallel)
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
-def test_compiled_blocks_take_the_mask(tiny):
-    losses = [
-        torch.tensor(column(run(tiny(MASKED, f"run.name={word}", f"train.compile={word}")), "val/loss"))
-        for word in ("off", "on")
-    ]
-    assert_near(losses[1], losses[0], 1e-4)
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler")
-@pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_compiled_blocks_take_flex_attention(pos, monkeypatch):
-    """Without gradients inductor compiles it on a CPU. Other documents in the same shape do not compile again."""
-    model, length = build(pos=pos, router="dense", n_kv_head=2, block_size=150).float().eval(), 150
-    idx = torch.randint(END, (2, 2, length), generator=seeded())
-    idx[0, 0, [20, 140]], idx[1, :, 77] = END, END
-    with torch.no_grad():
-        wanted = [all_logits(model, x) for x in idx]
-        compile_blocks(model)
-        blocks = lambda idx, compiled: find_documents(idx, END, torch.float32, compiled)  # noqa: E731
-        monkeypatch.setattr(model, "find_documents", blocks)
-        for turn, (x, logits) in enumerate(zip(idx, wanted, strict=True)):
-            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-                assert_near(all_logits(model, x), logits, tolerance(torch.float32, 64, roundings=32))
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from eval.scoring import Scorer
 from hf.names import from_gpt2
 from hf.tokenizer_files import write_tokenizer
 from runtime import distributed, folder
-from scripts.export import export_run
+from scripts.export import export_run, load_source
 
 REPO_ROOT = Path(__file__).parents[1]
 
@@ -227,7 +227,7 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
-    export_run(run, tmp_path / "export")
+    export_run(load_source(run), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
     client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)

@@ -58,10 +58,6 @@ def test_texts_come_back(folder, prepared):
     assert set(texts[:-1]) <= set(TEXTS)
     ids = tokenizer.encode("a <|end|> b \ud800")
     assert 1 not in ids and tokenizer.decode(ids) == "a <|end|> b \ufffd"  # as text
-
-
-def test_bytes_of_tokens(folder, prepared):
-    tokenizer = open_tokenizer(prepared)
     of_ids = token_bytes(tokenizer)
     assert of_ids[0] == of_ids[1] == b"" and len(of_ids) == tokenizer.vocab_size
     for text in TEXTS[::9]:
@@ -72,40 +68,27 @@ def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_p
     size = open_tokenizer(prepared).vocab_size
     make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
     (tmp_path / "olmoe/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    config = tiny(
-        *(f"train.init_from={tmp_path / 'olmoe'}", f"model.vocab_size={size}", "train.max_steps=2", "eval.windows=2"),
-        *(f"data.dir={prepared.parent}", "data.name=text", *SHAPE, *OURS["olmoe"]),
-    )
+    own = [f"data.dir={prepared.parent}", "data.name=text", f"model.vocab_size={size}", *SHAPE, *OURS["olmoe"]]
+    config = tiny(f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own)
     train.train(config)
     assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
-    own = [f"data.dir={prepared.parent}", "data.name=text", f"model.vocab_size={size}", *SHAPE, *OURS["olmoe"]]
-    assert "starts from" in start(tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own))[1]
+    again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
+    start(again)
     other = json.loads((tmp_path / "out/tokenizer.json").read_text())
-    one, two = [*other["model"]["vocab"]][-2:]
     vocab = other["model"]["vocab"]
+    one, two = [*vocab][-2:]
     vocab[one], vocab[two] = vocab[two], vocab[one]
     (tmp_path / "out/tokenizer.json").write_text(json.dumps(other))
-    assert "its tokenizer is one whose id" in refused(
-        tiny("run.name=other", f"train.init_from={tmp_path / 'out'}", *own)
-    )
+    assert "its tokenizer is one whose id" in refused(again)
 
 
 @pytest.mark.parametrize(
     "file, content, words",
-    [
-        ("config.json", None, "it needs tokenizer.json and config.json"),
-        ("config.json", "{}", "config.json: no eos_token_id"),
-        ("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"),
-        ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
-    ],
+    [("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"), ("tokenizer.json", "{}", "cannot be read")],
 )
 def test_bad_folders(folder, tmp_path, file, content, words):
-    place = tmp_path / "bad"
-    place.mkdir()
     for name in ("config.json", "tokenizer.json"):
-        (place / name).write_bytes((folder / name).read_bytes())
-    (place / file).unlink()
-    if content is not None:
-        (place / file).write_text(content)
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / file).write_text(content)
     with pytest.raises(DataError, match=words):
-        load_tokenizer(str(place))
+        load_tokenizer(str(tmp_path))

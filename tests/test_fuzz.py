@@ -18,7 +18,7 @@ from configure.schema import KEYS, SECTIONS
 from data import DataError, prepare
 from data.bins import Meta, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import Loader
-from data.tokenizer import TokenizerError, load_tokenizer
+from data.tokenizer import load_tokenizer
 
 ANY_TEXT = st.text(max_size=12)
 TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -205,14 +205,14 @@ def test_a_pickle_as_ranks_runs_nothing(copied, pickled):
     ranks = copied / "gpt2.tiktoken"
     ranks.write_bytes(pickled)
     for use, place in ((lambda: load_tokenizer("gpt2", ranks), ranks), (lambda: open_tokenizer(copied), copied)):
-        with pytest.raises(TokenizerError, match=f"{place}.*: not GPT-2's BPE file: sha256"):
+        with pytest.raises(DataError, match=f"{place}.*: not GPT-2's BPE file: sha256"):
             use()
 
 
 def test_code_as_a_tokenizers_name_runs_nothing(copied, canary):
     name = f"__import__('pathlib').Path({str(canary)!r}).touch()"
     edit_meta(copied, lambda meta: meta["tokenizer"].update(name=name))
-    with pytest.raises(TokenizerError, match="no tokenizer .*choose one of bytes, gpt2"):
+    with pytest.raises(DataError, match="no tokenizer .*choose one of bytes, gpt2"):
         open_tokenizer(copied)
 
 

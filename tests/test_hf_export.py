@@ -4,17 +4,15 @@ Both models compute in fp64, and must agree to the rounding of fp32: an error is
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import meet_in, modules_in, start_ranks
+from runs import modules_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
@@ -56,7 +54,7 @@ def exported(tiny, tmp_path):
         run.mkdir()
         (run / "config.toml").touch()
         out.mkdir()
-        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, 1, {}, False)
+        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, {})
         write_export(source, out, form, dtype)
         return source, out
 
@@ -92,63 +90,31 @@ def assert_same_model(own, theirs, use_cache=True):
     assert wanted.std() > 0.5 and output.sequences.max() < TOKENIZER.vocab_size
 
 
-VARIANTS = [(), ("model.pos=rope",), ("model.tie_embeddings=false", "model.vocab_size=320"), ("model.bias=true",)]
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("router", ROUTERS)
-def test_every_router_exports_the_same_model(exported, router):
-    """Each router with one of VARIANTS."""
-    trained, out = exported(f"model.router={router}", *VARIANTS[list(ROUTERS).index(router) % 4])
-    theirs, info = load(out, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_model(trained.model, theirs)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
-        ("model.router=kern-mc", *VARIANTS[2]),
-        ("model.router=softmax-renorm", "model.gate_norm=1"),
-        ("model.router=dense", "model.pos=rope", *VARIANTS[2]),
-        ("model.router=dense", "model.bias=true"),
-    ],
-)
-def test_variants(exported, overrides):
-    trained, out = exported(*overrides)
-    assert_same_model(trained.model, load(out), use_cache=False)
-
-
+UNTIED = ("model.tie_embeddings=false", "model.vocab_size=320")
 MODERN = ("model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.pos=rope", "model.rope_base=500")
-BLOCKS = {  # of modern models
-    "olmoe": (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", "model.tie_embeddings=false"),
-    "shared": (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
-    "dense": (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
-    "gpt": (
-        "model.router=tanh",
-        "model.qk_norm=all",
-        "model.bias=true",
-        "model.n_shared_expert=1",
-        "model.n_kv_head=1",
-    ),
-}
+MODELS = [(f"model.router={router}",) for router in ROUTERS]
+MODELS += [
+    ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
+    ("model.router=softmax-renorm", "model.gate_norm=1", *UNTIED),
+    ("model.router=dense", "model.pos=rope", *UNTIED),
+    (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", *UNTIED),
+    (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
+    (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
+    ("model.router=tanh", "model.qk_norm=all", "model.bias=true", "model.n_shared_expert=1", "model.n_kv_head=1"),
+]
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("block", BLOCKS)
-def test_modern_blocks(exported, block):
-    trained, out = exported(*BLOCKS[block])
+@pytest.mark.parametrize("overrides", MODELS, ids=" ".join)
+def test_every_model_exports_the_same_model(exported, overrides):
+    trained, out = exported(*overrides)
     theirs, info = load(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_model(trained.model, theirs)
-    plan = theirs.config.base_model_tp_plan
-    assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in BLOCKS[block])
+    assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("more", [VARIANTS[2], ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
+@pytest.mark.parametrize("more", [UNTIED, ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
 def test_dense_is_plain_gpt2(exported, more):
     trained, out = exported("model.router=dense", *more, form="gpt2")
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
@@ -180,10 +146,6 @@ def test_hidden_states_and_cache_on_request(exported):
     output = theirs(idx, output_hidden_states=True, use_cache=False)
     assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
     assert output.past_key_values is None and theirs(idx).past_key_values.get_seq_length() == 9
-    calls = []
-    theirs.layers[0].register_forward_hook(lambda module, args, kwargs, y: calls.append(kwargs), with_kwargs=True)
-    theirs(idx, use_cache=False)
-    assert calls[0]["past_key_values"] is None  # which would cost its memory
 
 
 @pytest.mark.numerics
@@ -239,26 +201,6 @@ def test_export_is_trained_with_dropout_and_from_scratch(exported):
         assert p.std().item() == pytest.approx(0.3, rel=0.2)
 
 
-def load_in_parallel(out, meeting, modules):
-    """A rank: the model split by its tensor-parallel plan gives the logits of the model in one piece."""
-    meet_in(meeting)
-    with modules_in(modules / os.environ["RANK"]):
-        split, plain = load(out, tp_plan="auto").double(), load(out).double()
-        idx = random_ids(1, 20)
-        assert dist.get_world_size() == 2
-        assert_near(split(idx).logits, plain(idx).logits, NEAR)
-
-
-@pytest.mark.numerics
-@pytest.mark.integration
-@pytest.mark.parametrize("router", ["kern", "dense"])
-def test_tensor_parallel_plan(exported, tmp_path, router):
-    _, out = exported(f"model.router={router}", "model.pos=rope")
-    for rank in start_ranks(2, load_in_parallel, out, tmp_path / "meeting", tmp_path):
-        code, printed = rank.wait(300)
-        assert code == 0, printed
-
-
 @pytest.mark.numerics
 def test_layout_that_vllm_expects(exported):
     """The contract of vLLM's Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
@@ -282,9 +224,7 @@ def test_layout_that_vllm_expects(exported):
     assert calls == [(layer, (1, 4, 9, 8), 8**-0.5, None, 0.0, "it") for layer in range(2)]
     theirs.train().model(idx, **settings)
     assert [dropout for *_, dropout, _ in calls] == [0.0, 0.0, 0.25, 0.25]
-    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= {
-        f"layers.*.self_attn.{part}_proj" for part in "qkvo"
-    }
+    assert type(theirs)._supports_attention_backend
     moe = theirs.model.layers[0].mlp
     assert {tuple(p.shape) for p in moe.experts.parameters()} == {(8, 32, 8), (8, 8, 32)}
     tokens = torch.randn(5, 32, dtype=torch.float64)
@@ -304,20 +244,8 @@ def edit_weights(out, edit):
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
 
-def edit_code(out, *changes):
-    code = (out / "modeling_nanokern.py").read_text()
-    for old, new in changes:
-        assert code.count(old) == 1
-        code = code.replace(old, new)
-    (out / "modeling_nanokern.py").write_text(code)
-
-
 def break_weight(out):
     edit_weights(out, lambda state: state["model.layers.1.mlp.experts.down_proj"][:, 3].mul_(1.5))
-
-
-def break_numbers(out):
-    edit_weights(out, lambda state: state["model.norm.weight"].fill_(torch.nan))
 
 
 def break_names(out):
@@ -331,27 +259,13 @@ def break_tokenizer(out):
     file.write_text(json.dumps(body))
 
 
-def break_end(out):
-    file = out / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "a"}))
-
-
 def break_positions(out):
-    """With a mask, positions are one too high."""
-    edit_code(
-        out, ("(attention_mask.long().cumsum(-1) - 1).clamp(min=0)", "attention_mask.long().cumsum(-1).clamp(max=31)")
-    )
-
-
-def break_padding(out):
-    """Tokens after the first pass count the padding on the left."""
-    new = "if start:\n            position_ids = columns[None]\n        elif position_ids is None:"
-    edit_code(out, ("if position_ids is None:", new))
-
-
-def break_cache(out):
     """Every later token gets the first token's position."""
-    edit_code(out, ("if position_ids is None:", "if True:"), ("[:, -len(columns) :]", "[:, : len(columns)]"))
+    code = (out / "modeling_nanokern.py").read_text()
+    for old, new in (("if position_ids is None:", "if True:"), ("[:, -len(columns) :]", "[:, : len(columns)]")):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    (out / "modeling_nanokern.py").write_text(code)
 
 
 def cut(out):
@@ -359,14 +273,10 @@ def cut(out):
 
 
 HARMS = {
-    break_weight: "logits of 80 random tokens",
-    break_numbers: "random tokens in 4 rows: at most nan apart",
-    break_positions: "logits of 80 random tokens",
-    break_padding: "tokens generated with a cache",
-    break_cache: "tokens generated with a cache",
-    break_names: "missing keys: model.layers.0.mlp.router.gamma",
+    break_weight: "logits of 4 rows",
+    break_positions: "logits of 4 rows",
+    break_names: "missing_keys: model.layers.0.mlp.router.gamma",
     break_tokenizer: "the tokenizer gives other ids",
-    break_end: "the tokenizer ends a text with 97, not 256",
     cut: "cannot be loaded or run",
 }
 
@@ -381,20 +291,5 @@ def test_differences_are_found(exported, tmp_path, capsys):
         assert export.check_export(trained, copy) == 1
         printed = capsys.readouterr()
         assert words in printed.err and words not in printed.out, harm
-        assert (
-            f"remedy: export again, into a new folder: python -m scripts.export {trained.run} NEW --check"
-            in printed.err
-        )
-        if harm is break_names:
-            assert "unexpected keys: model.layers.0.mlp.router.gama" in printed.err
-    assert correct.count("apart") == 2
-
-
-def test_generated_padding_is_found(exported, monkeypatch):
-    trained, out = exported("model.vocab_size=258")
-    suppressed = json.loads((out / "generation_config.json").read_text())["suppress_tokens"]
-    assert suppressed == [257]  # beside the tokenizer's 257 ids
-    for id, wrong in ((256, False), (257, True)):
-        monkeypatch.setattr(export, "compare_generation", lambda *_, id=id: (torch.zeros(1), torch.tensor([[id]])))
-        errors = export.find_differences(trained, out)
-        assert errors == ["generates id 257, which pads the vocabulary of 257"] * wrong
+        assert f"export {trained.run} again, into a new folder" in printed.err
+    assert "tokens: at most" in correct

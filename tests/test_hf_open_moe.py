@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, column, run
+from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import refused, start
 
@@ -33,7 +33,6 @@ OURS = {  # the same model as settings
     "qwen3_moe": ["model.router=softmax-renorm", "model.qk_norm=head", "model.tie_embeddings=false"],
     "mixtral": ["model.router=softmax-renorm", "model.tie_embeddings=true", "model.rope_base=1000000"],
 }
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 KINDS = pytest.mark.parametrize("kind", OURS)
 LIMIT = tolerance(torch.float32, 64, roundings=30)  # two blocks of some 15 roundings each
 
@@ -72,8 +71,11 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, k
     assert_near(out.loss, loss, LIMIT, "loss")
     out.loss.backward()
     loss.backward()
-    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    expected = FORMATS[kind].to_own(FORMATS[kind].unify_names(grads))
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.copy_(p.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    expected = FORMATS[kind].to_own(load_file(tmp_path / "gradients/model.safetensors"))
     for name, p in model.named_parameters():
         assert_near(p.grad, expected[name], 3 * LIMIT, name)
 
@@ -95,43 +97,21 @@ def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
     assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
 
 
-def test_another_router_takes_over_the_experts(tiny, tmp_path):
-    make_model("olmoe").save_pretrained(tmp_path / "olmoe")
-    own = ["model.norm_eps=1e-4", *SHAPE, *OURS["olmoe"], f"train.init_from={tmp_path / 'olmoe'}"]
-    softmax, _ = start(tiny(*own))
-    config = tiny(*own, "model.router=kern", "train.max_steps=2")
-    kern, words = start(config)
-    assert "model.router changes from softmax to kern" in words
-    assert torch.equal(kern.blocks[1].mlp.experts.w_in, softmax.blocks[1].mlp.experts.w_in)
-    assert len(column(run(config), "train/loss")) == 2
-
-
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
     "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
-    "clip_qkv is 8.0": {"clip_qkv": 8.0},
-    "attention_bias is True": {"attention_bias": True},
     "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
-    "mlp_only_layers is [0]": {"mlp_only_layers": [0]},
-    "activation: ": {"hidden_act": "relu"},
-    "rope_base: Input should be a valid number": {"rope_parameters": {"rope_theta": "1e4"}},
-    "rope_parameters is 'default', expected an object": {"rope_parameters": "default"},
-    "num_attention_heads is 0, expected a whole": {"num_attention_heads": 0},
-    "hidden_size is None, expected a whole": {"hidden_size": None},
-    "router_jitter_noise is 0.1": {"router_jitter_noise": 0.1},
-    "quantization_config is {'bits': 8}": {"quantization_config": {"bits": 8}},
-    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
-    "sliding_window is 16": {"use_sliding_window": True, "sliding_window": 16},
+    "a value has the wrong type": {"rope_parameters": "default"},
+    "hidden_size missing": {"hidden_size": None},
+    "sliding_window is 16": {"sliding_window": 16},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
-    f"{GATE} is missing, expected (16, 32)": {GATE: None},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
-    f"{Q_NORM} (torch.float8_e4m3fn) is not floating": {Q_NORM: torch.ones(8).to(torch.float8_e4m3fn)},
 }
 
 
@@ -181,17 +161,6 @@ def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen
             assert "\n" not in str(error)
             refusals += 1
     assert refusals > len(folders) / 3
-
-
-def test_a_window_that_is_switched_off_is_no_window(tiny, tmp_path, qwen3):
-    settings, state = qwen3
-    write_folder(tmp_path / "theirs", settings | {"sliding_window": 16, "use_sliding_window": False}, state)
-    start(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
-    make_model("mixtral", sliding_window=16).save_pretrained(tmp_path / "mixtral")  # which has no such switch
-    edited = json.loads((tmp_path / "mixtral/config.json").read_text()) | {"use_sliding_window": False}
-    (tmp_path / "mixtral/config.json").write_text(json.dumps(edited))
-    text = refused(tiny(f"train.init_from={tmp_path / 'mixtral'}", *SHAPE, *OURS["mixtral"]))
-    assert "sliding_window is 16" in text
 
 
 @KINDS

@@ -132,21 +132,6 @@ def on_layout(request, monkeypatch):
     return lambda experts: experts.as_subclass(AsOnGPU)
 
 
-def test_each_layout_is_the_one_tested(on_layout, request, monkeypatch):
-    used = []
-    for layout in (torch_grouped.PerExpertMM, torch_grouped.PaddedBMM):
-        add = layout.add_to_tokens
-        monkeypatch.setattr(layout, "add_to_tokens", lambda self, *a, add=add: used.append(self) or add(self, *a))
-    leaves, experts, d_out = make_inputs(*CASES["typical"])
-    run_backend(leaves, on_layout(experts), d_out)
-    name, n_expert = request.node.callspec.params["on_layout"], CASES["typical"][3]
-    count = {"dense": 0, "mm, an expert per part": 2 * n_expert}.get(name, 2)  # forward and backward
-    layout = torch_grouped.PaddedBMM if name.startswith("bmm") else torch_grouped.PerExpertMM
-    assert [type(part) for part in used] == [layout] * count
-    if name.startswith("bmm"):
-        assert used[0].size == int(name.split()[-1])
-
-
 def test_tiny_experts_take_all_tokens():
     def chosen(H, E, K, dress=lambda experts: experts):
         return torch_grouped.choose_function(torch.empty(E, H, 16), dress(torch.zeros(3, K, dtype=torch.int64)))
@@ -156,29 +141,30 @@ def test_tiny_experts_take_all_tokens():
     assert chosen(8, 64, 8, lambda experts: experts.as_subclass(AsOnGPU)) is torch_grouped.ExpertMLP
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
-def test_torch_equals_reference(case, dtype, on_layout):
-    leaves, experts, d_out = make_inputs(*CASES[case], case, dtype)
-    loads = experts.flatten().bincount(minlength=CASES[case][3])
-    assert (loads.min() == 0) or case not in ("idle expert", "all on one expert")
-    assert_equals_reference(leaves, on_layout(experts), d_out)
+FEW = ("typical", "idle expert", "all on one expert", "zero gates", "no token")
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["typical", "idle expert", "all on one expert", "zero gates", "no token"])
-@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
-def test_every_form_equals_reference(form, case, dtype, on_layout):
+@pytest.mark.parametrize(
+    "case, form", [(case, form) for form in FORMS for case in CASES if form == "gelu" or case in FEW]
+)
+def test_torch_equals_reference(case, form, dtype, on_layout):
     activation, *gated = FORMS[form]
     leaves, experts, d_out = make_inputs(*CASES[case], case, dtype, "cpu", *gated)
     assert_equals_reference(leaves, on_layout(experts), d_out, activation=activation)
 
 
 @pytest.mark.numerics
-def test_long_sums_in_half_precision(on_layout):
-    """Blocks of 4 rows would add to nothing once their sum, in bfloat16, is 256 times as large."""
+def test_long_sums_in_half_precision(on_layout, monkeypatch):
+    """Blocks of 4 rows would add to nothing on a GPU once their sum, in bfloat16, is 256 times as large."""
+    add = torch.Tensor.index_add_
+
+    def index_add_(total, *args):  # a CPU's sums in bfloat16 are wider inside
+        assert total.dtype == torch.float32
+        return add(total, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", index_add_)
     leaves, experts, d_out = make_inputs(3000, 4, 4, 1, 1, "any shape", torch.bfloat16)
     assert_equals_reference(leaves, on_layout(experts), d_out)
 
@@ -204,17 +190,6 @@ def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layo
     spared = torch.ones(8, dtype=torch.bool).index_fill(0, experts[ends].flatten(), False)
     assert spared.any() and all(t[1:-1].isfinite().all() for t in (out, d_x, d_weights))
     assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_overflow_reaches_no_token_that_did_not_choose_the_expert(on_layout, form):
-    activation, *gated = FORMS[form]
-    leaves, experts, d_out = make_inputs(*CASES["typical"], "", torch.float32, "cpu", *gated)
-    experts[0] = torch.tensor([0, 1, 2, 3])[: experts.shape[1]]
-    leaves[0][0, 0] = 1e10
-    leaves[1][7, 0] = leaves[2][7] = 1e30  # of an expert that the first token did not choose
-    out, d_x, *_, d_weights = run_backend(leaves, on_layout(experts), d_out, activation=activation)
-    assert all(t[0].isfinite().all() for t in (out, d_x, d_weights))
 
 
 @pytest.mark.numerics
@@ -294,15 +269,6 @@ def test_a_cpu_never_holds_the_tokens_or_outputs_of_all_rows(monkeypatch):
     assert made.largest <= 4 * N * C
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_gradcheck(backend, form):
-    activation, *gated = FORMS[form]
-    leaves, experts, _ = make_inputs(7, 3, 4, 4, 2, "", torch.float64, "cpu", *gated)
-    leaves = [t.requires_grad_() for t in leaves]
-    assert torch.autograd.gradcheck(lambda *t: expert_mlp(*t, experts, backend, activation), leaves)
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_autocast(backend):
     assert_autocast_rounds(partial(run_backend, backend=backend))
@@ -321,16 +287,3 @@ def test_backends_by_name():
 @pytest.mark.parametrize("case", CASES)
 def test_torch_equals_reference_on_gpu(case, dtype):
     assert_equals_reference(*make_inputs(*CASES[case], case, dtype, "cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_no_host_synchronisation_on_gpu(dtype):
-    arguments = make_inputs(*CASES["idle expert"], "idle expert", dtype, "cuda")
-    run_backend(*arguments)  # libraries may wait while they start
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run_backend(*arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

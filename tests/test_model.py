@@ -115,9 +115,6 @@ def test_rotary_embedding_equals_transformers(base):
     assert rotate(x.bfloat16(), base).dtype == torch.bfloat16
 
 
-# counts
-
-
 # initialisation
 
 
@@ -233,16 +230,6 @@ def test_a_token_without_positive_scores_passes_unchanged():
         assert not torch.equal(y, x + block.attn(block.ln_1(x)))
 
 
-@pytest.mark.parametrize("router", ["dense", "kern"])
-def test_dropout_is_off_in_evaluation(router):
-    model = build(router=router, dropout=0.5)
-    idx = tokens()
-    assert not torch.equal(model(idx).logits, model(idx).logits)
-    model.eval()
-    assert torch.equal(model(idx).logits, model(idx).logits)
-    assert torch.equal(model(idx).logits, build(router=router)(idx).logits)
-
-
 def test_too_many_tokens():
     with pytest.raises(ValueError, match="13 tokens are more than the model's block_size of 12"):
         build()(tokens(shape=(1, 13)))
@@ -250,31 +237,15 @@ def test_too_many_tokens():
 
 @pytest.mark.parametrize("n_shared_expert", [0, 1])
 def test_gradients_of_a_fork_are_those_of_a_cast(n_shared_expert, monkeypatch):
-    """Bit for bit, with fewer operators."""
-    model, idx = build(n_shared_expert=n_shared_expert), tokens()
-
-    def run():
+    model, idx, results = build(n_shared_expert=n_shared_expert), tokens(), []
+    for _ in range(2):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16), CountOperators() as operators:
+        with torch.autocast("cpu", torch.bfloat16):
             loss = model(idx, idx).loss
-            loss.backward()
-        return operators.count, [loss, *(p.grad.clone() for p in model.parameters())]
-
-    count, forked = run()
-    monkeypatch.setattr("model.Fork.apply", lambda x, dtype: (x, x.to(dtype)))
-    plain, cast = run()
-    assert all(torch.equal(a, b) for a, b in zip(forked, cast, strict=True))
-    assert count == plain - SMALL["n_layer"]
-
-
-class CountOperators(TorchDispatchMode):
-    """Counts operators other than views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        loss.backward()
+        results.append([loss, *(p.grad.clone() for p in model.parameters())])
+        monkeypatch.setattr("model.Fork.apply", lambda x, dtype: (x, x.to(dtype)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 class CountCasts(TorchDispatchMode):

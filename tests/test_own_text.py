@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, split_of, tar, write_tree, zstd
+from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, tar, write_tree, zstd
 
 from configure import load
 from data import prepare, split, verify
@@ -41,7 +41,6 @@ def test_one_document_is_cut(run, tmp_path, name):
         (tmp_path / name).write_bytes(kinds[Path(name).suffix](LINES))
     out = run("text", "--source", tmp_path / name)
     assert "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
-    assert "of the beginnings and ends of 1 document in" in out
     cut = int(0.95 * len(LINES))
     assert texts_of(tmp_path / "out/text") == {"train": LINES[:cut], "val": LINES[cut:]}  # and no end-of-text
     assert check_dataset(tmp_path / "out/text", 257).source["split"] == "ends"
@@ -79,14 +78,10 @@ def test_very_many_documents_are_not_cut(run, tmp_path):
 @pytest.mark.parametrize(
     ("files", "more", "message"),
     [
-        ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read \(2 empty, 0 bad\): .* with --source"),
-        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read \(0 empty, 1 bad\).*\n  .*a.txt is not UTF-8"),
-        ({"in/a.txt": b"\xff"}, (), r"a.txt is not UTF-8 at byte 0"),
-        ({"in/a.txt": b"x"}, (), r"too little text to train on where 5% is validation: name more files with --source"),
-        ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read \(1 empty.*--val-source"),
-        ({"in/a.txt": b" ", "val.txt": b"x"}, ("--val-source", "val.txt"), r"no documents to read.* with --source"),
+        ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read.* with --source"),
+        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read.* with --source"),
+        ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read.* with --val-source"),
         ({"in/a.txt": b"x"}, ("--val-source", "in/a.txt"), "in/a.txt is in --source and in --val-source: take it out"),
-        ({"in/a.txt": b"x"}, ("--val-source", "absent"), r"absent: no such file or folder: correct --val-source"),
         ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
     ],
 )
@@ -126,8 +121,6 @@ def test_shakespeare_is_nanogpts_characters(run, tmp_path):
     ids = np.fromfile(tmp_path / "out/shakespeare/train-00000.bin", "<u2")
     assert bytes(ids.astype(np.uint8)).decode() == text[: int(0.9 * len(text))]
     assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
-    out = run("shakespeare", code=2)
-    assert "shakespeare needs its text: download https://" in out and "add --source input.txt" in out
 
 
 def test_linked_folders_are_read_and_loops_end(tmp_path):
@@ -139,42 +132,6 @@ def test_linked_folders_are_read_and_loops_end(tmp_path):
     for root in ("in", "folder"):
         found = [file.name for file in local_inputs([tmp_path / root])]
         assert found == ["a.txt", "e.txt", "k/c.txt", "k/d/d.txt", "m/b.txt"]
-
-
-@pytest.mark.parametrize("name", ["in/b.txt", "in/books", "in/deep/b.txt"])
-@pytest.mark.parametrize("target", ["../gone", "b.txt"])
-def test_dangling_links_are_named(run, tmp_path, name, target):
-    write_tree(tmp_path, {"in/a.txt": b"a", "in/deep/c.txt": b"c"})
-    (tmp_path / name).symlink_to(target if target != "b.txt" else Path(name).name)
-    out = run("text", "--source", tmp_path / "in", code=2)
-    assert f"{tmp_path}/{name}, a link to " in out and "remove it, or name files instead of the" in out
-
-
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.tar.gz"])
-@pytest.mark.parametrize("zeros", [1, 511, 2**17])
-def test_gzip_padded_with_zeros(run, tmp_path, name, zeros):
-    data = {"a.txt.gz": LINES.encode(), "a.jsonl.gz": jsonl([LINES]), "a.tar.gz": tar({"a.txt": LINES.encode()})}[name]
-    half = len(data) // 2
-    padded = gzip.compress(data[:half]) + bytes(7) + gzip.compress(data[half:]) + bytes(zeros)
-    (tmp_path / name).write_bytes(padded)
-    run("text", "--source", tmp_path / name)
-    assert "".join(texts_of(tmp_path / "out/text").values()) == LINES
-    (tmp_path / name).write_bytes(padded + b"garbage")
-    out = run("text", "--source", tmp_path / name, "--force", code=2)
-    assert "damaged or cut short" in out
-
-
-@pytest.mark.parametrize("kind", ["string", "large_string"])
-def test_parquet_dictionaries(run, tmp_path, kind):
-    import pyarrow
-    from pyarrow.parquet import write_table
-
-    texts = ["one", None, "two", "one", "naïve"] * 60
-    column = pyarrow.array(texts, getattr(pyarrow, kind)()).dictionary_encode()
-    write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    args = ("text", "--source", tmp_path / "a.parquet", "--val-fraction", 0.5)
-    run(*args)
-    assert documents_of(tmp_path / "out/text") == split_of([text for text in texts if text], 0.5)
 
 
 def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
@@ -191,17 +148,7 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
             archive.addfile(member)
     (tmp_path / "a.tar").write_bytes(stream.getvalue())
     args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
-    out = run(*args)
-    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in out
-    assert f"\n  {tmp_path}/a.tar: hard.txt is a link to 3.txt\n  {tmp_path}/a.tar: soft.md is a link" in out
+    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in run(*args)
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
     assert read_meta(tmp_path / "out/text").source["links"] == 2
     assert "already there" in run(*args)
-
-
-def test_parts_of_a_set_that_is_cut(run, tmp_path):
-    args = ("text", "--source", write_tree(tmp_path / "in", {f"{i}.txt": LINES.encode() for i in range(3)}))
-    for i in (1, 2):
-        run(*args, "--shard", f"{i}/2")
-    run(*args)
-    assert texts_of(tmp_path / "out/text")["train"].count("<|endoftext|>") == 2

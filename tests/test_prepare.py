@@ -1,8 +1,6 @@
 """data/: the commands `data.prepare` and `data.verify`, from corpora to sets."""
 
-import errno
 import gzip
-import hashlib
 import io
 import itertools
 import os
@@ -18,7 +16,7 @@ from corpora import corpus_texts, documents_of, jsonl, parquet, place, snapshot,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import bins, parts, prepare, readers, sources, verify, workers
+from data import bins, prepare, readers, sources, verify, workers
 from data.bins import check_dataset, read_meta
 from data.sources import SOURCES
 
@@ -94,8 +92,7 @@ def test_python_sources_below_other_roots(run, tmp_path):
     assert "already there" in run(*args)
     (tmp_path / "one/a.py").write_text("# other")
     assert "its files have changed" in run(*args, code=2)
-    assert "none: no .py file in it: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
-    assert "absent: no such folder" in run("stdlib", "--roots", tmp_path / "absent", code=2)
+    assert "none: no .py file there: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
 
 
 def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
@@ -108,8 +105,7 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     for changed, message in (
         (("--val-fraction", 0.5), "val_fraction 0.3, now 0.5"),
         (("--tokenizer", "gpt2"), "tokenizer 'bytes', now 'gpt2'"),
-        (("--text-field", "body"), "text_field 'text', now 'body'"),
-        (("--shard-tokens", 500), "shard_tokens 999, now 500"),
+        (("--text-field", "body", "--shard-tokens", 500), "shard_tokens 999, now 500; text_field 'text', now 'body'"),
     ):
         out = run(*books, *changed, code=2)
         assert message in out and "--force" in out and "--name" in out
@@ -134,11 +130,6 @@ def test_source_files_changed_since_are_noticed(run, books, tmp_path):
         changed.write_bytes(other)
         out = run(*books, code=2)
         assert "its files have changed (the input files differ)" in out and "--force" in out
-    changed.rename(tmp_path / "in/c.jsonl")
-    run(*books, code=2)
-    write_tree(tmp_path / "in", {"b.jsonl": content})
-    (tmp_path / "in/c.jsonl").unlink()
-    run(*books)
     shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
     assert "already there" in run(*books)
 
@@ -158,51 +149,13 @@ def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
         assert len(found) == count + noticed, (name, position)
 
 
-LIKE_OURS = ["main.c", "units-of-measure/si.txt", "units-0123456789ab/0.npz", "progress.json", "lock", "meta.json"]
-
-
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
-@pytest.mark.parametrize("names", [["thesis.txt"], LIKE_OURS], ids=["thesis", "like ours"])
-def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder, names):
-    """Whatever the command says."""
-    write_tree(tmp_path / "out" / folder, {name: b"{}" for name in names})
+def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder):
+    write_tree(tmp_path / "out" / folder, {"thesis.txt": b"mine", "meta.json": b"{}"})
     before = snapshot(tmp_path / "out")
-    for args in (books, ("text", "--source", "/none"), ("text", *books[1:], "--name", "text", "--workers", 0)):
-        for more in ([], ["--force"], ["--shard", "1/2"], ["--shard", "1/2", "--force"]):
-            out = run(*args, *more, code=2)
-            if args is books and names is not LIKE_OURS:
-                assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
-            assert snapshot(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize("place", ["out", "out/text", "out/text.partial"])
-def test_a_file_where_a_folder_is_needed(run, books, tmp_path, place):
-    path = tmp_path / place
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("mine")
-    for more in ([], ["--force"], ["--shard", "1/2"]):
-        out = run(*books, *more, code=2)
-        assert f"{path} is a file where a folder is needed: move it, or choose another --out" in out
-    assert path.read_text() == "mine"
-
-
-# durability
-def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk_calls):
-    """So that a power cut leaves a complete set or one that resumes."""
-    texts = corpus_texts()
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
-    size = sum(len(text.encode()) + 1 for text in split_of(texts, 0.2)["train"])
-    (tmp_path / "out").mkdir()
-    disk_calls.clear()
-    args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
-    run(*args, "--shard-tokens", size // 2 + 1)
-    assert disk_calls == [
-        *("sync train-00000.bin", "sync train-00001.bin", "sync val-00000.bin"),
-        *("sync progress.json.tmp", "rename progress.json", "sync text.partial"),
-        *("sync train-00001.bin", "sync val-00000.bin"),  # again: they may have grown
-        *("sync meta.json.tmp", "rename meta.json", "sync text.partial"),
-        *("rename text", "sync out"),
-    ]
+    out = run(*books, "--force", code=2)
+    assert f"{folder} holds 'thesis.txt', which does not belong to a data set: move it" in out
+    assert snapshot(tmp_path / "out") == before
 
 
 # the hub
@@ -217,7 +170,7 @@ def hub(tmp_path, monkeypatch):
     import fsspec
     import huggingface_hub
 
-    hub = SimpleNamespace(root=tmp_path / "hub", newest=REVISION, asked=[], opened=[], reachable=True, cut={})
+    hub = SimpleNamespace(root=tmp_path / "hub", newest=REVISION, asked=[], opened=[], reachable=True)
 
     class FakeHub(fsspec.AbstractFileSystem):
         protocol = "hf"
@@ -230,20 +183,7 @@ def hub(tmp_path, monkeypatch):
 
         def _open(self, path, mode="rb", **_):
             hub.opened.append((path.rpartition("/")[2], self.storage_options.get("block_size")))
-            return Cut((hub.root / path).read_bytes(), hub.cut.get(path.rpartition("/")[2], 2**40))
-
-    class Cut(io.BytesIO):
-        """A connection that is lost where `end` is passed."""
-
-        def __init__(self, data, end):
-            super().__init__(data)
-            self.end = end
-
-        def read(self, *args):
-            data = super().read(*args)
-            if self.tell() > self.end:
-                raise OSError("connection lost")
-            return data
+            return io.BytesIO((hub.root / path).read_bytes())
 
     def dataset_info(self, repo, revision=None, timeout=None):
         assert timeout <= 60
@@ -303,126 +243,36 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
     assert f"revision '{revision}', now 'other'" in run(*args, "--revision", "other", code=2)
 
 
-def test_only_the_arxiv_rows_of_the_pile(run, hub, tmp_path):
-    texts = corpus_texts()
-
-    def write(path, texts):
-        ours = jsonl(texts, meta={"pile_set_name": "ArXiv"}).splitlines()
-        others = [b'{"text": "no"}', b'{"text": "no", "meta": "ArXiv"}', b'{"meta": {}}']
-        others += [b'{"text": "no", "meta": {"pile_set_name": "Github"}}']
-        rows = itertools.chain(*zip(ours, itertools.cycle(others)))  # noqa: B905 (endless)
-        write_tree(path.parent, {path.name: corpora.zstd(b"\n".join(rows))})
-
-    upload(hub, "monology/pile-uncopyrighted", ["train/00.jsonl.zst", "train/01.jsonl.zst"], texts, write)
-    run("arxiv", "--config", "pile", "--val-fraction", 0.2)
-    assert documents_of(tmp_path / "out/arxiv") == split_of(texts, 0.2)
-    meta = read_meta(tmp_path / "out/arxiv")
-    assert (meta.source["empty"], meta.source["bad"]) == (2, 0)
-    local = hub.root / f"datasets/monology/pile-uncopyrighted@{REVISION}/train"
-    run("arxiv", "--config", "pile", "--val-fraction", 0.2, "--source", local, "--name", "copy")
-    assert documents_of(tmp_path / "out/copy") == documents_of(tmp_path / "out/arxiv")
+def test_a_corpus_that_changes_resumes_with_its_revision(run, hub, tmp_path, small_batches, stop_at):
+    upload(hub, *PROOF_PILE[:2], corpus_texts(), write_zst)
+    args = ("arxiv", "--val-fraction", 0.2, "--shard-tokens", 999)
+    stop_at(13, *args)
+    hub.newest = "newer"
+    upload(hub, *PROOF_PILE[:2], ["another"] * 4, write_zst, revision="newer")
+    assert f"revision '{REVISION}', now 'newer'" in run(*args, code=2)
+    assert "resuming after" in run(*args, "--revision", REVISION)
+    assert documents_of(tmp_path / "out/arxiv") == split_of(corpus_texts(), 0.2)
 
 
-@pytest.mark.parametrize(("corpus", "repo", "names", "write"), [("arxiv", *PROOF_PILE), ("fineweb-edu", *SAMPLE)])
-def test_a_lost_connection_resumes_with_the_same_revision(
-    run, run_alone, hub, tmp_path, small_batches, corpus, repo, names, write
-):
-    upload(hub, repo, names, corpus_texts(), write)
-    args = (corpus, "--val-fraction", 0.2, "--shard-tokens", 999)
-    complete = run_alone(*args)
+def test_a_lost_connection(run, hub, monkeypatch):
+    def lose(*args, **more):
+        raise ConnectionError("connection lost")
 
-    name = names[1].rpartition("/")[2]
-    hub.cut[name] = (hub.root / f"datasets/{repo}@{REVISION}" / names[1]).stat().st_size // 2
-    out = run(*args, code=2)
-    assert "start again to resume" in out and "connection lost" in out
-    assert f"hf://datasets/{repo}@{REVISION}/{names[1]}: reading from the hub failed" in out
-    hub.cut.clear()
-    hub.asked.clear()
-    hub.newest = "newer"  # the corpus changes
-    upload(hub, repo, names, ["another"] * 4, write, revision="newer")
-
-    assert f"revision '{REVISION}', now 'newer'" in run(*args, "--revision", "newer", code=2)
-    assert "resuming after" in run(*args) and hub.asked[-1] == (repo, REVISION)
-    assert snapshot(tmp_path / "out") == complete
-    assert read_meta(tmp_path / "out" / corpus).source["revision"] == REVISION
+    upload(hub, *PROOF_PILE[:2], corpus_texts(), write_zst)
+    monkeypatch.setattr(readers, "_open", lose)
+    out = run("arxiv", code=2)
+    assert f"hf://datasets/{PROOF_PILE[0]}@{REVISION}/{PROOF_PILE[1][0]}: reading from the hub failed" in out
+    assert "connection lost" in out and "start again to resume" in out
 
 
 def test_the_hub_is_unreachable(run, hub, tmp_path):
     hub.reachable = False
     out = run("fineweb-edu", code=2)
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu is unreachable" in out
-    assert "OfflineModeIsEnabled" in out and "HF_ENDPOINT" in out
+    assert "OfflineModeIsEnabled" in out
     command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
     assert command in out and "--source FOLDER" in out
     assert not (tmp_path / "out").exists()
-
-
-# parts
-@pytest.fixture
-def five_files(tmp_path) -> tuple:
-    texts = corpus_texts()
-    files = {f"{i}.jsonl": jsonl(texts[8 * i : 8 * i + 8]) for i in range(5)}
-    return "text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.2, "--shard-tokens", 999
-
-
-@pytest.mark.parametrize("n", [1, 2, 9])
-def test_parts_make_the_set_of_one_command(
-    run, run_alone, stop_at, five_files, tmp_path, monkeypatch, small_batches, n
-):
-    """Also where there are more parts than files; a part that was stopped resumes."""
-    single = run_alone(*five_files)
-    stop_at(3, *five_files, "--shard", f"1/{n}")
-    assert f"text.part-1-of-{n}: this part is not complete: make it with --shard 1/{n}" in run(*five_files, code=2)
-    for i in range(n, 0, -1):
-        out = run(*five_files, "--shard", f"{i}/{n}")
-        assert f"part {i} of {n} is tokenized" in out and ("resuming after" in out) == (i == 1)
-    assert "already there" in run(*five_files, "--shard", f"1/{n}")
-    corpora.fail_after(monkeypatch, 1)  # nothing is left to tokenize
-    run(*five_files)
-    assert snapshot(tmp_path / "out") == single
-    assert "already there" in run(*five_files, "--shard", f"1/{n}")
-
-
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(any), n=st.integers(1, 7))
-@settings(deadline=None, max_examples=50)
-def test_every_file_is_in_the_part_in_which_it_begins(sizes, n):
-    inputs = [readers.Input(str(i), str(i), size) for i, size in enumerate(sizes)]
-    found = [parts.part_inputs(inputs, i, n) for i in range(1, n + 1)]
-    assert sum(found, []) == inputs
-    for i, files in enumerate(found):
-        for file in files:
-            begin = sum(sizes[: int(file.name)])
-            assert i * sum(sizes) <= begin * n and (begin * n < (i + 1) * sum(sizes) or i == n - 1)
-
-
-def test_parts_that_do_not_belong_together(run, five_files, tmp_path):
-    run(*five_files, "--shard", "1/2")
-    run(*five_files, "--shard", "2/2", "--val-fraction", 0.3)
-    assert "text.part-2-of-2 was made with other arguments (val_fraction 0.3, now 0.2)" in run(*five_files, code=2)
-    run(*five_files, "--shard", "3/3")
-    assert "parts of 2 and of 3: remove those that do not belong together" in run(*five_files, code=2)
-    assert len(list((tmp_path / "out").iterdir())) == 3
-
-
-def test_parts_of_the_hub_have_one_revision(run, hub, tmp_path):
-    upload(hub, *SAMPLE[:2], corpus_texts(), parquet)
-    run("fineweb-edu", "--val-fraction", 0.2, "--shard", "1/2")
-    hub.newest = "newer"  # which the hub does not have
-    run("fineweb-edu", "--val-fraction", 0.2, "--shard", "2/2")
-    run("fineweb-edu", "--val-fraction", 0.2)
-    assert documents_of(tmp_path / "out/fineweb-edu") == split_of(corpus_texts(), 0.2)
-
-
-def test_a_full_disk(run, books, tmp_path, small_batches, monkeypatch):
-    """The message estimates the space for the rest."""
-    corpora.fail_after(monkeypatch, 10, OSError(errno.ENOSPC, "No space left on device"))
-    out = run(*books, code=2)
-    assert f"'{tmp_path}/out/text.partial'. What is done is kept: make room and start again to resume" in out
-    needed = float(re.search(r"about (\S+) GB of free space are needed", out)[1]) * 1e9
-    done = sum(path.stat().st_size for path in tmp_path.rglob("*.bin"))
-    monkeypatch.undo()
-    run(*books, "--force")
-    assert 0.7 < needed / (sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) - done) < 1.4
 
 
 # small corpora
@@ -435,38 +285,24 @@ def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fractio
 
 
 # arguments
-def test_list_names_every_corpus_with_its_licence(run):
-    out = run("--list")
-    for name, source in SOURCES.items():
-        assert f"{name}: {source.about}\n" in out
-        for config, variant in source.hub.items():
-            assert f"{variant.repo}, {variant.files}\n" in out and f"licence: {variant.licence}" in out, config
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ([], r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes"),
-        (["text"], "text needs files: add --source"),
-        (["books3"], r"books3 was withdrawn from the hub for copyright.*--source.*pg19"),
-        (["books3", "--source", "absent"], "absent: no such file or folder"),
-        (["stdlib", "--source", "x"], "takes no --source"),
+        (["books3"], r"books3 needs files: add --source.*withdrawn for copyright.*pg19"),
+        (["shakespeare"], "shakespeare needs files: add --source with input.txt .*download it: https://"),
         (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
         (["fineweb-edu", "--config", "sample-1BT"], "no --config sample-1BT: choose one of sample-10BT, sample-100BT"),
-        (["stdlib", "--config", "default"], "stdlib has no --config default: leave it out"),
         (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
+        (["text", "--source", "absent"], "absent: no such file or folder: correct --source"),
         (["stdlib", "--name", "../x"], "only letters, digits"),
-        (["stdlib", "--name", "x\n"], "only letters, digits"),
-        (["stdlib", "--name", "x.partial"], "no .partial at the end"),
         (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
-        (["stdlib", "--val-fraction", "1.5"], "1.5: expected a number between 0 and 1"),
         (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
         (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
         (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
         (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
-        (["stdlib", "--shard", "0/2"], "--shard 0/2: expected I/N with I from 1 to N, for instance 1/4"),
-        (["stdlib", "--shard", "x"], "--shard x: expected I/N"),
-        (["text", "a.txt"], "unrecognized arguments: a.txt; files and folders follow --source"),
     ],
 )
 def test_bad_arguments(run, tmp_path, args, message):
@@ -485,24 +321,15 @@ def test_verify_describes_the_set(run, prepared):
     out = run("books", main=verify.main)
     assert "books: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
     for split, texts in documents_of(prepared).items():
-        tokens = sum(len(text.encode()) + 1 for text in texts)
-        assert f"{split}: {tokens:,} tokens, {len(texts):,} documents" in out
+        assert f"{sum(len(text.encode()) + 1 for text in texts):,} {split}" in out
         begin = "".join(f"{text}<|endoftext|>" for text in texts).encode()[:40].decode(errors="ignore")
-        assert f"begins: {begin!r}"[:-1] in out
+        assert f"{split} begins: {begin!r}"[:-1] in out
 
 
 def edit(path: Path, position: int, value: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[position : position + len(value)] = value
     path.write_bytes(data)
-
-
-def forge_hashes(folder: Path) -> None:
-    def forge(meta):
-        for shard in [shard for split in meta["splits"].values() for shard in split["files"]]:
-            shard["sha256"] = hashlib.sha256((folder / shard["name"]).read_bytes()).hexdigest()
-
-    corpora.edit_meta(folder, forge)
 
 
 def test_verify_finds_every_damaged_file(run, prepared):
@@ -516,14 +343,3 @@ def test_verify_finds_every_damaged_file(run, prepared):
     os.truncate(prepared / "train-00001.bin", 100)
     out = run("books", main=verify.main, code=2)
     assert "train-00001.bin: expected 1998 bytes (999 tokens), found 100" in out
-
-
-@pytest.mark.parametrize("more", [-1, 1])
-def test_verify_counts_documents(run, prepared, more):
-    first = documents_of(prepared)["train"][0]
-    position = 2 * len(first.encode()) if more < 0 else 0  # its end of text, or its first byte
-    edit(prepared / "train-00000.bin", position, b"a\0" if more < 0 else (256).to_bytes(2, "little"))
-    forge_hashes(prepared)
-    said = read_meta(prepared).splits["train"].documents
-    out = run("books", main=verify.main, code=2)
-    assert f"train: {said + more} end-of-text tokens, meta.json says {said} documents" in out

@@ -203,7 +203,7 @@ def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
 def test_bad_input(tmp_path, capsys):
     kern, tanh = make_run(tmp_path / "kern"), make_run(tmp_path / "tanh", "model.router=tanh")
     for arguments, said in [
-        ([tmp_path / "kernel"], "no such folder; did you mean"),
+        ([tmp_path / "kernel"], "no such folder"),
         ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
         ([kern, "--experiment", "books"], "--experiment books: not a file in config/paper"),
         ([kern, "--out", tanh], "a run's folder; name another"),

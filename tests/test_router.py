@@ -160,11 +160,11 @@ def test_equals_oracle_in_values_and_gradients(name, biased):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("method", ["one", "monte_carlo"])
-def test_norm_router_equals_the_papers_listing(method):
+@pytest.mark.parametrize("method, size", [("one", 1.0), ("one", 1e-8), ("monte_carlo", 1.0)])
+def test_norm_router_equals_the_papers_listing(method, size):
     router = router_module.NormRouter(method, total_expert=E, top_k=K)
     torch.nn.init.constant_(router.scale, 1.3)
-    logits = torch.randn(2, 5, E, requires_grad=True)
+    logits = (size * torch.randn(2, 5, E)).requires_grad_()
     downstream = torch.rand(2, 5, E)
     mine, theirs = router(logits), listing(logits, router.scale, 1.0 if method == "one" else monte_carlo_scale(E, K))
     assert_same(mine, theirs)
@@ -180,31 +180,9 @@ def test_norm_router_equals_the_papers_listing(method):
 def test_monte_carlo_constant(n_expert, top_k):
     """As the integral, which test_theory.py compares to the paper's; samples have a standard deviation of 0.27."""
     wanted = exact.monte_carlo(n_expert, top_k)
-    assert monte_carlo_scale(n_expert, top_k, 20_000) == pytest.approx(wanted, abs=4 * 0.27 / math.sqrt(20_000))
-
-
-def test_monte_carlo_is_finite_and_deterministic():
-    router = make_router("kern-mc")
-    assert router.state_dict()["c"].item() == pytest.approx(monte_carlo_scale(E, K))
-    assert "c" not in dict(router.named_parameters())
-    again = monte_carlo_scale.__wrapped__  # without the cache
-    for shape in ((8, 1), (2, 1)):
-        assert 1 <= again(*shape, samples=10_000) < math.inf
-    assert again(1, 1, samples=10_000) == pytest.approx(1, abs=1e-6)
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = again(16, 4, samples=10_000)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(2)
-    assert again(16, 4, samples=10_000) == first
-
-
-# Root mean square over tokens of the l2 norm of the gates, width 768, 8 of 64 experts, from the paper's initialisation.
-INITIAL_NORM = {
-    "softmax": 0.0997, "softmax-renorm": 0.3649, "softmax-l2": 0.6836, "sigmoid": 2.0046, "sigmoid-renorm": 0.3542,
-    "sqrtsoftplus": 0.3543, "sqrtgate": 1.0, "tanh": 1.9852, "kern": 0.594, "kern-nogamma": 0.594,
-    "kern-nobias": 0.594, "kern-mc": 1.0175, "kern-after": 1.0, "kern-norelu": 0.594,
-}  # fmt: skip
+    near = pytest.approx(wanted, abs=4 * 0.27 / math.sqrt(20_000))
+    assert monte_carlo_scale(n_expert, top_k, 20_000) == near
+    assert make_router("kern-mc", n_expert=n_expert, top_k=top_k).c.item() == near
 
 
 @pytest.mark.parametrize("name", ["softmax", "kern", "kern-mc"])
@@ -213,13 +191,6 @@ def test_gate_scale_multiplies_the_gates(name):
     scaled.weight = router.weight
     x = torch.randn(N, C)
     assert torch.equal(scaled(x).weights, 4 * router(x).weights)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_scale_of_gates_at_initialisation(name):
-    router = Router(768, 64, 8, ROUTERS[name])
-    norm = router(torch.randn(2048, 768)).weights.square().sum(1).mean().sqrt()
-    assert norm.item() == pytest.approx(INITIAL_NORM[name], rel=0.02)
 
 
 # extremes
@@ -298,7 +269,6 @@ def test_routing_of_inputs_in_other_dtypes():
 # tokens without a positive score
 
 RELU = ["kern", "kern-after", "kern-mc", "kern-nogamma", "kern-nobias"]
-# Gates of K = 4 of 16 experts when all logits are 0, and when all are 1.
 
 
 @pytest.mark.numerics
@@ -334,18 +304,6 @@ def test_a_token_without_positive_score_lifts_its_logits(name):
     (routing.weights * downstream)[dead].sum().backward()
     assert (router.weight.grad != 0).any()
     assert router.gamma is None or router.gamma.grad == 0
-
-
-def test_dead_token_gradient_compiles_into_one_graph():
-    router = make_router("kern")
-    torch.nn.init.constant_(router.bias, -10.0)
-    x = torch.randn(N, C)
-    gradients = []
-    for forward in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
-        router.zero_grad()
-        forward(x).weights.sum().neg().backward()
-        gradients.append([router.weight.grad, router.bias.grad])
-    assert all((a != 0).any() and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 # balance
@@ -387,35 +345,6 @@ def test_balance_loss_equals_transformers(top_k):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("name", ["softmax", "sigmoid", "kern", "kern-norelu", "sqrtsoftplus"])
-def test_balance_loss_at_balance_and_collapse(name):
-    balanced = identity_router(name, top_k=1)(10 * torch.eye(E))
-    loads = expert_loads(balanced.experts, E)
-    assert torch.equal(loads, torch.ones(E, dtype=torch.int64))
-    assert balance_loss(token_distribution(balanced).mean(0), loads).item() == pytest.approx(1, rel=1e-5)
-    assert_same(token_distribution(balanced).sum(1), torch.ones(E))
-    collapsed = identity_router(name, top_k=1)(torch.where(torch.arange(E) == 3, 1e3, -1e3).repeat(N, 1))
-    loads = expert_loads(collapsed.experts, E)
-    assert loads[3] == loads.sum() == N
-    assert balance_loss(token_distribution(collapsed).mean(0), loads).item() == pytest.approx(E, rel=1e-5)
-
-
-@pytest.mark.numerics
-def test_balance_loss_leaves_gamma_and_the_scale_of_kern_alone():
-    for name in ("kern-nobias", "softmax"):
-        router, x = make_router(name), torch.randn(N, C, requires_grad=True)
-        leaves = [x, router.weight] + ([router.gamma] if router.spec.gamma else [])
-        d_x, d_weight, *d_gamma = torch.autograd.grad(balance(router(x)), leaves, allow_unused=True)
-        assert d_weight.abs().max() > 1e-3
-        parts = (x * d_x).detach()  # their sum is the gradient of a factor on x
-        if name == "softmax":
-            assert parts.sum().abs() > 1e-3
-        else:
-            assert d_gamma == [None]
-            assert_same(parts.sum() + parts.abs().sum(), parts.abs().sum())
-
-
-@pytest.mark.numerics
 def test_z_loss():
     router = make_router("kern")
     x = torch.randn(N, C)
@@ -430,9 +359,7 @@ def test_z_loss():
     [
         ({"phi": "swish"}, "phi 'swish' is not one of identity, relu"),
         ({"phi": "relu", "pre": "l3 over all"}, "norm 'l3 over all' is not one of: none; l1 over all"),
-        ({"phi": "relu", "post": "all"}, "norm 'all' is not one of"),
         ({"phi": "exp"}, "'exp' is computed up to a factor and needs a post norm"),
-        ({"phi": "sqrtexp"}, "needs a post norm"),
         ({"phi": "tanh", "pre": "l2 over all", "c": "monte_carlo"}, "phi 'relu' after pre 'l2 over all'"),
     ],
 )
@@ -445,25 +372,6 @@ def test_spec_errors(fields, message):
 def test_top_k_error(top_k):
     with pytest.raises(ValueError, match=f"top_k {top_k} must lie between 1 and n_expert {E}"):
         Router(C, E, top_k, ROUTERS["kern"])
-
-
-def l2_by_hand(s):
-    return s / (s.square().sum(-1, keepdim=True).sqrt() + router_module.EPS)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1.0, 1e4])
-def test_l2_norm_equals_autograd(size):
-    s = size * torch.randn(6, 9, dtype=torch.float64)
-    d_out = torch.randn_like(s)
-    outs, gradients = [], []
-    for norm in (lambda s: router_module.normalize(s, "l2 over all"), l2_by_hand):
-        leaf = s.clone().requires_grad_()
-        outs.append(norm(leaf))
-        gradients.append(torch.autograd.grad(outs[-1], leaf, d_out)[0])
-    assert_same(outs[0], outs[1])
-    wanted = d_out / router_module.EPS if size == 0 else gradients[1]  # there autograd's own is NaN, 0 / 0
-    assert_same(gradients[0], wanted)
 
 
 def test_entropy_by_hand():

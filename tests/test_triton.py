@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_near, guarded_buffers, seeded, tolerance
 from test_kernels import CASES, FORMS, make_inputs
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 from configure.schema import Model
@@ -20,7 +19,6 @@ from runtime.parallel import compile_blocks
 
 pytest.importorskip("triton")
 
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from kernels import triton_experts  # noqa: E402
 
@@ -84,19 +82,13 @@ def integration_unless(condition, *values):
 @on_cpu
 @pytest.mark.numerics
 @pytest.mark.parametrize(
-    "case, dtype", [integration_unless(case in QUICK[dtype], case, dtype) for case in CASES for dtype in DTYPES]
+    "case, dtype, form",
+    [integration_unless(case in QUICK[dtype], case, dtype, "gelu") for case in CASES for dtype in DTYPES]
+    + [(case, torch.float32, form) for case in ("typical", "idle expert") for form in FORMS if form != "gelu"],
 )
-def test_equals_reference(case, dtype, small_tiles):
-    assert_equals_reference(*make_inputs(*CASES[case], case, dtype))
-
-
-@on_cpu
-@pytest.mark.numerics
-@pytest.mark.parametrize("form", ["silu", "gated gelu", "gated silu"])
-@pytest.mark.parametrize("case", ["typical", "one token", "idle expert"])
-def test_other_experts_equal_reference(case, form, small_tiles):
+def test_equals_reference(case, dtype, form, small_tiles):
     activation, *gated = FORMS[form]
-    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float32, "cpu", *gated), activation=activation)
+    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, "cpu", *gated), activation=activation)
 
 
 @pytest.fixture
@@ -245,19 +237,6 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     triton_experts.rows_kernel[(1,)](tall, w, tile, out, width, width, False, 64, 64, 64)
     assert_same(out[far:], wanted)
 
-    out[far:] = 0
-    blocks = [TensorDescriptor.from_tensor(t, [64, 64]) for t in (tall, w[0], w[0])]
-    listed = torch.tensor([0, far, far + 3, 1], dtype=torch.int32)
-    triton_experts.rows_ahead_kernel[(1,)](*blocks, listed, out, 1, width, width, False, True, 64, 64, 64)
-    assert_same(out[far:], wanted)
-
-    experts, side, last = 17, 2**14, torch.tensor([16, 0, 3], dtype=torch.int32)
-    many, wide = virtual(experts, side, side), torch.rand(3, side, generator=some).half()
-    many[16, :, :64] = torch.rand(side, 64, generator=some) / side
-    result = torch.empty(3, side).half()
-    triton_experts.rows_kernel[(1,)](wide, many, last, result, side, side, False, 64, 64, 64)
-    assert_near(result[:, :64], wide.float() @ many[16, :, :64].float(), tolerance(torch.float16, side))
-
     order, gates = virtual(far + 3, dtype=torch.int32), virtual(far + 3, dtype=torch.float32)
     start = tile - torch.tensor([0, far, far])
     sides = width, width, 1, False, False
@@ -272,17 +251,6 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     assert_same(tall[far:], wanted)
     assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
-    d_gate, d_hidden, d_out = torch.zeros(3, 1), out, near
-    triton_experts.down_grad_kernel[(1,)](
-        *(d_out, w, gates, order, tile, tall, d_hidden, gated, d_gate, *sides, 64, 64, 64)
-    )
-    hidden = wanted.float().requires_grad_()
-    d_act = near.float() @ w[0].float().T
-    act = torch.nn.functional.gelu(hidden)
-    slope = torch.autograd.grad(act, hidden, d_act)[0]
-    assert_same(d_hidden[far:], slope)
-    assert_same(d_gate[:, 0], (d_act * act).sum(1))
-
     tall[far:] = near
     d_w, last = virtual(2**20 + 1, width, width), torch.tensor([2**20])
     bounds = torch.zeros(2**20 + 2, dtype=torch.int32)
@@ -292,34 +260,6 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 
     triton_experts.combine_kernel[(1,)](tall, ends - 1, out, 1, width, 2, 4, 64)
     assert_same(out[0], near[2])  # and the row before `far`, of zeros
-
-
-@on_cpu
-@pytest.mark.integration
-def test_the_operators_obey_torch():
-    leaves, experts, d_out = make_inputs(*CASES["one expert"])
-    leaves = [t.requires_grad_() for t in leaves]
-    torch.library.opcheck(triton_experts.experts_forward, (*leaves, experts, False))
-    kept = triton_experts.experts_forward(*[t.detach() for t in leaves], experts, False)[1:]
-    torch.library.opcheck(
-        triton_experts.experts_backward, (d_out, *[t.detach() for t in leaves], *kept, False, torch.float32)
-    )
-
-
-@on_cpu
-def test_compiled_without_a_graph_break_and_under_checkpointing(small_tiles):
-    leaves, experts, d_out = make_inputs(*FEW)
-    wanted = run_backend(leaves, experts, d_out)
-
-    def twice(*arguments):
-        return expert_mlp(*arguments, "triton") * 1
-
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    for function in (compiled, lambda *a: checkpoint(twice, *a, use_reentrant=False)):
-        fresh = [t.detach().requires_grad_() for t in leaves]
-        out = function(*fresh, experts)
-        got = [out.detach(), *torch.autograd.grad(out, fresh, d_out)]
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @on_cpu
@@ -370,16 +310,14 @@ def test_where_triton_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1"):
         run_backend(leaves, experts, d_out)
     cuda = torch.device("cuda")
-    with mock.patch.multiple(torch.cuda, get_device_capability=lambda d: (7, 5), get_device_name=lambda d: "Tesla T4"):
-        problem = kernels.find_triton_problem(cuda, torch.float16)
-        assert "Tesla T4: use a GPU of compute capability 8.0" in problem
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda d: (8, 0)):
-        assert kernels.find_triton_problem(cuda, torch.float16) == ""
-        monkeypatch.setattr(triton_experts, "INTERPRETED", True)
-        for device, backend in (("cuda", "triton"), ("cpu", "torch")):
-            assert kernels.choose_backend("auto", torch.device(device), torch.float16) == backend
+    for capability, problem in (((7, 5), "compute capability 8.0"), ((8, 0), "")):
+        device = {"get_device_capability": lambda d, c=capability: c, "get_device_name": lambda d: "Tesla T4"}
+        with mock.patch.multiple(torch.cuda, **device):
+            assert problem in kernels.find_triton_problem(cuda, torch.float16)
+            wanted = "torch" if problem else "triton"
+            assert kernels.choose_backend("auto", cuda, torch.float16) == wanted
     monkeypatch.setattr(kernels, "triton_experts", None)
-    with pytest.raises(ValueError, match="'triton' needs Triton: on Linux, pip install triton, or"):
+    with pytest.raises(ValueError, match="'triton' needs Triton"):
         run_backend(leaves, experts, d_out)
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
 
@@ -407,14 +345,6 @@ def make_full_inputs(name, routing, dtype):
         scores[:, K::2] -= 1
     weights, experts = scores.topk(K)
     return [x.to(dtype), w_in.to(dtype), w_out.to(dtype), weights], experts, d_out.to(dtype)
-
-
-@pytest.mark.numerics
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_equals_reference_on_gpu(case):
-    """In one dtype, since each shape and dtype compiles separately; the interpreter tests the others."""
-    assert_equals_reference(*make_inputs(*CASES[case], case, torch.float16, "cuda"))
 
 
 @pytest.mark.numerics

@@ -8,8 +8,11 @@ import inspect
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,19 +20,17 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import mangle_type
 
 import kernels.triton_experts as triton_experts
 import kernels.triton_router as triton_router
 from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
 from router import ROUTERS, RouterSpec
-from scripts.aot.sass import Loop, count_blocks, find_loop
 
-SHAPES: dict[
-    str, tuple[Any, ...]
-] = {  # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert
-    # "gated" experts with SiLU, as config/modern_125m.toml has them
+# N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert, "gated" experts with
+# SiLU, as config/modern_125m.toml has them
+SHAPES: dict[str, tuple[Any, ...]] = {
     "125m": (32768, 768, 384, 64, 8, 50304),
     "wide": (65536, 2048, 1024, 32, 4, 131072),
     "narrow": (8192, 768, 96, 256, 64, 257),
@@ -37,7 +38,8 @@ SHAPES: dict[
     "few": (8192, 768, 384, 256, 4, 32000),
     "gated": (32768, 768, 256, 64, 8, 50304, True),
 }
-TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int16": "i16", "int32": "i32", "int64": "i64"}
+SHARED_MEMORY = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, of which a block takes 1 more than it asks for
+N_REGISTER, N_WARP = 65536, 64  # of a multiprocessor
 
 
 class Kernel(NamedTuple):
@@ -46,12 +48,14 @@ class Kernel(NamedTuple):
     Attributes:
         name: the function's, with the names of the switches that are on.
         tile: its block sizes, rows x columns x depth of a product.
-        warps: per block.
-        registers: per thread.
+        registers: per thread; `spilled` ones, in bytes, went to local memory.
         shared: bytes of shared memory per block.
-        spilled: bytes of registers per thread that went to local memory.
         blocks: how many a multiprocessor holds at once.
-        loop: what the main loop of a product does; None of other kernels.
+        wait: the most groups of asynchronous copies (cp.async) that any wait leaves in flight: 0 drains the pipeline
+            in each step of the main loop. None without waits: TMA loads the tiles, or there is no pipeline.
+        mma: opcode of the tensor cores' matrix products, "" without any; None of kernels that are no matrix product.
+        serialized: whether each of several products waits for the one before. ptxas puts such a wait after each HGMMA
+            where other instructions write its accumulators (C7510 to C7515); the PTX does not show it.
     """
 
     name: str
@@ -61,21 +65,9 @@ class Kernel(NamedTuple):
     shared: int
     spilled: int
     blocks: int
-    loop: Loop | None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name a type without its "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def name_type(value: object) -> str:
-    """Name an argument's type as Triton does."""
-    if isinstance(value, torch.Tensor):
-        return f"*{TYPES[dtype_name(value.dtype)]}"
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[dtype_name(value.base.dtype)]}{list(value.block_shape)}>"
-    return "fp32" if isinstance(value, float) else "i32"
+    wait: int | None
+    mma: str | None
+    serialized: bool
 
 
 def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, Any], sm: int) -> Any:
@@ -85,39 +77,42 @@ def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, An
         if parameter.is_constexpr or (type(value) is int and value == 1):  # Triton makes a constant of 1
             signature[name], constants[name] = "constexpr", value
             continue
-        signature[name] = name_type(value)
+        signature[name] = mangle_type(value)
         if isinstance(value, torch.Tensor) or isinstance(value, int) and value % 16 == 0:
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def run_tool(tool: Any, option: str, cubin: bytes) -> str:
-    """Run one of CUDA's binary tools on a kernel's machine code, and return what it prints."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
+def count_blocks(sm: int, registers: int, shared: int, warps: int) -> int:
+    """Count the blocks that a multiprocessor holds at once, of `registers` per thread and `shared` bytes per block."""
+    by_registers = N_REGISTER // (-(-registers // 8) * 8 * 32 * warps)  # given out in eights
+    return min(by_registers, SHARED_MEMORY[sm] * 1024 // (shared + 1024), N_WARP // warps)
+
+
+def read_sass(text: str) -> tuple[int | None, str, bool]:
+    """Read `wait`, `mma` and `serialized` (see Kernel) from SASS, NVIDIA's machine code."""
+    products = re.findall(r"\b(?:HGMMA|HMMA|UTC\w*MMA)[\w.]*", text)  # tensor cores of 9.0, 8.x, 10.0
+    waits = [int(number, 16) for number in re.findall(r"\bDEPBAR\.LE SB\d, (0x[0-9a-f]+)", text)]
+    n_drain = len(re.findall(r"\bDEPBAR\.LE gsb0, 0x0", text))  # waits that let no earlier HGMMA still run
+    mma = Counter(products).most_common(1)[0][0] if products else ""
+    return max(waits, default=None), mma, 1 < len(products) <= n_drain
 
 
 def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) -> Kernel:
     """Read what was compiled for a launch with these arguments."""
     cubin, warps, shared = compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared
-    usage = run_tool(triton.knobs.nvidia.cuobjdump, "-res-usage", cubin)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    tile = [values[side] for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values]
-    switches = [key.lower() for key, value in values.items() if value is True]
-    is_product = "DEPTH" in values
-    return Kernel(
-        name="+".join([name, *switches]),
-        tile="x".join(map(str, tile)),
-        warps=warps,
-        registers=used["REG"],
-        shared=shared,
-        spilled=used["STACK"] + used["LOCAL"],
-        blocks=count_blocks(sm, used["REG"], shared, warps),
-        loop=find_loop(run_tool(triton.knobs.nvidia.nvdisasm, "-c", cubin)) if is_product else None,
-    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    spilled = used["STACK"] + used["LOCAL"]
+    tile = "x".join(str(values[side]) for side in ("ROWS", "COLS", "DEPTH", "BLOCK") if side in values)
+    name = "+".join([name, *(key.lower() for key, value in values.items() if value is True)])
+    blocks = count_blocks(sm, used["REG"], shared, warps)
+    code = read_sass(text) if "DEPTH" in values else (None, None, False)  # the depth of a product
+    return Kernel(name, tile, warps, used["REG"], shared, spilled, blocks, *code)
 
 
 def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_sequence: int) -> None:
@@ -149,20 +144,17 @@ def launches_compiled(sm: int) -> Iterator[dict[Kernel, None]]:
         yield kernels
 
 
-def compile_kernels(
-    sm: int, dtype: torch.dtype, N: int, C: int, H: int, E: int, K: int, V: int, gated: bool = False
-) -> list[Kernel]:
-    """Compile every kernel of one shape once; gated experts have SiLU."""
-
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
+    """Compile every kernel of a compute capability, dtype and shape of SHAPES once; gated experts have SiLU."""
+    sm, name, shape = job
+    (N, C, H, E, K, V, *gates), dtype, fp32 = SHAPES[shape], getattr(torch, name), torch.float32
+    gated, meta = any(gates), partial(torch.empty, dtype=dtype, device="meta")
     with launches_compiled(sm) as kernels:
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
-        weights = meta(N, K, dtype=torch.float32)
+        weights = meta(N, K, dtype=fp32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
-        triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated, grad_dtype=torch.float32)
-        targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=torch.float32)
+        triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated, grad_dtype=fp32)
+        targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=fp32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
-        compile_router(ROUTERS["kern"], meta(N, E, dtype=torch.float32), K, min(N, 32))
+        compile_router(ROUTERS["kern"], meta(N, E, dtype=fp32), K, min(N, 32))
     return list(kernels)

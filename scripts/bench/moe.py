@@ -50,7 +50,6 @@ def run_loop(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: T
 
 ALTERNATIVES: dict[str, Callable[..., Tensor]] = {
     "kernels": kernels.expert_mlp,
-    "torch backend": partial(kernels.expert_mlp, backend="torch"),  # on a CPU that is what the kernels are
     "F.grouped_mm": run_grouped_mm,
     "loop": run_loop,
 }
@@ -82,10 +81,12 @@ def run_both(call: partial[Tensor], d_out: Tensor) -> None:
     torch.autograd.grad(call(), [leaf for leaf in call.args if leaf.requires_grad], d_out)
 
 
-def bench_moe(args: Namespace, overrides: list[str]) -> None:
+def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time the expert MLP's implementations in each --dtype, forward and with backward."""
     device = distributed.pick_device(args.device)
-    N, C, H, E, K = shape = pick_shape(args, overrides, device)
+    N, C, H, E, K = shape = args.shape or DEFAULT[device.type]
+    if not (0 < K <= E and min(shape) > 0):
+        raise RunError(f"--shape {N} {C} {H} {E} {K}: all sizes must be at least 1, and K at most E")
     notes = (
         "TFLOP/s: of 4·N·K·C·H FLOPs forward, three times that with backward",
         f"matmul ceiling: the fastest square product of side {', '.join(map(str, CEILING[device.type]))}",
@@ -94,6 +95,7 @@ def bench_moe(args: Namespace, overrides: list[str]) -> None:
     bench = Benchmark(args, device, f"N {N}, C {C}, H {H}, E {E}, K {K}", *notes)
     for name in args.dtype or (["float16", "bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"]):
         time_implementations(bench, name, shape)
+    return bench
 
 
 def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) -> None:
@@ -102,18 +104,14 @@ def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) ->
     device, dtype, sides = bench.device, DTYPES[name], CEILING[bench.device.type]
     inputs, d_out = make_inputs(shape, dtype, device)
     calls = {what: partial(function, *inputs) for what, function in ALTERNATIVES.items()}
-    if device.type == "cpu":
-        del calls["torch backend"]
     x, w_in, w_out = (leaf.detach() for leaf in inputs[:3])
     dense = [x.clone(), w_in[:K].transpose(0, 1).flatten(1), w_out[:K].flatten(0, 1).clone()]
     calls["dense"] = partial(run_dense, *(leaf.requires_grad_() for leaf in dense))
-    functions: dict[tuple[str, Any], Callable] = {
-        (what, "forward"): torch.no_grad()(call) for what, call in calls.items()
-    }
+    functions: dict[tuple, Callable] = {(what, "forward"): torch.no_grad()(call) for what, call in calls.items()}
     functions |= {(what, "both"): partial(run_both, call, d_out) for what, call in calls.items()}
     for side in sides:
         functions["ceiling", side] = partial(torch.mm, *torch.randn(2, side, side, device=device).to(dtype))
-    median = bench.time(functions, [key for key in functions if key[0] in ("torch backend", "F.grouped_mm", "loop")])
+    median = bench.time(functions)
     ceiling = max(2 * side**3 / median["ceiling", side] for side in sides)
     rows: list[list[Any]] = []
     for what, seconds in ((what, median[what, way]) for what, way in median if way == "both"):
@@ -139,14 +137,3 @@ def count_saved_bytes(call: partial[Tensor]) -> int:
     with torch.profiler.profile(profile_memory=True) as profiler:
         out = call()
     return sum(event.self_cpu_memory_usage for event in profiler.key_averages()) - out.nbytes
-
-
-def pick_shape(args: Namespace, overrides: list[str], device: torch.device) -> tuple[int, ...]:
-    """Pick (N, C, H, E, K) from the arguments, by default the device's. Raises RunError."""
-    if overrides:
-        raise RunError(f"unknown options {' '.join(overrides)}: {args.what} takes no config keys")
-    given = args.tokens, args.n_embd, args.expert_hidden, args.n_expert, args.top_k
-    shape = tuple(default if size is None else size for size, default in zip(given, DEFAULT[device.type], strict=True))
-    if shape[4] > shape[3]:
-        raise RunError(f"--top-k {shape[4]} must be at most --n-expert {shape[3]}")
-    return shape
