@@ -5,11 +5,15 @@ colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's
 sigmoid's green.
 """
 
-import zlib
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from router import ROUTERS
 
+if TYPE_CHECKING:  # it may not be installed
+    from matplotlib.figure import Figure
+
+DPI = 110
 DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
 
 STYLES = {  # router: colour, line style, marker
@@ -29,23 +33,17 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
-OTHERS = [  # for routers that someone adds, in the order of router.py's table
-    *zip(
-        ["#000000", "#666666"] * 4,
-        [LONG_DASHES, "-", ":", "-."] + ["-", LONG_DASHES, "-.", ":"],
-        "os^DvP*X",
-        strict=True,
-    )
-]
+OTHERS = [("#000000", line, marker) for line, marker in zip(["-", LONG_DASHES, ":", "-."] * 2, "os^DvP*X", strict=True)]
 
 
 def style(router: str) -> dict[str, Any]:
-    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
-
-    A router without a line in STYLES is black or grey, by its place among those; one that is no longer in router.py, by
-    its name.
-    """
+    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line above is black."""
     others = [name for name in ROUTERS if name not in STYLES]
-    place = others.index(router) if router in others else zlib.crc32(router.encode())
+    place = others.index(router) if router in others else -1
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])
     return dict(zip(("color", "linestyle", "marker"), look, strict=True))
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a picture."""
+    figure.savefig(path, dpi=DPI)
