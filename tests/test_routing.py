@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_tiny
-from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
 from runs import column
 
@@ -85,19 +84,15 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     for layer, decided in zip(layers, routing_by_layer, strict=True):
         loads, both = Counter(), Counter()
         took, took_by_chance = Counter(), Counter()
-        entropies, sums, norms, zeros = [], [], [], 0
-        for x, other, chosen, gates, scores in zip(
-            text, others, decided.experts.tolist(), decided.weights.tolist(), decided.scores.tolist(), strict=True
-        ):
+        entropies = []
+        rows = zip(text, others, decided.experts.tolist(), decided.scores.tolist(), strict=True)
+        for x, other, chosen, scores in rows:
             loads.update(chosen)
             both.update(itertools.product(chosen, chosen))
             took.update((x, e) for e in chosen)
             took_by_chance.update((other, e) for e in chosen)
             positive = [s for s in scores if s > 0]
             entropies.append(-sum(s / sum(positive) * math.log(s / sum(positive)) for s in positive))
-            sums.append(sum(gates))
-            norms.append(math.hypot(*gates))
-            zeros += gates.count(0)
         E = range(8)
         assert layer["loads"] == [loads[e] for e in E]
         assert layer["coactivation"] == [[both[i, j] for j in E] for i in E]
@@ -105,9 +100,6 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
         assert layer["dead_experts"] == sum(loads[e] == 0 for e in E)
         assert layer["load_entropy"] == pytest.approx(-sum(n / 768 * math.log(n / 768) for n in loads.values()))
         near([layer["entropy"]], [np.mean(entropies)], 64 * 8, f"entropy {router}")  # means over a batch
-        assert layer["zero_gates"] == zeros / 768
-        for key, values in (("gate_sum", sums), ("gate_norm", norms)):
-            near(list(layer[key].values()), np.quantile(values, [0.05, 0.5, 0.95]), 8, f"{key} {router}")
         partner = np.mean([max(both[i, j] for j in E if j != i) / loads[i] for i in E if loads[i]])
         assert layer["strongest_partner"] == pytest.approx(partner)
         by_chance = np.mean([max(loads[j] / 384 for j in E if j != i) for i in E])
@@ -119,15 +111,6 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
                 x = token["id"]
                 assert token["share"] == took[x, e] / loads[e] and token["text"] == chr(x)
                 assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384)) and token["lift"] > 1
-
-
-def test_gates_are_kept_of_a_bounded_sample_of_tokens(tiny, monkeypatch):
-    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
-    monkeypatch.setattr(routing, "GATE_TOKENS", 50)
-    model, tokens = tiny_model(tiny)
-    layers, *_ = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
-    assert [torch.cat(layer.gates, 1).shape for layer in layers] == [(2, 48)] * 2  # 8 of 64 in each of 6 batches
-    assert [layer.tokens for layer in layers] == [384] * 2
 
 
 @pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
@@ -174,7 +157,6 @@ def test_matching_is_the_best_of_all_permutations(E):
     for top in (2, 9, 10**6):  # with ties, and without
         agreement = random.integers(1, top, (2, E, E))
         found = compare_choices(agreement, top_k=1)
-        assert sorted(found["matching"]) == list(range(E))
         for counts, key in zip(agreement, ("matched", "matched_by_chance"), strict=True):
             orders = itertools.permutations(range(E))
             best = max(sum(counts[i, j] for i, j in enumerate(order)) for order in orders)
@@ -191,7 +173,7 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     softmax = "model.router=softmax"  # no ties, which go to the lower number
     model, tokens = tiny_model(tiny, 0, softmax)
     for layer in agreement_of(model, model, tokens):
-        assert layer["same_number"] == layer["matched"] == 1 and layer["matching"] == list(range(8))
+        assert layer["same_number"] == layer["matched"] == 1
         assert layer["matched_by_chance"] < 0.7 and layer["same_number_by_chance"] < 0.6
     idx = torch.from_numpy(windows(tokens, fixed_windows(tokens, 32, 12), 32)[0])
     for decided in record_routing(model, idx):  # rounding cannot change a choice
@@ -205,7 +187,6 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
                 parameter.copy_(parameter[order].clone())
     for layer in agreement_of(model, renumbered, tokens):
         assert layer["matched"] == 1 and layer["same_number"] < 0.7
-        assert layer["matching"] == order.argsort().tolist()
     apart, _ = tiny_model(tiny, 1, softmax)
     assert all(layer["matched"] < 0.9 for layer in agreement_of(model, apart, tokens))
 
@@ -214,7 +195,7 @@ def test_independent_choices_agree_by_chance():
     E, K, N = 16, 4, 8192
 
     def compare(mine, theirs):
-        counts = routing.LayerCounts(E, 1, 1, torch.device("cpu"))
+        counts = routing.LayerCounts(E, 1, torch.device("cpu"))
         routings = (Routing(torch.ones(N, K), experts, *torch.ones(2, N, E)) for experts in (mine, theirs))
         first, second = routings
         counts.add(first, torch.zeros(32, N // 32, dtype=torch.int64), second)
@@ -272,19 +253,9 @@ def test_command_takes_another_set_and_a_mean(made, corpus):
         ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
         ("{runs}/kern --windows 1", "tiny: 1 window, chance needs two; raise --windows or name a larger set"),
         ("{runs}/kern --windows 2", "no token occurs 10 times among 64 tokens; raise --windows"),
-        ("{runs}/kern --data {runs}/one-window", "one-window: 1 window, chance needs two"),
-        ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
-        ("{runs}/kern --data nothing", "nothing: no such data set"),
-        ("{runs}/kern --data {runs}/other-set", "tokenizer .'bytes'. is not that of kern; name a set"),
-        ("{runs}/kren", "kren: no such folder; did you mean "),
     ],
 )
 def test_bad_input_is_named(made, words, message, capsys, monkeypatch):
-    for name, tokenizer, length in (("other-set", "0" * 64, 99), ("one-window", ByteTokenizer.hash, 63)):
-        if name in words:
-            with monkeypatch.context() as patch:
-                patch.setattr(ByteTokenizer, "hash", tokenizer)
-                write_ids(made / name, [120] * length, [120] * length)
     if "--windows 2" in words:
         monkeypatch.setattr(routing, "MIN_COUNT", 65)
         message = message.replace("10", "65")
@@ -302,12 +273,8 @@ def test_agreement_table_is_scaled_by_chance():
 
 
 def test_summary_table():
-    gates = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
     layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
-    layer |= {"zero_gates": 0.125, "gate_sum": gates, "gate_norm": gates | {"0.5": 0.2}}
     layer |= {"vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
     head, (row,) = routing.summarize_layers({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
-    assert head[:7] == ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates"]
-    assert row[:7] == ["3", "2.00", "3", "5.0", "4.0", "1.386", "12.50%"]
-    assert head[7:] == ["sum", "norm", "vocabulary", "partner"]
-    assert row[7:] == ["0.3 [0.1, 0.9]", "0.2 [0.1, 0.9]", "60% (20%)", "50% (10%)"]
+    assert head == ["layer", "busiest", "idle", "in use", "per token", "vocabulary", "partner"]
+    assert row == ["3", "2.00", "3", "5.0", "4.0", "60% (20%)", "50% (10%)"]
