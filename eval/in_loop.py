@@ -29,12 +29,11 @@ class TaskScores:
         """Check and load the tasks. Raises ValueError: the harness, a task or its documents are missing."""
         self.config, self.tokenizer, names = config, tokenizer, config.eval.task_names
         folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-        options = tasks.Options("task", "eval.tasks_dir")
         manager = tasks.build_task_manager(names)
-        tasks.check_tasks(manager, names, folder, options)
+        tasks.check_tasks(manager, names, folder)
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run
         specs = {name: tasks.write_task_spec(manager, name, folder, self._scratch.name) for name in names}
-        self.loaded = tasks.load_tasks(manager, specs, folder, options)
+        self.loaded = tasks.load_tasks(manager, specs, folder)
 
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False

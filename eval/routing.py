@@ -273,7 +273,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     device = distributed.pick_device(args.device)
     models, tokenizer = load_models(args)
     trained, *others = models
-    config, folders = trained.config, trained.data_folders
+    config, folders = trained.config, trained.config.data.folders
     if args.data:
         by_name = Path(config.data.dir, args.data)
         folders = [by_name if by_name.is_dir() and not Path(args.data).is_dir() else Path(args.data)]

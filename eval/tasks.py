@@ -35,16 +35,15 @@ class Task(NamedTuple):
 
     paper: str  # its name in the paper's table
     chance: float  # the accuracy of guessing
-    columns: str  # of a document on the hub
 
 
 TASKS = {
-    "arc_easy": Task("ARC-E", 0.25, "question choices answerKey"),  # some questions of ARC have 3 or 5 answers
-    "arc_challenge": Task("ARC-C", 0.25, "question choices answerKey"),
-    "hellaswag": Task("HellaSwag", 0.25, "activity_label ctx_a ctx_b endings label"),
-    "piqa": Task("PIQA", 0.5, "goal sol1 sol2 label"),
-    "sciq": Task("SciQ", 0.25, "support question distractor1 distractor2 distractor3 correct_answer"),
-    "winogrande": Task("WinoGrande", 0.5, "sentence option1 option2 answer"),
+    "arc_easy": Task("ARC-E", 0.25),  # some questions of ARC have 3 or 5 answers
+    "arc_challenge": Task("ARC-C", 0.25),
+    "hellaswag": Task("HellaSwag", 0.25),
+    "piqa": Task("PIQA", 0.5),
+    "sciq": Task("SciQ", 0.25),
+    "winogrande": Task("WinoGrande", 0.5),
 }
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
 
@@ -76,55 +75,26 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
     return TaskManager(include_defaults=False, include_path=[tasks / folder for folder in FOLDERS])
 
 
-class Options(NamedTuple):
-    """What errors call the two settings."""
-
-    tasks: str
-    folder: str
-
-
-COMMAND_LINE = Options("--tasks", "--tasks-dir")
-
-
-def check_tasks(
-    manager: "TaskManager", names: Iterable[str], folder: Path | None, options: Options = COMMAND_LINE
-) -> None:
-    """Raise RunError for an unknown task, or a local file that is missing or lacks columns."""
+def check_tasks(manager: "TaskManager", names: Iterable[str], folder: Path | None) -> None:
+    """Raise RunError for an unknown task, a missing local file, or one for what is no single task of YAML."""
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
-            raise RunError(f"{options.tasks} {name}: no such task; nearest: {', '.join(near) or 'none'}")
+            raise RunError(f"task {name}: no such task; nearest: {', '.join(near) or 'none'}")
         if not folder:
             continue
-        if name not in manager.all_subtasks:
-            raise RunError(f"{options.tasks} {name}: a group of tasks; with {options.folder} name its tasks one by one")
         if manager.task_index[name].kind.name != "TASK":
             raise RunError(
-                f"{options.tasks} {name}: a task in Python cannot read local files; run it without {options.folder}"
+                f"task {name}: a group of tasks, or one in Python, cannot read local files; name other tasks, or leave "
+                f"the folder of local files out"
             )
-        file = local_file(folder, name)
-        if not file.is_file():
-            found = sorted(path.stem for path in Path(folder).glob("*.jsonl"))
-            raise RunError(f"{file}: missing; {options.folder} {folder} has {', '.join(found) or 'no .jsonl file'}")
-        _check_columns(file, TASKS[name].columns.split() if name in TASKS else [])
-
-
-def _check_columns(file: Path, wanted: list[str]) -> None:
-    """Raise RunError if the first line of `file` is no JSON object, or lacks a column."""
-    try:
-        with file.open() as lines:
-            columns = list(json.loads(next(lines, "null")))
-    except (ValueError, TypeError, OSError) as error:
-        raise RunError(f"{file}: not JSON lines, one object per line ({error})") from error
-    if missing := set(wanted) - set(columns):
-        raise RunError(
-            f"{file}: no {', '.join(sorted(missing))} in its first line, which has {', '.join(columns)}; add what "
-            f"is missing"
-        )
+        if not (file := local_file(folder, name)).is_file():
+            present = sorted(path.stem for path in folder.glob("*.jsonl"))
+            raise RunError(f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}")
 
 
 def local_file(folder: Path, name: str) -> Path:
-    """The documents of a task in --tasks-dir."""
+    """The documents of a task in a folder of local files."""
     return Path(folder, f"{name}.jsonl").absolute()
 
 
@@ -143,9 +113,7 @@ def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scra
     return str(path)
 
 
-def load_tasks(
-    manager: "TaskManager", specs: dict[str, str], folder: Path | None, options: Options = COMMAND_LINE
-) -> dict[str, Any]:
+def load_tasks(manager: "TaskManager", specs: dict[str, str], folder: Path | None) -> dict[str, Any]:
     """Load the tasks {name: spec} with their documents, which are read or downloaded: {name: what `score_task` takes}.
 
     Raises:
@@ -159,15 +127,13 @@ def load_tasks(
         try:
             with fixed_seeds():
                 loaded[name] = manager.load([spec])
-        except ImportError as error:
-            raise RunError(f"{name} needs a package that is not installed: pip install {error.name}") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if folder:
                 raise RunError(f"{local_file(folder, name)}: cannot be read as {name} ({reason})") from error
             raise RunError(
-                f"{name}: its documents cannot be downloaded from the Hugging Face hub ({reason}). To use local files: "
-                f"{options.folder} FOLDER, which holds {name}.jsonl"
+                f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local files, name a folder that "
+                f"holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
             ) from error
         for task in loaded[name]["tasks"].values():
             add_bits_per_byte(task)
@@ -266,10 +232,9 @@ def score_task(
     except RunError:
         raise
     except (ValueError, LookupError, TemplateError) as error:  # of a document that lacks a column, too
-        few = ", or lower --num-fewshot" if num_fewshot else ""
         raise RunError(
-            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column: see the task's "
-            f"files{few}"
+            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column, or there "
+            f"are fewer documents than --num-fewshot asks for"
         ) from error
     counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
     return {

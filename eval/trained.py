@@ -40,11 +40,6 @@ class Trained(NamedTuple):
             return f"EMA of decay {self.config.train.ema_decay:g}"
         return f"mean of {self.average} checkpoints" if self.average > 1 else ""
 
-    @property
-    def data_folders(self) -> list[Path]:
-        """The data sets that the run was trained on, if they are still there: several of a mixture."""
-        return self.config.data.folders
-
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
@@ -104,15 +99,11 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
     """The `average` checkpoints up to `step`, by default the last. Raises RunError if there are not that many."""
     steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.damaged_steps(folder / "checkpoints")
-    if damaged and not steps:
-        raise RunError(
-            f"{folder}: all its checkpoints are damaged (steps {', '.join(map(str, damaged))}); restore a copy of one "
-            f"under its name, without .damaged, or train again"
-        )
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
+        broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""
         raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none yet'}; train it first"
+            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; train it first"
         )
     if step is None and damaged and damaged[-1] > steps[-1]:
         print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
@@ -132,7 +123,7 @@ def find_tokenizer(trained: Trained) -> Tokenizer:
     Raises:
         ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
     """
-    folders = trained.data_folders
+    folders = trained.config.data.folders
     for folder in folders:
         if (folder / "meta.json").is_file():
             _check_tokenizer(trained, folder)

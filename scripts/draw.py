@@ -33,7 +33,10 @@ ABOUT = """Router {router}, {n_layer} layers of {n_expert} experts, {top_k} per 
 windows of {data}, {tokens:,} tokens. Layers and experts are numbered from 0."""
 SUMMARY = """**busiest**: highest load over mean load. **idle**: experts that no token chose. **in use**: exp of the
 entropy of the loads, the number of equally busy experts with the same entropy. **per token**: exp of the mean entropy
-of a token's normalised positive scores.
+of a token's normalised positive scores; **nats**: that entropy.
+
+**zero gates**: share of gates that are exactly 0. **sum**, **norm**: sum and l2 norm of a token's gates, median [5%,
+95%].
 
 **vocabulary**: vocabulary specialization (OLMoE, arXiv 2409.02060, Sec. 5), the share of a token's occurrences that its
 most frequent expert has; mean over tokens seen {min_count} times or more. **partner**: share of an expert's tokens that

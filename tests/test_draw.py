@@ -10,6 +10,8 @@ from router import ROUTERS
 from scripts import draw
 from scripts.report.style import STYLES, style
 
+GATES = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
+
 
 def make_layer(number, loads, tokens=()):
     """A layer's entry of routing.json, of independent experts."""
@@ -17,7 +19,7 @@ def make_layer(number, loads, tokens=()):
     np.fill_diagonal(together, loads)
     experts = [{"nats": 1.0 - 0.1 * e, "nats_by_chance": 0.25, "tokens": [*tokens]} for e in range(len(loads))]
     layer = {"layer": number, "loads": loads, "load_imbalance": 1.5, "dead_experts": loads.count(0), "entropy": 1.0}
-    layer |= {"load_entropy": 1.0, "experts": experts}
+    layer |= {"load_entropy": 1.0, "zero_gates": 0.25, "gate_sum": GATES, "gate_norm": GATES, "experts": experts}
     layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25, "coactivation": together.tolist()}
     return layer | {"strongest_partner": 0.5, "strongest_partner_by_chance": 0.25}
 

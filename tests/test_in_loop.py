@@ -20,7 +20,7 @@ from eval.harness import Adapter
 from eval.in_loop import open_tasks
 from eval.scoring import Scorer
 from model import GPT, count_parameters, parameter_shapes
-from runtime import RankError, RunError, distributed, memory
+from runtime import RankError, RunError, memory
 from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.reporter import describe_scores
@@ -212,22 +212,6 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
                 assert line[f"tasks/{task}/{key}"] == found[task][key], (parallel, task, key)
 
 
-def be_a_rank_of_two_one_of_which_stops(file, folder):
-    meet_in(file.parent / "stop.store")
-    config = configure.load(file, [*LONG, "train.micro_batch_size=4", *scored(folder, ["hellaswag", "piqa"])], 2)
-    found, model, stop = open_tasks(config), GPT(config.model), Stop()
-    with distributed.process_group(torch.device("cpu"), 1) as ranks:
-        stop.asked = ranks.rank == 1
-        assert found(model, 0, ranks, stop) is None
-
-
-@pytest.mark.integration
-def test_one_rank_that_is_asked_to_stop_stops_the_scores_of_both(tiny_file, folder):
-    for process in start_ranks(2, be_a_rank_of_two_one_of_which_stops, tiny_file, folder):
-        code, printed = process.wait(120)
-        assert code == 0, printed
-
-
 # ---- bad input
 
 
@@ -257,9 +241,7 @@ def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch
     monkeypatch.setattr("eval.tasks.build_task_manager", lambda names, build=tasks.build_task_manager: build(["sciq"]))
     refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
     (folder / "sciq.jsonl").unlink()
-    refused(r"sciq.jsonl: missing; eval.tasks_dir .* has arc_challenge, arc_easy", "sciq")
-    (folder / "piqa.jsonl").write_text('{"goal": "a"}\n')
-    refused(r"piqa.jsonl: no label, sol1, sol2 in its first line", "piqa")
+    refused(r"sciq.jsonl: missing; the folder has arc_challenge, arc_easy", "sciq")
     monkeypatch.setattr("common.command.find_spec", lambda name: None)
     refused(r"eval.tasks: lm_eval not installed: pip install -r requirements-eval.txt", "piqa")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -271,22 +253,6 @@ def test_what_is_missing_is_said_before_the_run_begins(tiny, folder, monkeypatch
 def test_a_later_document_that_lacks_a_column_is_said_before_the_first_step(tiny, folder):
     with (folder / "sciq.jsonl").open("a") as file:
         file.write('{"question": "x"}\n')
-    with pytest.raises(RunError, match="^sciq: lm-evaluation-harness failed .*; a document may lack a column: see"):
+    with pytest.raises(RunError, match="^sciq: lm-evaluation-harness failed .*; a document may lack a column"):
         train.train(config := tiny(*scored(folder, ["sciq"])), open_tasks=open_tasks)
     assert not metrics(config)
-
-
-def test_names_of_tasks_in_a_config(tiny, tiny_file):
-    for given in ('["sciq", "piqa"]', "sciq,piqa", "sciq, piqa,sciq,"):
-        config = tiny(f"eval.tasks={given}")
-        assert config.eval.task_names == ["sciq", "piqa"]
-        tiny_file.with_name("config.toml").write_text(configure.dumps(config))
-        assert configure.load(tiny_file.with_name("config.toml")) == config
-    text = tiny_file.read_text()
-    for wrong in ("[1, 2]", "[sciq", "3"):
-        tiny_file.write_text(text.replace("windows = 6", f"windows = 6\ntasks = {wrong}"))
-        with pytest.raises(configure.ConfigError):
-            tiny()
-    tiny_file.write_text(text)
-    with pytest.raises(configure.ConfigError, match=r"task_interval = 3 is not a multiple of .*--eval.task_interval=4"):
-        tiny("eval.tasks=sciq", "eval.task_interval=3")

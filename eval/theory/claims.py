@@ -1,7 +1,7 @@
-"""The paper's analytical claims, measured: each function returns the rows and the panels of one section."""
+"""The paper's analytical claims, measured: each function returns the rows of one section."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,6 @@ TAU = STD * math.sqrt(WIDTH)  # a standard deviation of 0.554
 PAPER = ("kern", "softmax", "sigmoid", "tanh")
 DRAWS = 32  # routers that a mean is taken over: one router's tokens share W, so draws, not tokens, give the error
 SPECS: dict[str, RouterSpec] = {name: spec for name, spec in ROUTERS.items() if spec}
-
-Curve = Sequence[Sequence[float | None]]  # points: x, expectation, measurement, its standard error
 
 
 class Estimate(NamedTuple):
@@ -37,28 +35,15 @@ class Row(NamedTuple):
 
     quantity: str
     analytic: float | None  # None: no expectation is known
-    measured: float
-    error: float  # standard error of `measured`
+    measured: Estimate
     tolerance: float = 0.0  # of a value that a finite sample keeps from `analytic`
 
     def agrees(self) -> bool:
         """Is the measurement within 5 standard errors of its expectation, within 0.2%, or within its tolerance?"""
         if self.analytic is None:
             return True
-        return abs(self.measured - self.analytic) <= 5 * self.error + 2e-3 * abs(self.analytic) + self.tolerance
-
-
-class Panel(NamedTuple):
-    """A plot: lines are expectations, or measurements where none is known; markers are measurements."""
-
-    title: str
-    xlabel: str  # of a logarithmic axis
-    ylabel: str
-    yscale: str
-    curves: Mapping[str, Curve]
-
-
-Claim = tuple[list[Row], list[Panel]]
+        value, error = self.measured
+        return abs(value - self.analytic) <= 5 * error + 2e-3 * abs(self.analytic) + self.tolerance
 
 
 def estimate(values: Tensor) -> Estimate:
@@ -68,8 +53,8 @@ def estimate(values: Tensor) -> Estimate:
 
 def sample_routers(
     statistic: Callable[[Routing], Tensor], name: str, n_expert: int, top_k: int, samples: int, seed: int
-) -> Tensor:
-    """`statistic` of the routing of each of DRAWS freshly initialised routers, (DRAWS, ...) fp64.
+) -> Estimate:
+    """The mean over DRAWS freshly initialised routers of `statistic` of their routing, a scalar.
 
     `samples` tokens in all, unit-variance inputs as they leave a LayerNorm.
     """
@@ -80,32 +65,22 @@ def sample_routers(
             router = Router(WIDTH, n_expert, top_k, SPECS[name])
             x = F.layer_norm(torch.randn(max(samples // DRAWS, 1), WIDTH), (WIDTH,))
             results.append(statistic(router(x)).double())
-    return torch.stack(results)
+    return estimate(torch.stack(results))
 
 
-def gate_energy(name: str, n_expert: int, top_k: int, samples: int, seed: int) -> tuple[float, Estimate]:
-    """E Σg² of a router's gates at initialisation: expected and measured."""
+def variance(samples: int, seed: int) -> list[Row]:
+    """Sec. 3.4, "preserves the variance of the MoE output at a constant scale"."""
 
-    def mean_energy(routing: Routing) -> Tensor:
+    def energy(routing: Routing) -> Tensor:
         return routing.weights.double().square().sum(-1).mean()
 
-    measured = estimate(sample_routers(mean_energy, name, n_expert, top_k, samples, seed))
-    return exact.gate_sum(name, n_expert, top_k, TAU, power=2), measured
-
-
-def variance(samples: int, seed: int) -> Claim:
-    """Sec. 3.4, "preserves the variance of the MoE output at a constant scale"."""
-    rows, panels = [], []
-    for label, share, sizes in (("k = 8", 0, (16, 32, 64, 128, 256, 1024)), ("k = M/8", 8, (16, 32, 64, 128, 256))):
-        curves = {}
+    rows = []
+    for label, (few, many) in (("k = 8", ((32, 8), (256, 8))), ("k = M/8", ((32, 4), (256, 32)))):
         for name in PAPER:
-            energy = {M: gate_energy(name, M, M // share if share else 8, samples, seed) for M in sizes}
-            curves[name] = [(M, analytic, *measured) for M, (analytic, measured) in energy.items()]
-            (many, measured_many), (few, measured_few) = energy[256], energy[32]
-            text = f"{name}: E Σg² at M = 256 over M = 32, {label}"
-            rows.append(Row(text, many / few, *measured_many.over(measured_few)))
-        panels.append(Panel(f"Gate energy, {label} active", "experts M", "E Σ g²", "log", curves))
-    return rows, panels
+            expected = exact.gate_sum(name, *many, TAU, power=2) / exact.gate_sum(name, *few, TAU, power=2)
+            first, last = (sample_routers(energy, name, *shape, samples, seed) for shape in (few, many))
+            rows.append(Row(f"{name}: E Σg² at M = 256 over M = 32, {label}", expected, last.over(first)))
+    return rows
 
 
 def measure_jacobian(name: str, logits: Tensor, top_k: int, tau: float) -> tuple[Estimate, Estimate]:
@@ -126,70 +101,45 @@ def measure_jacobian(name: str, logits: Tensor, top_k: int, tau: float) -> tuple
     return Estimate(math.sqrt(mean), error / (2 * math.sqrt(mean))), Estimate(float(relative.median()))
 
 
-def gradients(samples: int, seed: int) -> Claim:
+def gradients(samples: int, seed: int) -> list[Row]:
     """Sec. 3.4, "the gradient vanishing problem"."""
-    M, k, scales, rows = 64, 8, (0.25, 0.5, 1, 2, 4, 8, 16), []
+    M, k, rows = 64, 8, []
     z = torch.randn(max(samples // 8, 100), M, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    measured = {(name, tau): measure_jacobian(name, tau * z, k, tau) for name in PAPER for tau in scales}
-    expected = {
-        (name, tau): exact.jacobian_squares(name, M, k, tau) ** 0.5
-        for name, tau in measured
-        if name != "softmax" and tau <= 4  # beyond, a few tokens make the mean of sigmoid and tanh
-    }
     for text, which, tau in (("RMS ‖∂g/∂s‖", 0, 4), ("median τ‖∂g/∂s‖/‖g‖", 1, 8), ("median τ‖∂g/∂s‖/‖g‖", 1, 16)):
         for name in PAPER:
-            ratio = measured[name, tau][which].over(measured[name, 0.5][which])
-            analytic = expected[name, tau] / expected[name, 0.5] if (name, tau) in expected else None
-            rows.append(Row(f"{name}: {text}, τ = {tau} over τ = 0.5", analytic, *ratio))
-    xlabel = "standard deviation τ of the 64 logits s, 8 active"
-    curves = {name: [(tau, expected.get((name, tau)), *measured[name, tau][0]) for tau in scales[:5]] for name in PAPER}
-    relative = {name: [(tau, None, *measured[name, tau][1]) for tau in scales] for name in PAPER}
-    return rows, [
-        Panel("Gradient of the gates", xlabel, "RMS ‖∂g/∂s‖", "log", curves),
-        Panel("… relative to gates and logits", xlabel, "median of τ ‖∂g/∂s‖ / ‖g‖", "log", relative),
+            small, large = (measure_jacobian(name, scale * z, k, scale)[which] for scale in (0.5, tau))
+            expected = None  # of medians, and of softmax
+            if which == 0 and name != "softmax":
+                first, last = (exact.jacobian_squares(name, M, k, scale) for scale in (0.5, tau))
+                expected = math.sqrt(last / first)
+            rows.append(Row(f"{name}: {text}, τ = {tau} over τ = 0.5", expected, large.over(small)))
+    return rows
+
+
+def monte_carlo(samples: int, seed: int) -> list[Row]:
+    """App. "Implementation Details": c = E[1 / ‖top-k of ReLU(y)‖]."""
+    rows = []
+    for M, k in ((32, 4), (64, 8), (256, 32), (256, 8), (1024, 8)):
+        draws = [monte_carlo_scale(M, k, samples=max(samples // 10, 20), seed=seed + i) for i in range(10)]
+        rows.append(Row(f"c, {k} of {M}", exact.monte_carlo(M, k), estimate(torch.tensor(draws, dtype=torch.float64))))
+    return rows
+
+
+def positive(samples: int, seed: int) -> list[Row]:
+    """App. "The Effect of ReLU": below half active, "the select router weights are usually positive"."""
+
+    def zero_share(routing: Routing) -> Tensor:
+        return (routing.weights == 0).any(-1).double().mean()
+
+    shapes = ((32, 8), (64, 8), (64, 24), (64, 32))
+    measured = [sample_routers(zero_share, "kern", *shape, samples, seed) for shape in shapes]
+    return [
+        Row(f"P(fewer than {k} of {M} gates positive)", exact.fewer_positive(M, k), value, tolerance=5 / samples)
+        for (M, k), value in zip(shapes, measured, strict=True)
     ]
 
 
-def monte_carlo(samples: int, seed: int) -> Claim:
-    """App. "Implementation Details": c = E[1 / ‖top-k of ReLU(y)‖]."""
-    rows, curves = [], {}
-    for label, shapes in (
-        ("k = 8", [(M, 8) for M in (32, 64, 128, 256, 512, 1024)]),
-        ("k = M/8", [(M, M // 8) for M in (16, 32, 64, 128, 256, 512)]),
-    ):
-        curves[label], limits = [], []
-        for M, k in shapes:
-            draws = [monte_carlo_scale(M, k, samples=max(samples // 10, 20), seed=seed + i) for i in range(10)]
-            measured, analytic = estimate(torch.tensor(draws, dtype=torch.float64)), exact.monte_carlo(M, k)
-            curves[label].append((M, analytic, *measured))
-            limits.append((M, exact.kern_limit(k / M) ** -0.5, None, 0.0))
-            rows.append(Row(f"c, {k} of {M}", analytic, *measured))
-        curves[f"{label}, limit of large M"] = limits
-    return rows, [Panel("Monte-Carlo constant", "experts M", "c = E[1 / ‖top-k of ReLU(y)‖]", "linear", curves)]
-
-
-def positive(samples: int, seed: int) -> Claim:
-    """App. "The Effect of ReLU": below half active, "the select router weights are usually positive"."""
-    rows, curves = [], {}
-    for M in (16, 32, 64, 256):
-        ks = [M * share // 16 for share in range(1, 17)]
-
-        def shares_below(routing: Routing, ks: list[int] = ks) -> Tensor:
-            return ((routing.weights > 0).sum(-1, keepdim=True) < torch.tensor(ks)).double().mean(0)
-
-        sampled = sample_routers(shares_below, "kern", M, M, samples, seed)  # (DRAWS, len(ks))
-        points = [(k, exact.fewer_positive(M, k), estimate(column)) for k, column in zip(ks, sampled.T, strict=True)]
-        curves[f"M = {M}"] = [(k / M, analytic, *measured) for k, analytic, measured in points]
-        rows += [
-            Row(f"P(fewer than {k} of {M} gates positive)", analytic, *measured, tolerance=5 / samples)
-            for k, analytic, measured in points
-            if k * 8 in (M, 2 * M, 3 * M, 4 * M)
-        ]
-    labels = "share of active experts k/M", "P(fewer than k of M positive)"
-    return rows, [Panel("Chance of fewer than k positive gates", *labels, "linear", curves)]
-
-
-CLAIMS: dict[str, Callable[[int, int], Claim]] = {
+CLAIMS: dict[str, Callable[[int, int], list[Row]]] = {
     "variance": variance,
     "gradients": gradients,
     "monte-carlo": monte_carlo,

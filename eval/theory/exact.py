@@ -23,15 +23,6 @@ DERIVATIVES: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def kern_limit(share: float) -> float:
-    """E Σ g² of KERN for large M and k = share · M: q p(q) + share, where q has the upper tail `share`, at most ½.
-
-    From a half on the rest of TopK are zeros. For small shares it goes as 2 share · ln(1 / share).
-    """
-    q = norm.isf(min(share, 0.5))
-    return float(q * norm.pdf(q) + min(share, 0.5))
-
-
 def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> float:
     """E ‖∂g/∂s‖²_F of the gates by all M logits, for kern, sigmoid or tanh.
 
