@@ -41,7 +41,7 @@ from eval.tasks import (
     write_task_spec,
 )
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
-from runtime import RunError, checkpoint, describe_write_errors, distributed
+from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need
@@ -96,7 +96,8 @@ def evaluate_tasks(
                 print(name, flush=True)
             found = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
             if not ranks.rank:
-                write_result(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
+                body = {"key": keys[name], "results": found}
+                write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
 
 
 # ---- report
@@ -141,13 +142,6 @@ def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[
     return ["task", "documents", "acc", "acc_norm", "bits per byte", "chance", "paper"], rows
 
 
-def write_result(path: Path, content: str | dict) -> None:
-    """Write a text, or a dict as JSON. Raises RunError if that fails."""
-    text = content if isinstance(content, str) else json.dumps(content, indent=1)
-    with describe_write_errors(path):
-        write_atomic(path, text + "\n")
-
-
 def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace) -> None:
     """Write results.json and table.md from all files in `folder`/tasks, print the table, and send it to wandb."""
     bodies, config = load_task_results(folder, shared).values(), trained.config
@@ -156,15 +150,13 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
     mean = mean_accuracy(results)
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
-    write_result(folder / "results.json", about | {"results": results})
+    write_atomic(folder / "results.json", json.dumps(about | {"results": results}, indent=1) + "\n")
     text = markdown_table(*tabulate_results(results, config))
     if not paper_accuracies(config):
         text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
-    if args.num_fewshot and args.tasks_dir:
-        text += "\n\nExamples in the prompts are other documents of the same files."
-    write_result(folder / "table.md", text)
+    write_atomic(folder / "table.md", text + "\n")
     print(f"{text}\n\n{folder}/results.json")
     if config.log.wandb != "disabled":
         send_to_wandb(results, trained, args)
@@ -190,7 +182,7 @@ def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.
 
 
 def evaluate_run(args: argparse.Namespace) -> None:
-    """Evaluate all tasks and write the report. Raises ValueError."""
+    """Evaluate all tasks and write the report. Raises ValueError and OSError."""
     if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     manager = build_task_manager(args.tasks)
@@ -203,8 +195,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
-    with describe_write_errors(folder):
-        (folder / "tasks").mkdir(parents=True, exist_ok=True)
+    (folder / "tasks").mkdir(parents=True, exist_ok=True)
     with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         evaluate_tasks(manager, adapter, folder, shared, args)
@@ -226,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.tasks = list(dict.fromkeys(args.tasks))
     try:
         evaluate_run(args)
-    except ValueError:
+    except (ValueError, OSError):
         if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):  # once per node: one may lack the run
             raise
         return 2

@@ -49,19 +49,13 @@ class Adapter(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.tokens.encode(string)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score (context, continuation) texts. Raises RunError for an empty continuation, where HFLM fails too."""
-        for context, continuation in (request.args for request in requests):
-            if not continuation:
-                raise RunError(f"an empty answer after {context[-60:]!r} cannot be scored; correct the task")
-        return super().loglikelihood(requests, disable_tqdm=True)  # the Scorer has a bar
-
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Score (context, continuation) texts. Raises RunError for a continuation without tokens, as HFLM does."""
         for (context, continuation), _, ids in requests:
             if not ids:
                 raise RunError(
-                    f"{continuation!r} after {context[-60:]!r} shares its only token with the context, so no "
-                    f"token is left to score; put a space between them in the task"
+                    f"the answer {continuation!r} after {context[-60:]!r} has no token, or shares its only one with the "
+                    f"context; correct the task"
                 )
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         scores = [tuple(score) for score in self.scorer.score(pairs, "scored" if self.first else None)]

@@ -253,18 +253,18 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
         require_packages("scipy")
         models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
     for model in models:
+        name = model.config.run.name
         if ROUTERS[model.config.model.router] is None:
-            raise ValueError(
-                f"{model.config.run.name} is dense and has no router; name a run with another model.router"
-            )
-    for other in models[1:]:
-        names = f"{trained.config.run.name} and {other.config.run.name} cannot be compared"
+            raise ValueError(f"{name} is dense and has no router; name a run with another model.router")
         for key in COMPARABLE:
-            mine, theirs = getattr(trained.config.model, key), getattr(other.config.model, key)
+            mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)
             if mine != theirs:
-                raise ValueError(f"{names}: model.{key} is {mine} and {theirs}; name a run with {mine}")
-        if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
-            raise ValueError(f"{names}: they have different tokenizers; name a run with the same")
+                raise ValueError(
+                    f"{trained.config.run.name} and {name} cannot be compared: model.{key} is {mine} and {theirs}; "
+                    f"name a run with {mine}"
+                )
+        if trained.metadata["tokenizer"] != model.metadata["tokenizer"]:
+            raise ValueError(f"{trained.config.run.name} and {name} have different tokenizers; name another run")
     return models, tokenizer
 
 
@@ -276,7 +276,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     config, folders = trained.config, trained.config.data.folders
     if args.data:
         by_name = Path(config.data.dir, args.data)
-        folders = [by_name if by_name.is_dir() and not Path(args.data).is_dir() else Path(args.data)]
+        folders = [Path(args.data) if Path(args.data).is_dir() else by_name]
     data = str(folders[0]) if len(folders) == 1 else config.data.label
     tokens, indices, *_ = open_validation(trained, folders, args.windows)
     if len(indices) < 2:

@@ -117,26 +117,6 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
     return steps[-average:]
 
 
-def find_tokenizer(trained: Trained) -> Tokenizer:
-    """Load the tokenizer that a run was trained with: its data set's, else a known one of the same hash.
-
-    Raises:
-        ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
-    """
-    folders = trained.config.data.folders
-    for folder in folders:
-        if (folder / "meta.json").is_file():
-            _check_tokenizer(trained, folder)
-            return open_tokenizer(folder)
-    for known in TOKENIZERS:
-        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
-            return load_tokenizer(known)
-    raise RunError(
-        f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
-        f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"
-    )
-
-
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     """Open a split of a prepared data set for a model.
 
@@ -172,6 +152,21 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
 def load_run(
     folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
 ) -> tuple[Trained, Tokenizer]:
-    """Load a run's model (see `load_model`) and its tokenizer (see `find_tokenizer`)."""
+    """Load a run's model (see `load_model`) and its tokenizer: its data set's, else a known one of the same hash.
+
+    Raises:
+        ValueError: as for `load_model`; the set in data.dir has another tokenizer; neither set nor tokenizer is there.
+    """
     trained = load_model(folder, step, average, ema)
-    return trained, find_tokenizer(trained)
+    folders = trained.config.data.folders
+    for data in folders:
+        if (data / "meta.json").is_file():
+            _check_tokenizer(trained, data)
+            return trained, open_tokenizer(data)
+    for known in TOKENIZERS:
+        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
+            return trained, load_tokenizer(known)
+    raise RunError(
+        f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
+        f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"
+    )

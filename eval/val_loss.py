@@ -112,7 +112,6 @@ def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace, by_d
         start = block * fixed_windows(tokens, block, count, trained.config.eval.spread)
         windows = np.stack([start, start + block, start], 1)
     else:
-        check_token_count(tokens.name, len(tokens))
         windows = make_windows(len(tokens), block, args.stride)
         windows = windows[: min(args.windows or math.inf, len(windows))]
     documents = number_documents(tokens, (windows[:, 2] + windows[:, 1] + 1) // 2)
@@ -130,21 +129,16 @@ def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse
             raise DataError(f"{raw.where} {error}") from error
         if text.strip():  # empty documents are left out, as in preparation
             documents.append(np.append(np.uint16(tokenizer.eot), tokenizer.encode_batch([text])[0]))
-    check_token_count(path, sum(map(len, documents)) - len(documents))
+    if (count := sum(map(len, documents)) - len(documents)) < 2:
+        raise DataError(f"{path}: {count} token(s), expected at least 2; give more text")
     for document in documents:
         rows.append(start + make_windows(len(document), block, args.stride or block))
         start += len(document)
     windows, numbers = np.concatenate(rows), np.repeat(np.arange(len(rows)), [*map(len, rows)])
-    count = int(min(args.windows or math.inf, len(windows)))
-    chosen = np.arange(count) if args.stride else spread_evenly(len(windows), count)
+    count = min(args.windows or math.inf, len(windows))
+    chosen = np.arange(count) if args.stride else spread_evenly(len(windows), int(count))
     tokens = Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size)
     return Corpus(str(path), tokens, windows[chosen], numbers[chosen])
-
-
-def check_token_count(name: str | Path, count: int) -> None:
-    """Raise DataError if there is no token to predict."""
-    if count < 2:
-        raise DataError(f"{name}: {count} token(s), expected at least 2; give more text")
 
 
 def make_windows(count: int, block: int, stride: int) -> np.ndarray:
