@@ -3,7 +3,7 @@
     pip install -r requirements-eval.txt
     python -m eval.downstream runs/NAME                                       the paper's six tasks, from the hub
     python -m eval.downstream runs/NAME --tasks-dir FOLDER                    from FOLDER/arc_easy.jsonl, … instead
-    python -m eval.downstream runs/NAME --tasks lambada_openai gsm8k --num-fewshot 5
+    python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5
     torchrun --nproc_per_node=8 -m eval.downstream runs/NAME                  split across ranks
 
 Writes runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same command resumes after a kill;
@@ -38,7 +38,6 @@ from eval.tasks import (
     load_tasks,
     local_file,
     score_task,
-    write_task_spec,
 )
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
 from runtime import RunError, checkpoint, distributed
@@ -90,8 +89,7 @@ def evaluate_tasks(
     if not ranks.rank and len(todo) < len(args.tasks):
         print(f"done already: {', '.join(name for name in args.tasks if name not in todo)} ({folder}/tasks)")
     with tempfile.TemporaryDirectory() as scratch:
-        specs = {name: write_task_spec(manager, name, args.tasks_dir, scratch) for name in todo}
-        for name, loaded in load_tasks(manager, specs, args.tasks_dir).items():
+        for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
                 print(name, flush=True)
             found = score_task(name, loaded, adapter, args.num_fewshot, args.limit)

@@ -32,8 +32,7 @@ class TaskScores:
         manager = tasks.build_task_manager(names)
         tasks.check_tasks(manager, names, folder)
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run
-        specs = {name: tasks.write_task_spec(manager, name, folder, self._scratch.name) for name in names}
-        self.loaded = tasks.load_tasks(manager, specs, folder)
+        self.loaded = tasks.load_tasks(manager, names, folder, self._scratch.name)
 
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False

@@ -113,8 +113,16 @@ def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scra
     return str(path)
 
 
-def load_tasks(manager: "TaskManager", specs: dict[str, str], folder: Path | None) -> dict[str, Any]:
-    """Load the tasks {name: spec} with their documents, which are read or downloaded: {name: what `score_task` takes}.
+def load_tasks(
+    manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
+) -> dict[str, Any]:
+    """Load tasks with their documents, which are read or downloaded: {name: what `score_task` takes}.
+
+    Args:
+        manager: the index of tasks.
+        names: which tasks; `check_tasks` has seen them.
+        folder: of local files; None: the hub.
+        scratch: a folder that stays as long as the tasks are used.
 
     Raises:
         RunError: that fails, such as without a network.
@@ -123,10 +131,10 @@ def load_tasks(manager: "TaskManager", specs: dict[str, str], folder: Path | Non
 
     datasets.disable_progress_bars()
     loaded = {}
-    for name, spec in specs.items():
+    for name in names:
         try:
             with fixed_seeds():
-                loaded[name] = manager.load([spec])
+                loaded[name] = manager.load([write_task_spec(manager, name, folder, scratch)])
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if folder:

@@ -16,8 +16,7 @@ perplexity: e^loss.
 bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no bytes, but its nats
 count. Only this one compares across tokenizers.
 
-Prints a table. Also writes one line of JSON per row to runs/NAME/eval/step_…/val_loss.json; it replaces an earlier line
-of the same data, split, stride and windows.
+Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
 
 import argparse
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 
 from common.command import build_parser, command, run_command
-from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
 from data import DataError
@@ -46,10 +44,9 @@ from eval.scoring import TOKENS, scoring_dtype
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
-from runtime import RunError, distributed
+from runtime import distributed
 
 TEXT_FIELD = "text"  # of rows of JSON and parquet
-KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
 
 
@@ -247,15 +244,6 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
 # ---- report it
 
 
-def read_results(path: Path) -> dict[tuple, dict]:
-    """Read a val_loss.json, {key: line}; empty without one. Raises RunError if it cannot be read."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return {tuple(line[key] for key in KEY): line for line in lines}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not written by eval.val_loss; move it away") from error
-
-
 def format_row(corpus: Corpus, result: Result) -> list[str]:
     """One row under HEAD."""
     name = corpus.name + (f" ({corpus.split})" if corpus.split else "")
@@ -276,7 +264,6 @@ def evaluate_run(args: argparse.Namespace) -> None:
     """Open all data, score it, print the table and write val_loss.json. Raises ValueError and OSError."""
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
-    lines = read_results(file)
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
         raise ValueError(f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)")
     if args.data:
@@ -293,13 +280,15 @@ def evaluate_run(args: argparse.Namespace) -> None:
     if not args.data and len(corpora) > 1:
         weighted = sum(part * result.loss for part, result in zip(config.data.sets.values(), results, strict=True))
         print(f"mean by the weights of the mixture: {weighted:.4f}")
+    lines = []
     for corpus, result in zip(corpora, results, strict=True):
         line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
         line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
         line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
-        lines[tuple(line[key] for key in KEY)] = line
+        lines.append(json.dumps(line) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines.values()))
+    with file.open("a") as output:
+        output.writelines(lines)
     print(file)
 
 

@@ -63,10 +63,9 @@ def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
     (folder / "arc_easy.jsonl").write_text(lines, "utf-8")
     right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9", 1)}
     manager = tasks.build_task_manager(DOCUMENTS)
-    specs = {name: tasks.write_task_spec(manager, name, folder, tmp_path) for name in DOCUMENTS}
     model = SimpleNamespace(config=SimpleNamespace(block_size=64), head=torch.zeros(1))
     client = Client(Scorer(model), ByteTokenizer())
-    for name, loaded in tasks.load_tasks(manager, specs, folder).items():
+    for name, loaded in tasks.load_tasks(manager, DOCUMENTS, folder, tmp_path).items():
         for limit in (None, 3):
             found = tasks.score_task(name, loaded, client, limit=limit)[name]
             context, answer, _ = right[name]
