@@ -118,8 +118,7 @@ def format_metric(values: Metrics, metric: str) -> str:
     """A metric with its standard error, if any; "" for one that is not there."""
     if metric not in values:
         return ""
-    name, comma, rest = metric.partition(",")  # "exact_match,strict-match": a filter after the comma
-    error = values.get(f"{name}_stderr{comma}{rest}")
+    error = values.get(f"{metric}_stderr")
     return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 

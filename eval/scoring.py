@@ -6,7 +6,6 @@ through the model once. The LM head sees only the positions that are scored.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -69,7 +68,6 @@ class Scorer:
         self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
         self.ranks = ranks or distributed.Ranks(0, 1, self.device)
-        self.autocast = nullcontext if dtype == torch.float32 else lambda: torch.autocast(self.device.type, dtype)
 
     def score(self, pairs: Sequence[Pair], progress: str | None = None) -> list[Score]:
         """Score each continuation after its context.
@@ -103,7 +101,8 @@ class Scorer:
         total = sum(len(members) for _, batch in work for _, members in batch)
         scored: dict[int, Score] = {}
         bar = progress_bar(total=total, desc=progress, disable=not progress)
-        with bar, torch.inference_mode(), self.autocast():
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with bar, torch.inference_mode(), autocast:
             for score_batch, batch in work:
                 if self.is_stopped():
                     break
