@@ -1,4 +1,4 @@
-"""What the paper claims and prints: paper_claims.toml and paper_numbers.toml."""
+"""What the paper prints: paper_numbers.toml."""
 
 import tomllib
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 EXPERIMENTS = FOLDER.parent / "config/paper"
-CLAIMS: dict[str, dict[str, Any]] = tomllib.loads((FOLDER / "paper_claims.toml").read_text())
 NUMBERS: dict[str, list[dict[str, Any]]] = tomllib.loads((FOLDER / "paper_numbers.toml").read_text())
 STEPS = 50_000  # of every run in the paper
 
@@ -27,16 +26,16 @@ class PaperLosses(NamedTuple):
     deviations: dict[tuple[str, int], float] = {}  # over seeds
     doubts: dict[tuple[str, int], str] = {}  # what contradicts the loss
 
-    def subtract(self, left: str, right: str, tenth: int | None) -> float | None:
-        """Loss of the router `left` minus that of `right`; None if one is not printed or doubtful."""
+    def subtract(self, left: str, right: str, tenth: int | None) -> str:
+        """Loss of the router `left` minus that of `right`; "" if one is not printed or doubtful."""
         printed = {key[0]: loss for key, loss in self.losses.items() if key[1] == tenth and key not in self.doubts}
-        return printed[left] - printed[right] if {left, right} <= printed.keys() else None
+        return f"{printed[left] - printed[right]:+.4f}" if {left, right} <= printed.keys() else ""
 
     def format_loss(self, router: str, tenth: int) -> str:
         """The loss with its deviation and a mark of doubt; "" if it is not printed."""
         at = router, tenth
         deviation = f" ± {self.deviations[at]:.4f}" if at in self.deviations else ""
-        return f"{self.losses[at]:.4f}{deviation}{'?' * (at in self.doubts)}" if at in self.losses else ""
+        return f"{self.losses[at]:.4f}{deviation}{'?' if at in self.doubts else ''}" if at in self.losses else ""
 
 
 def read_paper_losses(experiment: str, values: Mapping[str, Any]) -> PaperLosses:

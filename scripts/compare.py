@@ -52,38 +52,26 @@ def compare_runs(a: Run, b: Run) -> None:
     Raises:
         ValueError: the runs cannot be compared. The differences of their configs are printed before.
     """
+    from scripts.report.comparisons import estimate
     from scripts.report.tables import RUN_COLUMNS, summarize_run
 
     print(f"A: {a.folder}, {a.progress}\nB: {b.folder}, {b.progress}\n")
     changes = [line for line in configure.differences(a.config, b.config) if not line.startswith("run.name:")]
     print("\n  ".join(["config, A -> B", *changes]) if changes else "The configs differ only in run.name.")
     check_same_text([a, b])
-    setting = Setting("", {}, [Arm("A", {}, {None: {0: a}}), Arm("B", {}, {None: {0: b}})])
+    left, right = Arm("A", {}, {None: {0: a}}), Arm("B", {}, {None: {0: b}})  # as if of one seed
+    setting = Setting("", {}, [left, right])
     if not setting.steps:
         raise ValueError(f"{a.folder} and {b.folder} were evaluated at no common step")
-    columns = list(zip(RUN_COLUMNS, summarize_run(a), summarize_run(b), strict=True))
+    columns = zip(RUN_COLUMNS, summarize_run(a), summarize_run(b), strict=True)
     print("\n" + text_table(("", "A", "B"), [[*column] for column in columns]))
-    print(f"\nvalidation loss, {a.unit}\n{format_losses(setting)}")
-
-
-def format_losses(setting: Setting) -> str:
-    """A table of both losses and their difference, at STEPS common steps or fewer, the last among them."""
-    from scripts.report.comparisons import Part, compare_parts
-
-    (a, b), steps, rows, over = setting.arms, [step for step in setting.steps if step] or setting.steps, [], ""
-    for step in steps[:: -math.ceil(len(steps) / STEPS)][::-1]:
-        difference = compare_parts([Part(setting, a, b, step)])
-        assert difference is not None  # both runs stand for one seed
-        losses = [f"{arm.runs[0].evaluations[step]['val/loss']:.4f}" for arm in (a, b)]
-        rows.append([f"{step:,}", *losses, str(difference)])
-        over = difference.over
-    table = text_table(("step", "A", "B", "A minus B, 95% interval"), rows)
-    if not over:
-        return f"{table}\nLosses of windows were not recorded, so there is no interval."
-    count = a.runs[0].count_windows()
-    documents = f" of {len(set(setting.documents.tolist())):,} documents" if setting.documents is not None else ""
-    return (
-        f"{table}\nIntervals are over {over} ({count:,} validation windows{documents}): they hold for these two runs. "
+    rows = []
+    for step in setting.steps[:: -math.ceil(len(setting.steps) / STEPS)][::-1]:
+        losses = [f"{run.evaluations[step]['val/loss']:.4f}" for run in (a, b)]
+        rows.append([f"{step:,}", *losses, str(estimate(setting, left, right, step))])
+    print(f"\nvalidation loss, {a.unit}\n" + text_table(("step", "A", "B", "A minus B, 95% interval"), rows))
+    print(
+        f"Intervals are over documents of the {a.count_windows():,} validation windows, and hold for these two runs. "
         "Other seeds may differ by more: python -m scripts.report with three of each."
     )
 

@@ -8,21 +8,19 @@ Needs requirements-report.txt.
 
 import json
 from collections.abc import Iterable, Sequence
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.command import build_parser, command, require_packages, run_command
-from eval.routing import coactivation_shares, summarize_agreement, summarize_layers
+from eval.routing import summarize_agreement, summarize_layers
 
 if TYPE_CHECKING:  # imported once it is known to be installed
     from matplotlib.figure import Figure
 
     from scripts.report.pages import Block
 
-COLUMNS = 6  # layers side by side in the picture of pairs
 EXPERTS = 5  # per layer in the table of tokens
 MIN_LOAD = 0.1  # of the mean load, for an expert in that table: fewer tokens differ from the text's by chance
 TOKENS = 6  # per expert
@@ -32,32 +30,19 @@ LITERAL = str.maketrans({"*": "∗", "`": "ˋ"})  # the page would take them for
 ABOUT = """Router {router}, {n_layer} layers of {n_expert} experts, {top_k} per token{mean}; {windows:,} validation
 windows of {data}, {tokens:,} tokens. Layers and experts are numbered from 0."""
 SUMMARY = """**busiest**: highest load over mean load. **idle**: experts that no token chose. **in use**: exp of the
-entropy of the loads, the number of equally busy experts with the same entropy. **per token**: exp of the mean entropy
-of a token's normalised positive scores; **nats**: that entropy.
-
-**zero gates**: share of gates that are exactly 0. **sum**, **norm**: sum and l2 norm of a token's gates, median [5%,
-95%].
-
-**vocabulary**: vocabulary specialization (OLMoE, arXiv 2409.02060, Sec. 5), the share of a token's occurrences that its
-most frequent expert has; mean over tokens seen {min_count} times or more. **partner**: share of an expert's tokens that
-its most frequent partner has; mean over experts.
-
-In brackets **by chance**: each token's choices taken from another token of another window; for partners, independent
-choices."""
+entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores; **nats**: that
+entropy. **zero gates**: share of gates that are exactly 0. **sum**, **norm**: sum and l2 norm of a token's gates,
+median [5%, 95%]. **vocabulary**: share of a token's occurrences that its most frequent expert has (OLMoE, arXiv
+2409.02060, Sec. 5), mean over tokens seen {min_count} times or more. **partner**: share of an expert's tokens that its
+most frequent partner has, mean over experts. In brackets **by chance**: each token's choices taken from another token
+of another window; for partners, independent choices."""
 EXPERT_TOKENS = """Per layer the {EXPERTS} experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most
-from the text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens (seen
-{min_count} times or more) with their share of the expert's load, and how many times their share of the text that is.
-#128 is token 128 where it is not a complete character; ∗ and ˋ stand for asterisk and backtick."""
-AGREEMENT = """**same number**: share of a token's experts with equal numbers in both models. Between checkpoints of one
-run this is OLMoE's router saturation; runs of different seeds number their experts independently.
-
-**matched**: the same after the one-to-one renumbering of the other model's experts that makes it largest.
-
-In brackets **by chance**: the other model's choices taken from another token of another window. **beyond chance**:
-matched, on a scale where chance is 0 and full agreement 1."""
-
-
-# ---- routing.json
+from the text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens with their
+share of the expert's load, and how many times their share of the text that is."""
+AGREEMENT = """**same number**: share of a token's experts with equal numbers in both models. **matched**: the same
+after the one-to-one renumbering of the other model's experts that makes it largest. In brackets **by chance**: the
+other model's choices taken from another token of another window. **beyond chance**: matched, on a scale where chance is
+0 and full agreement 1."""
 
 
 def build_page(report: dict[str, Any]) -> list["Block"]:
@@ -65,25 +50,22 @@ def build_page(report: dict[str, Any]) -> list["Block"]:
     values = report | {"n_layer": len(report["layers"]), "n_expert": len(report["layers"][0]["loads"])}
     values |= {"EXPERTS": EXPERTS, "MIN_LOAD": MIN_LOAD, "mean": f", {report['mean']}" if report["mean"] else ""}
 
-    def fill(text: str) -> list[str]:
-        return [" ".join(paragraph.split()).format_map(values) for paragraph in text.split("\n\n")]
+    def fill(text: str) -> str:
+        return " ".join(text.split()).format_map(values)
 
-    pairs = "Tokens that chose both experts of a pair over what their loads would give; partners are neighbours."
     blocks: list[Block] = [
         ("h1", f"Routing of {report['run']} at step {report['step']:,}"),
-        ("p", *fill(ABOUT)),
+        ("p", fill(ABOUT)),
         ("table", *summarize_layers(report)),
-        ("list", fill(SUMMARY)),
+        ("p", fill(SUMMARY)),
         ("picture", "loads.png", "Load of each expert over the mean of its layer."),
         ("h2", "Tokens of each expert"),
-        ("p", *fill(EXPERT_TOKENS)),
+        ("p", fill(EXPERT_TOKENS)),
         ("table", *tabulate_tokens(report["layers"])),
-        ("h2", "Experts chosen together"),
-        ("picture", "coactivation.png", pairs),
     ]
     if "agreement" in report:
         blocks += [("h2", f"Agreement with {report['other']}"), ("table", *summarize_agreement(report))]
-        blocks += [("list", fill(AGREEMENT))]
+        blocks.append(("p", fill(AGREEMENT)))
     return blocks
 
 
@@ -103,79 +85,35 @@ def tabulate_tokens(layers: Iterable[dict[str, Any]]) -> tuple[list[str], list[l
 
 
 def format_token(token: dict[str, Any]) -> str:
-    """A token's text in quotes as Python writes it, cut at LONGEST characters; #id if not a complete character."""
+    """A token's text in quotes as Python writes it, cut at LONGEST characters."""
     text = token["text"]
-    if "\ufffd" in text:
-        return f"#{token['id']}"
     return repr(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…").translate(LITERAL)
 
 
 def plot_loads(report: dict[str, Any]) -> "Figure":
     """Load over mean load by layer and expert, in greys."""
-    from scripts.report.figures import add_load_bar, plt
+    from matplotlib.figure import Figure
 
     loads = np.array([layer["loads"] for layer in report["layers"]])
-    L, E = loads.shape
-    figure, axes = plt.subplots(figsize=(9, 2.4 + 0.14 * max(L, 6)), layout="constrained")
-    with np.errstate(divide="ignore"):
-        shares = np.log2(loads / loads.mean(1, keepdims=True))
-    image = axes.imshow(shares, aspect="auto", cmap="Greys", vmin=-3, vmax=3, interpolation="nearest")
+    figure = Figure((9, 1.8 + 0.14 * max(len(loads), 6)), layout="constrained")
+    axes = figure.add_subplot(xlabel="expert", ylabel="layer")
+    shares = loads / loads.mean(1, keepdims=True)
+    image = axes.imshow(shares, vmin=0, vmax=4, aspect="auto", cmap="Greys", interpolation="nearest")
     idle, experts = np.nonzero(loads == 0)
-    axes.plot(experts, idle, "kx", markersize=min(5, 300 / E), scalex=False, scaley=False)
-    ticks = range(0, L, ceil(L / 12))
-    axes.set(xlabel="expert", ylabel="layer")
-    axes.set_yticks(ticks, [report["layers"][row]["layer"] for row in ticks])
-    add_load_bar(figure, image, [axes], "load / mean load (×: no token)")
+    axes.plot(experts, idle, "kx", markersize=3, scalex=False, scaley=False)
+    axes.set_yticks(range(len(loads)), [layer["layer"] for layer in report["layers"]])
+    figure.colorbar(image, extend="max", label="load / mean load (×: no token)")
     return figure
 
 
-def plot_coactivation(report: dict[str, Any]) -> "Figure":
-    """Lift of each pair of experts, one panel per layer; readable without colour, from orange to violet."""
-    from scripts.report.figures import add_load_bar, plt
+def plot_claim(panels: Sequence[dict[str, Any]]) -> "Figure":
+    """Panels of a theory.json side by side: expectations as lines, measurements with two standard errors."""
+    from matplotlib.figure import Figure
 
-    layers = report["layers"]
-    columns, rows = min(len(layers), COLUMNS), ceil(len(layers) / COLUMNS)
-    figure = plt.figure(figsize=(max(4.5, 2.6 * columns), 1.3 + 2.7 * rows), layout="constrained")
-    colours = plt.get_cmap("PuOr_r").with_extremes(bad="#bbbbbb")
-    for number, layer in enumerate(layers, 1):
-        together = np.array(layer["coactivation"])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            lift = np.log2(coactivation_shares(together) / (together.diagonal() / report["tokens"]))
-        lift = lift.clip(-9, 9)  # a pair never chosen has -inf, which would be drawn like NaN
-        order = order_by_similarity(lift)
-        axes = figure.add_subplot(rows, columns, number, title=f"layer {layer['layer']}", xticks=[], yticks=[])
-        axes.imshow(lift[np.ix_(order, order)], cmap=colours, vmin=-3, vmax=3, interpolation="nearest")
-    label = "tokens that chose both / expected from their loads\n(grey: an expert without tokens)"
-    add_load_bar(figure, figure.axes[-1].images[0], figure.axes, label)
-    return figure
-
-
-def order_by_similarity(lift: np.ndarray) -> np.ndarray:
-    """An order (E,) of experts with those of high log lift (E, E) side by side, by hierarchical clustering.
-
-    Experts without tokens (NaN) come last.
-    """
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    idle = np.isnan(lift).all(1)
-    active = np.flatnonzero(~idle)
-    if len(active) > 2:
-        distance = squareform(9 - lift[np.ix_(active, active)], checks=False)
-        active = active[leaves_list(linkage(distance, "average", optimal_ordering=True))]
-    return np.concatenate([active, np.flatnonzero(idle)])
-
-
-# ---- theory.json
-
-
-def plot_panels(panels: Sequence[dict[str, Any]]) -> "Figure":
-    """Panels side by side: expectations as lines, measurements with two standard errors."""
-    from scripts.report.figures import plt
     from scripts.report.style import OTHERS, STYLES, style
 
-    figure, grid = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False, layout="constrained")
-    for axes, panel in zip(grid[0], panels, strict=True):
+    figure = Figure((4.5 * len(panels), 3.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for number, (label, points) in enumerate(panel["curves"].items()):
             x, analytic, measured, error = np.array(points, float).T  # None -> NaN
             other = dict(zip(("color", "linestyle", "marker"), OTHERS[number], strict=True))
@@ -186,31 +124,25 @@ def plot_panels(panels: Sequence[dict[str, Any]]) -> "Figure":
         axes.set(title=panel["title"], ylabel=panel["ylabel"], yscale=panel["yscale"])
         axes.set_xscale("log", base=2)
         axes.set_xlabel(panel["xlabel"])
-    grid[0][0].legend()
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
     figure.supxlabel("lines: exact, where known; markers: measured ± 2 standard errors", fontsize=8)
     return figure
 
 
 def draw_report(report: dict[str, Any], folder: Path) -> list[Path]:
     """Write the pictures of a routing.json or theory.json, and the page of a routing.json: the files' paths."""
-    from scripts.report.figures import plt, save_figure
     from scripts.report.pages import write_page
+    from scripts.report.style import save_figure
 
-    rc = {"font.size": 8, "axes.titlesize": 9, "grid.color": "#dddddd"}
-    rc |= {"lines.markerfacecolor": "white", "lines.markersize": 5}
-    written = []
     if "layers" in report:
-        with plt.rc_context(rc):
-            save_figure(plot_loads(report), folder / "loads.png")
-            save_figure(plot_coactivation(report), folder / "coactivation.png")
+        save_figure(plot_loads(report), folder / "loads.png")
         write_page(build_page(report), folder, "routing")
         return [folder / "routing.md", folder / "routing.html"]
-    for claim, results in report["claims"].items():
-        if results["panels"]:
-            with plt.rc_context(rc | {"axes.grid": True}):
-                save_figure(plot_panels(results["panels"]), folder / f"theory-{claim}.png")
-            written.append(folder / f"theory-{claim}.png")
-    return written
+    claims = {claim: results["panels"] for claim, results in report["claims"].items() if results["panels"]}
+    for claim, panels in claims.items():
+        save_figure(plot_claim(panels), folder / f"theory-{claim}.png")
+    return [folder / f"theory-{claim}.png" for claim in claims]
 
 
 @command
@@ -219,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser("scripts.draw", __doc__)
     parser.add_argument("file", type=Path, help="routing.json of eval.routing, or theory.json of eval.theory")
     file = parser.parse_args(argv).file
-    require_packages("matplotlib", "scipy")
+    require_packages("matplotlib")
     report = json.loads(file.read_text())
     if not isinstance(report, dict) or not report.keys() & {"layers", "claims"}:
         raise ValueError(f"{file}: not written by eval.routing or eval.theory; run one of them first")

@@ -2,8 +2,6 @@
 
 import json
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
 from router import ROUTERS
@@ -14,13 +12,11 @@ GATES = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
 
 
 def make_layer(number, loads, tokens=()):
-    """A layer's entry of routing.json, of independent experts."""
-    together = np.minimum.outer(loads, loads) // 2
-    np.fill_diagonal(together, loads)
+    """A layer's entry of routing.json."""
     experts = [{"nats": 1.0 - 0.1 * e, "nats_by_chance": 0.25, "tokens": [*tokens]} for e in range(len(loads))]
     layer = {"layer": number, "loads": loads, "load_imbalance": 1.5, "dead_experts": loads.count(0), "entropy": 1.0}
     layer |= {"load_entropy": 1.0, "zero_gates": 0.25, "gate_sum": GATES, "gate_norm": GATES, "experts": experts}
-    layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25, "coactivation": together.tolist()}
+    layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25}
     return layer | {"strongest_partner": 0.5, "strongest_partner_by_chance": 0.25}
 
 
@@ -44,11 +40,10 @@ def report():
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures drawn, which stay open."""
+    """The figures drawn."""
     drawn = {}
-    monkeypatch.setattr("scripts.report.figures.save_figure", lambda figure, path: drawn.update({path.stem: figure}))
-    yield drawn
-    plt.close("all")
+    monkeypatch.setattr("scripts.report.style.save_figure", lambda figure, path: drawn.update({path.stem: figure}))
+    return drawn
 
 
 def draw_file(tmp_path, content):
@@ -57,7 +52,7 @@ def draw_file(tmp_path, content):
 
 
 def test_page_of_a_routing_report(report, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("scripts.report.figures.DPI", 30)
+    monkeypatch.setattr("scripts.report.style.DPI", 30)
     assert draw_file(tmp_path, report) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "routing.md"), str(tmp_path / "routing.html")]
     text = (tmp_path / "routing.md").read_text()
@@ -66,8 +61,8 @@ def test_page_of_a_routing_report(report, tmp_path, monkeypatch, capsys):
     assert "| 1 | 1.50 | 1 |" in text and "| 1, 1 | 1.43 | 0.65 | ' ∗∗' 50% 2.0× |" in text
     assert "| 1, 2 |" in text and "| 1, 3 |" not in text  # an expert with less than a tenth of the mean load
     assert "## Agreement with kern, step_00000500" in text and "| 2 | 50% (25%) | 70% (40%) | 0.50 |" in text
-    assert "(loads.png)" in text and "(coactivation.png)" in text
-    assert (tmp_path / "routing.html").read_text().count("data:image/png") == 2
+    assert "(loads.png)" in text
+    assert (tmp_path / "routing.html").read_text().count("data:image/png") == 1
     del report["agreement"]
     assert draw_file(tmp_path, report | {"mean": "mean of 2 checkpoints"}) == 0
     text = (tmp_path / "routing.md").read_text()
@@ -75,35 +70,17 @@ def test_page_of_a_routing_report(report, tmp_path, monkeypatch, capsys):
 
 
 def test_tokens_are_shown_in_quotes():
-    texts = (" the", "\n\t", "\ufffd", "\x00", "é", "x" * 30, "`")
-    expected = ["' the'", r"'\n\t'", "#7", r"'\x00'", "'é'", "'" + "x" * 19 + "…'", "'ˋ'"]
+    texts = (" the", "\n\t", "\x00", "é", "x" * 30, "`")
+    expected = ["' the'", r"'\n\t'", r"'\x00'", "'é'", "'" + "x" * 19 + "…'", "'ˋ'"]
     assert [draw.format_token({"text": text, "id": 7}) for text in texts] == expected
 
 
-def test_loads_and_pairs_are_relative_to_the_layer(report, figures):
-    loads = draw.plot_loads(report).axes[0]
-    assert loads.images[0].get_array().tolist()[1] == [0.0] * 4
-    assert loads.images[0].get_array()[0, 0] == pytest.approx(np.log2(30 / 14))
-    assert loads.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
-    assert [label.get_text() for label in loads.get_yticklabels()] == ["1", "2"]
-    pairs = draw.plot_coactivation(report)
-    image = np.ma.filled(pairs.axes[1].images[0].get_array(), np.nan)
-    assert image[0, 1] == pytest.approx(np.log2(14 / 28 / (28 / 28))) and np.isnan(image.diagonal()).all()
-    assert [axes.get_title() for axes in pairs.axes[:2]] == ["layer 1", "layer 2"]
-    first = np.ma.filled(pairs.axes[0].images[0].get_array(), np.nan)
-    assert np.isnan(first[3]).all() and np.isnan(first).sum() == 4 + 6  # the idle expert comes last
-    plt.close("all")
-
-
-def test_partners_are_put_side_by_side():
-    """Three groups of experts, and one without a token, which comes last."""
-    group = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 9])
-    lift = np.where(group[:, None] == group, 2.0, -9.0)
-    lift[9], lift[:, 9] = np.nan, np.nan
-    np.fill_diagonal(lift, np.nan)
-    order = draw.order_by_similarity(lift)
-    assert sorted(order) == list(range(10)) and order[-1] == 9
-    assert (np.diff(group[order[:-1]]) != 0).sum() == 2
+def test_loads_are_relative_to_the_layer(report):
+    axes = draw.plot_loads(report).axes[0]
+    shares = axes.images[0].get_array()
+    assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0]) and shares[1].tolist() == [1] * 4
+    assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
 
 
 def test_lines_are_exact_and_markers_measured(tmp_path, figures):

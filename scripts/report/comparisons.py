@@ -1,41 +1,17 @@
-"""Which of two arms has the lower loss, in a setting and over all of them, and what that says of the paper's claims.
+"""Which of two arms of a setting has the lower loss.
 
-All pairs that are compared at one step of a setting are one family (`statistics.judge_family`), and so are all pairs
-over all settings. Every table and picture shows the verdicts of these families, so a pair has one verdict. A claim
-takes that of its pair.
+All pairs of a setting are one family (`statistics.judge_family`). Every table shows its verdicts, so a pair has one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from eval import paper
 from scripts.report.settings import Arm, Setting, label_value
-from scripts.report.statistics import (
-    EQUIVALENT,
-    HIGHER,
-    LOWER,
-    UNDECIDED,
-    Difference,
-    Verdict,
-    estimate_difference,
-    judge_family,
-)
-
-MARGIN = 0.005  # nats per token, of "ends like"; the paper's own standard deviation over seeds is 0.004 to 0.005
-SUPPORTED, CONTRADICTED = "supported", "contradicted"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Two arms of a setting at one step: None is the end, or the last step that all its runs have."""
-
-    setting: Setting
-    left: Arm
-    right: Arm
-    step: int | None = None
+from scripts.report.statistics import HIGHER, LOWER, Difference, Verdict, estimate_difference, judge_family
 
 
 @dataclass(frozen=True)
@@ -52,71 +28,26 @@ class Comparison:
         return f"{self.left.label} against {self.right.label}"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A line of eval/paper_claims.toml: `left` ends below `right`, or (`equal`) within MARGIN of it."""
+def estimate(
+    setting: Setting, left: Arm, right: Arm, step: int | None = None, xs: Sequence[Any] | None = None
+) -> Difference | None:
+    """Left minus right at a step (None: the end), as the mean over the values of the key, or those of `xs` alone.
 
-    source: str
-    text: str
-    left: str
-    right: str
-    tenth: int = 10
-    equal: bool = False
-    active: str = "any"
-
-    def step(self, setting: Setting) -> int | None:
-        """The step at which it is judged in that setting, if it is about models with that part of experts active."""
-        share = setting.values["model.top_k"] / setting.values["model.n_expert"]
-        applies = {"any": True, "few": share < 0.5, "all": share == 1}[self.active]
-        return setting.tenths.get(self.tenth) if applies else None
-
-    def judge(self, comparison: Comparison) -> str:
-        """SUPPORTED or CONTRADICTED by the pair's verdict, or what kind of undecided."""
-        word, difference = comparison.verdict.text, comparison.difference
-        if not self.equal:
-            return {LOWER: SUPPORTED, HIGHER: CONTRADICTED}.get(word, word)
-        if word == EQUIVALENT:
-            return SUPPORTED
-        outside = difference.low > MARGIN or difference.high < -MARGIN
-        return CONTRADICTED if word in (LOWER, HIGHER) and outside else UNDECIDED if word in (LOWER, HIGHER) else word
-
-
-CLAIMS = [Claim(source, text, **entry) for source, entries in paper.CLAIMS.items() for text, entry in entries.items()]
-
-
-def compare_parts(parts: Sequence[Part]) -> Difference | None:
-    """Left minus right as the mean over parts and over the values of the key that both arms have.
-
-    By the seeds that both arms have in all these places; None without any.
+    By the values that both arms have, and the seeds that both have at all of these; None without any.
     """
-    cells = [
-        (part, part.left.cells[x], part.right.cells[x])
-        for part in parts
-        for x in part.left.cells
-        if x in part.right.cells
-    ]
-    if not cells:
-        return None
-    seeds = sorted(set.intersection(*(left.keys() & right.keys() for _, left, right in cells)))
+    cells = [(cell, right.cells[x]) for x, cell in left.cells.items() if x in right.cells and (xs is None or x in xs)]
+    seeds = sorted(set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in cells))) if cells else []
     if not seeds:
         return None
     losses, windows = np.zeros((len(cells), len(seeds))), []
-    for i, (part, left, right) in enumerate(cells):
+    for i, (ours, theirs) in enumerate(cells):
         for j, seed in enumerate(seeds):
-            ours, theirs = (part.setting.evaluation(cell[seed], part.step) for cell in (left, right))
-            losses[i, j] = ours["val/loss"] - theirs["val/loss"]
-            if "val/window_losses" in ours and "val/window_losses" in theirs:
-                windows.append(np.subtract(ours["val/window_losses"], theirs["val/window_losses"]))
-    same_windows = len(windows) == losses.size and share_windows(parts)
-    return estimate_difference(
-        losses.mean(0), np.mean(windows, 0) if same_windows else None, parts[0].setting.documents
-    )
-
-
-def share_windows(parts: Sequence[Part]) -> bool:
-    """Whether all parts were evaluated on the same windows of the same text."""
-    keys = ("data.name", "data.mix", "model.block_size", "eval.spread")
-    return len({(*map(part.setting.values.get, keys), part.left.runs[0].count_windows()) for part in parts}) == 1
+            a, b = setting.evaluation(ours[seed], step), setting.evaluation(theirs[seed], step)
+            losses[i, j] = a["val/loss"] - b["val/loss"]
+            if "val/window_losses" in a and "val/window_losses" in b:
+                windows.append(np.subtract(a["val/window_losses"], b["val/window_losses"]))
+    complete = len(windows) == losses.size
+    return estimate_difference(losses.mean(0), np.mean(windows, 0) if complete else None, setting.documents)
 
 
 def find_pairs(setting: Setting) -> list[tuple[Arm, Arm]]:
@@ -125,7 +56,7 @@ def find_pairs(setting: Setting) -> list[tuple[Arm, Arm]]:
     for left, right in combinations(setting.arms[::-1], 2):  # routers that someone added come first
         differing = sum(left.options[key] != right.options[key] for key in left.options)
         if left.router == right.router:
-            alike = differing == 1 and bool(left.shared_seeds(right))
+            alike = differing == 1 and left.shares_seed(right)
         else:
             counterparts = setting.counterparts(right, left.router) + setting.counterparts(left, right.router)
             alike = left in counterparts or right in counterparts
@@ -134,38 +65,17 @@ def find_pairs(setting: Setting) -> list[tuple[Arm, Arm]]:
     return pairs
 
 
-def judge_parts(groups: Sequence[Sequence[Part]], margin: float | None = None) -> list[Comparison]:
-    """A Comparison for each group of parts, all of them one family; without groups that lack a common seed."""
-    known = [(group, difference) for group in groups if (difference := compare_parts(group))]
-    verdicts = judge_family([difference for _, difference in known], margin)
-    return [
-        Comparison(group[0].left, group[0].right, difference, verdict)
-        for (group, difference), verdict in zip(known, verdicts, strict=True)
-    ]
+def judge_pairs(setting: Setting, pairs: Iterable[tuple[Arm, Arm]], margin: float | None = None) -> list[Comparison]:
+    """A Comparison at the end for each pair, all of them one family; without pairs that lack a common seed."""
+    known = [(left, right, estimate(setting, left, right)) for left, right in pairs]
+    known = [(left, right, difference) for left, right, difference in known if difference]
+    verdicts = judge_family([difference for _, _, difference in known], margin)
+    return [Comparison(*pair, verdict) for pair, verdict in zip(known, verdicts, strict=True)]
 
 
-def compare_setting(setting: Setting, step: int | None = None, margin: float | None = None) -> list[Comparison]:
-    """Every pair of a setting at a step (None: the end). Nothing is compared before training."""
-    if setting.key is None and (setting.end if step is None else step) == 0:
-        return []
-    return judge_parts([[Part(setting, left, right, step)] for left, right in find_pairs(setting)], margin)
-
-
-def compare_over_settings(settings: Sequence[Setting], margin: float | None = None) -> list[Comparison]:
-    """Every pair that several settings have, as the mean over them."""
-    groups: dict[str, list[Part]] = {}
-    for setting in settings:
-        for left, right in find_pairs(setting) if setting.key or setting.end else ():
-            groups.setdefault(f"{left.label} against {right.label}", []).append(Part(setting, left, right))
-    return judge_parts([parts for parts in groups.values() if len(parts) > 1], margin)
-
-
-def flip(comparison: Comparison) -> Comparison:
-    """The same comparison, right minus left."""
-    old, verdict = comparison.difference, comparison.verdict
-    text = {LOWER: HIGHER, HIGHER: LOWER}.get(verdict.text, verdict.text)
-    difference = Difference(-old.mean, old.seeds, old.error, old.freedom, old.over)
-    return Comparison(comparison.right, comparison.left, difference, Verdict(text, verdict.p))
+def compare_setting(setting: Setting, margin: float | None = None) -> list[Comparison]:
+    """Every pair of a setting at the end. Nothing is compared before training."""
+    return judge_pairs(setting, find_pairs(setting), margin) if setting.key or setting.steps[-1] else []
 
 
 def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm) -> Comparison | None:
@@ -174,37 +84,10 @@ def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm) ->
         if (comparison.left, comparison.right) == (left, right):
             return comparison
         if (comparison.left, comparison.right) == (right, left):
-            return flip(comparison)
+            old, verdict = comparison.difference, comparison.verdict
+            text = {LOWER: HIGHER, HIGHER: LOWER}.get(verdict.text, verdict.text)
+            return Comparison(left, right, replace(old, mean=-old.mean), replace(verdict, text=text))
     return None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the runs of a setting say of a claim."""
-
-    claim: Claim
-    setting: Setting
-    comparison: Comparison
-    verdict: str
-
-
-def judge_claims(settings: Sequence[Setting]) -> list[Finding]:
-    """Judge every claim of the paper that the runs bear on, for each pair of arms."""
-    findings = []
-    families: dict[tuple, list[Comparison]] = {}
-    for claim in CLAIMS:
-        for setting in settings:
-            step = None if setting.key else claim.step(setting)
-            if step is None:
-                continue
-            family = (id(setting), step, claim.equal)
-            if family not in families:
-                families[family] = compare_setting(setting, step, MARGIN if claim.equal else None)
-            for left in setting.arms:
-                for right in setting.counterparts(left, claim.right) if left.router == claim.left else ():
-                    if comparison := find_comparison(families[family], left, right):
-                        findings.append(Finding(claim, setting, comparison, claim.judge(comparison)))
-    return findings
 
 
 def choose_best(setting: Setting, seeds: Sequence[int]) -> list[Comparison]:
@@ -226,4 +109,4 @@ def choose_best(setting: Setting, seeds: Sequence[int]) -> list[Comparison]:
         label = ", ".join(filter(None, [arm.options_label, label_value(setting.key, x)]))
         best.append(Arm(arm.router, arm.options, {None: judged}, label))
     best.sort(key=lambda arm: np.mean([setting.evaluation(run)["val/loss"] for run in arm.runs]))
-    return judge_parts([[Part(setting, left, right)] for left, right in combinations(best, 2)])
+    return judge_pairs(setting, combinations(best, 2))

@@ -1,7 +1,7 @@
 """One page, written twice: as Markdown beside its pictures, and as one HTML file that contains them.
 
 A page is a list of blocks: ("h1" or "h2", text), ("p", text), ("list", [text]), ("table", head, rows) and ("picture",
-file name, caption); ("fold", title, [block]) is closed until a reader opens it.
+file name, caption).
 Text may use **bold** and `code`; HTML in it, such as in the name of a folder, is escaped.
 """
 
@@ -35,10 +35,6 @@ def format_markdown(kind: str, *parts: Any) -> str:
         return "\n".join(f"- {_escape(text)}" for text in parts[0])
     if kind == "table":
         return markdown_table(*parts)
-    if kind == "fold":
-        title, blocks = parts
-        body = "\n\n".join(format_markdown(*block) for block in blocks)
-        return f"<details><summary>{_escape(title)}</summary>\n\n{body}\n\n</details>"
     *name, text = parts
     before = f"![{_escape(text)}]({name[0]})\n\n" if name else {"h1": "# ", "h2": "## "}.get(kind, "")
     return before + _escape(text)
@@ -56,9 +52,6 @@ def _format_html(folder: Path, kind: str, *parts: Any) -> str:
         head, rows = parts
         body = "\n".join(f"<tr>{_join('td', row)}</tr>" for row in rows)
         return f"<table><thead><tr>{_join('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
-    if kind == "fold":
-        title, blocks = parts
-        return f"<details>{_join('summary', [title])}{''.join(_format_html(folder, *of) for of in blocks)}</details>"
     if kind == "picture":
         name, text = parts
         data = base64.b64encode((folder / name).read_bytes()).decode()

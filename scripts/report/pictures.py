@@ -16,146 +16,75 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from scripts.report.comparisons import Comparison, Part, compare_parts, find_comparison
-from scripts.report.settings import Arm, Setting, label_axis, label_tick
-from scripts.report.statistics import HIGHER, LOWER, Difference
+from scripts.report.comparisons import estimate
+from scripts.report.settings import Arm, Setting, label_tick
 from scripts.report.style import style
 from scripts.report.tables import find_measures, read_measure
 
 FACES = ("full", "none", "left", "right", "top", "bottom")
 MARKERS = 12  # per line, about
 Points = Mapping[Any, Sequence[float]]  # x: mean, low, high
-Collect = Callable[[Arm], Points]
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of panels: what is drawn of each arm."""
+class Panel:
+    """What is drawn of each arm, over the key or over steps."""
 
     title: str
-    x_label: str
-    collect: Collect
-    over_key: bool = False
+    collect: Callable[[Arm], Points]
     zero: bool = False  # a line at 0, which is the baseline
-    zoom: bool = False  # leave the steep first quarter out of the y-axis
+    zoom: bool = False  # leave the steep first quarter of steps out of the y-axis
 
 
 def plot_loss(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss over the key, and the difference from the baseline; over steps, with the training loss."""
+    """Validation loss, and that minus the baseline's."""
     unit = setting.runs[0].unit
-    if setting.key:
-        x_label = label_axis(setting.key)
-        columns = [
-            Column(f"validation loss, {unit}", x_label, lambda arm: collect_ends(setting, arm), True),
-            Column(f"minus {baseline}, {unit}", x_label, lambda arm: subtract_ends(setting, arm, baseline), True, True),
-        ]
-    else:
-        columns = [
-            Column(f"validation loss, {unit}", "step", collect_validation, zoom=True),
-            Column(f"training loss, {unit}", "step", collect_training, zoom=True),
-        ]
-    return plot_columns(setting, columns)
+    panels = [Panel(f"validation loss, {unit}", lambda arm: average(setting, arm, "val/loss"), zoom=True)]
+    panels.append(Panel(f"minus {baseline}, {unit}", lambda arm: subtract(setting, arm, baseline), True, True))
+    return plot_panels(setting, panels)
 
 
-def plot_difference(setting: Setting, baseline: str) -> Figure | None:
-    """Loss minus the baseline's over steps, with 95% intervals; the picture of `plot_loss` has that over a key."""
-    if setting.key or len([step for step in setting.steps if step]) < 2:
-        return None
-
-    def collect(arm: Arm) -> Points:
-        points = {}
-        for base in setting.counterparts(arm, baseline)[:1]:
-            for step in filter(None, setting.steps):
-                points[step] = interval(compare_parts([Part(setting, arm, base, step)]))
-        return points
-
-    title = f"validation loss minus {baseline}'s, {setting.runs[0].unit}"
-    return plot_columns(setting, [Column(title, "step", collect, zero=True, zoom=True)])
+def plot_measures(setting: Setting) -> Figure | None:
+    """What is measured besides the losses."""
+    return plot_panels(
+        setting,
+        [
+            Panel(text, lambda arm, name=name: average(setting, arm, name), zoom=name.endswith("/loss"))
+            for name, (text, _) in find_measures(setting).items()
+        ],
+    )
 
 
-def plot_measures(setting: Setting, baseline: str) -> Figure | None:
-    """What evaluations measure besides the loss, over the key or over steps."""
-
-    def collect(key: str) -> Collect:
-        def points(arm: Arm) -> Points:
-            if setting.key:
-                cells = {x: [read_measure(setting, run, key) for run in cell.values()] for x, cell in arm.cells.items()}
-                known = {x: [value for value in values if value is not None] for x, values in sorted(cells.items())}
-                return {x: spread(values) for x, values in known.items() if values}
-            columns = [{s: line[key] for s, line in run.evaluations.items() if key in line} for run in arm.runs]
-            return spread_over_seeds(columns)
-
-        return points
-
-    x_label = label_axis(setting.key) if setting.key else "step"
-    columns = [
-        Column(text, x_label, collect(key), bool(setting.key), zoom=key.endswith("/loss"))
-        for key, (text, _) in find_measures(setting).items()
-    ]
-    return plot_columns(setting, columns)
-
-
-def plot_routing(setting: Setting, baseline: str) -> Figure | None:
-    """Load imbalance, the gates' entropy, norm and sum, and γ of training batches, over steps."""
-    if setting.key:
-        return None
-    K, E = setting.values["model.top_k"], setting.values["model.n_expert"]
-    labels = {
-        "router/load_imbalance": f"busiest expert's load / mean load in training (1 to {E / K:g})",
-        "router/entropy": f"entropy of the gates, nats (at most {math.log(E):.2f})",
-        "router/gate_norm": "norm of the gates, √(E‖g‖²)",
-        "router/gate_sum": "sum of the gates, E Σ g",
-        "router/gamma": "γ",
-    }
-
-    def collect(key: str) -> Collect:
-        return lambda arm: spread_over_seeds([run.logged(key) for run in arm.runs])
-
-    return plot_columns(setting, [Column(text, "step", collect(key)) for key, text in labels.items()])
-
-
-def collect_ends(setting: Setting, arm: Arm) -> Points:
-    """Loss at the end by values of the key."""
-    cells = sorted(arm.cells.items())
-    return {x: spread([setting.evaluation(run)["val/loss"] for run in cell.values()]) for x, cell in cells}
-
-
-def subtract_ends(setting: Setting, arm: Arm, baseline: str) -> Points:
-    """Loss at the end minus that of the baseline, with 95% intervals, by values of the key."""
+def average(setting: Setting, arm: Arm, name: str) -> Points:
+    """Mean and range over seeds of what metrics.jsonl has by this name: at the end over the key, else over steps."""
+    if not setting.key:
+        return spread_over_seeds([run.series(name) for run in arm.runs])
     points = {}
-    for base in setting.counterparts(arm, baseline)[:1]:
-        for x in sorted(arm.cells.keys() & base.cells.keys()):
-            ours, theirs = (Arm(one.router, one.options, {x: one.cells[x]}) for one in (arm, base))
-            if difference := compare_parts([Part(setting, ours, theirs)]):
-                points[x] = interval(difference)
+    for x, cell in sorted(arm.cells.items()):
+        values = [read_measure(setting, run, name) for run in cell.values()]
+        if known := [value for value in values if value is not None]:
+            points[x] = (float(np.mean(known)), min(known), max(known))
     return points
 
 
-def collect_validation(arm: Arm) -> Points:
-    """Validation loss by steps."""
-    return spread_over_seeds([{s: line["val/loss"] for s, line in run.evaluations.items()} for run in arm.runs])
-
-
-def collect_training(arm: Arm) -> Points:
-    """Training loss by steps of evaluations, a mean over the batches since the one before."""
-    losses = [{step: run.train_loss(step) for step in run.evaluations} for run in arm.runs]
-    return spread_over_seeds([{s: loss for s, loss in row.items() if loss is not None} for row in losses])
+def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
+    """Validation loss minus the baseline's with 95% intervals, over the key or over steps."""
+    points = {}
+    if base := setting.baseline_of(arm, baseline):
+        for x in setting.xs if setting.key else filter(None, setting.steps):
+            difference = estimate(setting, arm, base, xs=[x]) if setting.key else estimate(setting, arm, base, x)
+            if difference:
+                points[x] = (difference.mean, difference.low, difference.high)
+    return points
 
 
 def spread_over_seeds(columns: Sequence[Mapping[int, float]]) -> Points:
     """Mean and range over seeds at the steps that all of them have."""
-    steps = sorted(set.intersection(*(set(column) for column in columns)))
-    return {step: spread([column[step] for column in columns]) for step in steps}
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, least and greatest."""
-    return float(np.mean(values)), min(values), max(values)
-
-
-def interval(difference: Difference | None) -> tuple[float, float, float]:
-    """Mean and 95% interval of a Difference; NaN where there is none."""
-    return (math.nan,) * 3 if difference is None else (difference.mean, difference.low, difference.high)
+    points = {}
+    for step in sorted(set.intersection(*(set(column) for column in columns))):
+        values = [column[step] for column in columns]
+        points[step] = (float(np.mean(values)), min(values), max(values))
+    return points
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
@@ -180,38 +109,36 @@ def split_rows(setting: Setting) -> dict[str, list[Arm]]:
     return rows if shared else {"": setting.arms}
 
 
-def plot_columns(setting: Setting, columns: Sequence[Column]) -> Figure | None:
-    """A grid of panels: a row for each choice of options, a column for each thing that has data."""
+def plot_panels(setting: Setting, panels: Sequence[Panel]) -> Figure | None:
+    """A grid: a row for each choice of options, a column for each panel that has data; one row is wrapped at three."""
     rows = split_rows(setting)
-    drawn = [column for column in columns if any(column.collect(arm) for arm in setting.arms)]
+    drawn = [panel for panel in panels if any(panel.collect(arm) for arm in setting.arms)]
     if not drawn:
         return None
-    if len(rows) == 1 and len(drawn) > 2:  # wrap
-        width, height = 2, math.ceil(len(drawn) / 2)
-    else:
-        width, height = len(drawn), len(rows)
-    figure = Figure((1 + 5.5 * width, 0.4 + 3.6 * height), layout="constrained")
-    share = bool(setting.key) and len(rows) > 1
-    grid = figure.subplots(height, width, squeeze=False, sharey="col" if share else False)
-    cells = [(row, column) for row in rows.items() for column in drawn]
+    width = min(len(drawn), 3) if len(rows) == 1 else len(drawn)
+    height = math.ceil(len(rows) * len(drawn) / width)
+    figure = Figure((1 + 5 * width, 0.4 + 3.6 * height), layout="constrained")
+    grid = figure.subplots(height, width, squeeze=False, sharey="col" if setting.key and len(rows) > 1 else False)
+    cells = [(options, arms, panel) for options, arms in rows.items() for panel in drawn]
+    for axes, (options, arms, panel) in zip(grid.flat, cells, strict=False):
+        draw_panel(axes, setting, arms, panel)
+        axes.set_ylabel(panel.title)
+        axes.set_title(fill(options, 60), fontsize=10)
+        handles, labels = axes.get_legend_handles_labels()
+        names = {arm.label: arm.router if options else arm.label for arm in arms}
+        if handles:
+            axes.legend(handles, [names[label] for label in labels], fontsize=8, framealpha=0.7)
     for axes in grid.flat[len(cells) :]:
         axes.remove()
-    for i, (axes, ((title, arms), column)) in enumerate(zip(grid.flat, cells, strict=False)):
-        draw_panel(axes, setting, arms, column)
-        if i == 0 or not setting.key or len(rows) == 1:
-            add_legend(axes, {arm.label: arm.router if title else arm.label for arm in arms})
-        axes.set_ylabel(column.title)
-        if title:
-            axes.set_title(fill(title, 60), fontsize=10)
     return figure
 
 
-def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], column: Column) -> None:
+def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], panel: Panel) -> None:
     """Lines with bands in their colour. Two points or fewer are markers without a line."""
     late = []
-    place_x = scale_key(axes, setting) if column.over_key else lambda x: x
+    place_x = scale_key(axes, setting) if setting.key else lambda x: x
     for i, arm in enumerate(arms):
-        points = column.collect(arm)
+        points = panel.collect(arm)
         if not points:
             continue
         look, xs = style_arm(setting, arm), [place_x(x) for x in points]
@@ -224,19 +151,12 @@ def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], column: Column
         axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         late += means[len(means) // 4 :]
     axes.grid(alpha=0.3)
-    axes.set_xlabel(column.x_label)
-    if column.zero:
+    axes.set_xlabel(setting.key or "step")
+    if panel.zero:
         axes.axhline(0, color="black", linewidth=0.8)
-    if column.zoom and late and max(late) > min(late):
+    if panel.zoom and not setting.key and late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
-
-
-def add_legend(axes: Axes, names: Mapping[str, str]) -> None:
-    """A legend inside the panel; `names`: {label of an arm: its name in the legend}."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(handles, [names[label] for label in labels], loc="best", fontsize=8, framealpha=0.7)
 
 
 def scale_key(axes: Axes, setting: Setting) -> Callable[[float], float]:
@@ -250,33 +170,3 @@ def scale_key(axes: Axes, setting: Setting) -> Callable[[float], float]:
     axes.set_xticks([x or left for x in setting.xs], [label_tick(setting.key, x) for x in setting.xs])
     axes.xaxis.set_minor_locator(NullLocator())
     return lambda x: x or left
-
-
-def plot_ends(setting: Setting, baseline: str, comparisons: Sequence[Comparison]) -> Figure | None:
-    """Where each arm ends against the baseline; filled markers: the verdict is lower or higher."""
-    rows = []
-    for arm in setting.arms:
-        for base in setting.counterparts(arm, baseline)[:1]:
-            comparison = find_comparison(comparisons, arm, base)
-            if comparison:
-                rows.append(comparison)
-    if len(rows) < 2:
-        return None
-    figure = Figure((9, 1.2 + 0.32 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel=f"loss minus {baseline}'s, {setting.runs[0].unit} (left of 0: better)")
-    for place, comparison in enumerate(rows):
-        mean, low, high = interval(comparison.difference)
-        look = style_arm(setting, comparison.left)
-        decided = comparison.verdict.text in (LOWER, HIGHER)
-        face = look["color"] if decided else "white"
-        marker = "s" if look["marker"] == "x" else look["marker"]  # an x has no face
-        axes.plot([low, high], [place, place], color=look["color"], linewidth=2, zorder=1)
-        axes.scatter([mean], [place], color=look["color"], facecolor=face, marker=marker, zorder=2)
-    means = [comparison.difference.mean for comparison in rows]
-    spare = max(0.6 * (max(*means, 0) - min(*means, 0)), 1e-4)
-    axes.set_xlim(min(*means, 0) - spare, max(*means, 0) + spare)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_yticks(range(len(rows)), [comparison.left.label for comparison in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    return figure

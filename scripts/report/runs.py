@@ -1,8 +1,6 @@
 """Read runs, also while they train, and say whether their losses are of the same text. Imports no torch."""
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -79,15 +77,13 @@ class Run:
             return f"{value} of {self.config.train.micro_batch_size}"
         return str(value) if isinstance(value, dict) else value
 
-    def train_loss(self, step: int) -> float | None:
-        """Mean over the training batches logged since the evaluation before `step`, and within a tenth of training."""
-        since = max([step - math.ceil(self.max_steps / 10), *(at for at in self.evaluations if at < step)])
-        losses = [loss for at, loss in self.logged("train/loss").items() if since < at <= step and math.isfinite(loss)]
-        return statistics.fmean(losses) if losses else None
+    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
+        """`value` of each key."""
+        return tuple(self.value(key) for key in keys)
 
-    def logged(self, key: str) -> dict[int, float]:
-        """{step: value} of the lines of training that have the key."""
-        return {line["step"]: line[key] for line in self.logs if key in line}
+    def series(self, name: str) -> dict[int, float]:
+        """{step: value} of the lines of metrics.jsonl that have the name."""
+        return {line["step"]: line[name] for line in [*self.evaluations.values(), *self.logs] if name in line}
 
     def count_windows(self) -> int:
         """Validation windows of an evaluation."""
@@ -140,16 +136,15 @@ def load_evaluated(folder: Path) -> Run:
 
 def load_all_evaluated(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """Read every folder: the runs, and why other folders are left out. Raises ValueError if none is a run."""
-    runs, errors, left_out = [], [], defaultdict(list)  # reason: folders
+    runs, errors = [], []
     for folder in folders:
         try:
             runs.append(load_evaluated(folder))
         except ValueError as error:
             errors.append(error)
-            left_out[" ".join(str(error).removeprefix(str(folder)).split())].append(str(folder))
     if not runs:
         raise errors[0] if errors else ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    return runs, [f"left out: {', '.join(names)}{reason}" for reason, names in left_out.items()]
+    return runs, [f"left out: {' '.join(str(error).split())}" for error in errors]
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
@@ -173,20 +168,17 @@ def expand_folders(places: Iterable[Path]) -> list[Path]:
 def check_same_text(runs: Sequence[Run]) -> None:
     """Raise ValueError if the runs' losses cannot be paired: other data, tokenizer, length or windows."""
     identities = [run.identity() for run in runs]
-    columns = {}  # what: {value: a run that has it}
-    for name in ("data", "tokenizer"):
-        known = [(identity[name], run) for identity, run in zip(identities, runs, strict=True) if name in identity]
-        columns[f"{name} (sha256 in their checkpoints)"] = dict(known)
     keys = ["model.block_size", "eval.spread"]
     if not all(identities):
         keys += ["data.name", "data.mix"]
-    for key in keys:
-        columns[key] = {run.value(key): run for run in runs}
-    columns["number of validation windows"] = {run.count_windows(): run for run in runs}
-    for name, values in columns.items():
-        if len(values) > 1:
-            (one, run), (two, other), *_ = values.items()
-            raise ValueError(
-                f"{run.folder} and {other.folder}: {name} is {str(one):.20} and {str(two):.20}, so their losses are of "
-                f"different text; {REMEDY}"
-            )
+    seen: dict[str, tuple[Any, Run]] = {}  # what: its value in the first run that has it
+    for run, identity in zip(runs, identities, strict=True):
+        facts = {f"{name} (sha256 in their checkpoints)": identity.get(name) for name in ("data", "tokenizer")}
+        facts |= {key: run.value(key) for key in keys} | {"number of validation windows": run.count_windows()}
+        for name, value in facts.items():
+            first, other = seen.setdefault(name, (value, run)) if value is not None else (None, run)
+            if first != value:
+                raise ValueError(
+                    f"{other.folder} and {run.folder}: {name} is {str(first):.20} and {str(value):.20}, so their "
+                    f"losses are of different text; {REMEDY}"
+                )

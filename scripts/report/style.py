@@ -6,10 +6,14 @@ sigmoid's green.
 """
 
 import zlib
+from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from router import ROUTERS
 
+DPI = 110
 DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
 
 STYLES = {  # router: colour, line style, marker
@@ -49,3 +53,8 @@ def style(router: str) -> dict[str, Any]:
     place = others.index(router) if router in others else zlib.crc32(router.encode())
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])
     return dict(zip(("color", "linestyle", "marker"), look, strict=True))
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture."""
+    figure.savefig(path, dpi=DPI)

@@ -12,6 +12,7 @@ ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
 import sys
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from common.command import build_parser, command, require_packages, run_command
@@ -23,40 +24,32 @@ from scripts.watch.status import HEAD, Status, last_modified, read_status
 CLEAR = "\x1b[H\x1b[J"
 
 
-class Watcher:
-    """The runs at some places, those that begin later too. A run is read again when its files change."""
-
-    def __init__(self, places: Sequence[Path]) -> None:
-        self.places = places
-        self.runs: dict[Path, tuple[float, Run]] = {}  # folder: when its files were written, what they hold
-        self.errors: dict[Path, str] = {}  # folders that cannot be read
-
-    def read(self) -> list[Status]:
-        """Every run's status now."""
-        folders = find_runs(self.places)
-        self.runs = {folder: entry for folder, entry in self.runs.items() if folder in folders}
-        self.errors = {}
-        for folder in folders:
-            metrics = folder / "metrics.jsonl"
-            changed = last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
-            if folder in self.runs and self.runs[folder][0] == changed:
-                continue
-            try:
-                self.runs[folder] = (changed, load_run(folder))
-            except (OSError, ValueError) as error:
-                self.runs.pop(folder, None)
-                self.errors[folder] = first_line(error)
-        return [read_status(run) for _, run in (self.runs[folder] for folder in folders if folder in self.runs)]
+@lru_cache(maxsize=1000)
+def load_cached(folder: Path, modified: float) -> Run:
+    """`load_run`, again when `modified`, the time of the newest file, is another."""
+    return load_run(folder)
 
 
-def format_table(watcher: Watcher) -> str:
+def read_runs(places: Sequence[Path]) -> tuple[list[Status], list[str]]:
+    """The status of every run at these places now, and a line for each folder that cannot be read."""
+    statuses, errors = [], []
+    for folder in find_runs(places):
+        metrics = folder / "metrics.jsonl"
+        try:
+            run = load_cached(folder, last_modified(folder / "config.toml", metrics, *list_arrays(metrics)))
+            statuses.append(read_status(run))
+        except (OSError, ValueError) as error:
+            errors.append(f"left out: {folder}: {first_line(error)}")
+    return statuses, errors
+
+
+def format_table(places: Sequence[Path]) -> str:
     """All runs, without the columns that are empty for every one, and the folders that cannot be read."""
-    rows = [status.as_row() for status in watcher.read()]
+    statuses, errors = read_runs(places)
+    rows = [status.as_row() for status in statuses]
     used = [i for i in range(len(HEAD)) if any(row[i] for row in rows)]
-    lines = [f"left out: {folder}: {error}" for folder, error in watcher.errors.items()]
-    if not rows:
-        return "\n".join([f"no runs in {', '.join(map(str, watcher.places))} yet", *lines])
-    return "\n".join([text_table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows], left=2), *lines])
+    table = text_table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows], left=2)
+    return "\n".join([table if rows else f"no runs in {', '.join(map(str, places))} yet", *errors])
 
 
 @command
@@ -72,38 +65,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"{', '.join(missing)}: no such folder")
     if args.every <= 0:
         raise ValueError(f"--every {args.every:g}: expected a number of seconds above 0")
-    watcher = Watcher(args.runs or [Path("runs")])  # which the first run will make
+    places = args.runs or [Path("runs")]  # which the first run will make
     try:
         if args.serve is not None:
-            return serve(watcher, args.serve)
-        show(watcher, args.every, args.once)
+            return serve(places, args.serve)
+        once = args.once or not sys.stdout.isatty()
+        while True:
+            print(("" if once else CLEAR) + format_table(places), flush=True)
+            if once:
+                return
+            time.sleep(args.every)
     except KeyboardInterrupt:  # the way to end it, so no "interrupted"
         return
 
 
-def show(watcher: Watcher, every: float, once: bool) -> None:
-    """Print the table, again and again on a terminal."""
-    once = once or not sys.stdout.isatty()
-    while True:
-        table = format_table(watcher)
-        print(table if once else CLEAR + table, flush=True)
-        if once:
-            return
-        time.sleep(every)
-
-
-def serve(watcher: Watcher, port: int) -> None:
+def serve(places: Sequence[Path], port: int) -> None:
     """Serve the page until Ctrl-C. Raises ValueError if the port cannot be used."""
     require_packages("matplotlib", "scipy")
-    from scripts.watch.server import LivePage, make_server
+    from scripts.watch.server import make_server
 
-    other = 6061 if port != 6061 else 6062
-    if not 0 <= port <= 65535:
-        raise ValueError(f"--serve {port}: expected a port from 1 to 65535, such as {other}")
     try:
-        server = make_server(port, LivePage(watcher.read).render)
-    except OSError as error:
-        raise ValueError(f"port {port}: {error.strerror}; name another: --serve {other}") from None
+        server = make_server(port, lambda: read_runs(places)[0])
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"port {port}: {error}; name another, such as --serve 6061") from None
     print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
         server.serve_forever()

@@ -6,6 +6,7 @@ import platform
 import re
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +14,6 @@ from scripts.report.runs import Run
 
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
 HEAD = ("run", "state", "step", "loss", "val loss", "tokens/s", "MFU", "left", "trouble")
-SET_LOSS = re.compile(r"val/([^/]+)/loss")
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,15 @@ class Status:
     def as_row(self) -> list[str]:
         """Cells under HEAD; empty where nothing is known."""
         run, last = self.run, newest_values(self.run)
-        sets = [f"{match[1]} {value:.4f}" for name, value in last.items() if (match := SET_LOSS.fullmatch(name))]
-        val_loss = f"{last['val/loss']:.4f}" if "val/loss" in last else ""
         return [
             str(run.folder),
             self.state,
             f"{self.step:,} of {run.max_steps:,} {self.step / run.max_steps:>4.0%}",
             f"{last['train/loss']:.4f}" if "train/loss" in last else "",
-            f"{val_loss} ({', '.join(sets)})" if sets else val_loss,
+            f"{last['val/loss']:.4f}" if "val/loss" in last else "",
             f"{last['perf/tokens_per_sec']:,.0f}" if "perf/tokens_per_sec" in last else "",
             f"{last['perf/mfu']:.1%}" if "perf/mfu" in last else "",
-            "" if self.seconds_left is None else format_seconds(self.seconds_left),
+            "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left))),
             self.trouble,
         ]
 
@@ -61,17 +59,17 @@ def read_status(run: Run, now: float | None = None) -> Status:
     step, trouble = int(last.get("step", 0)), find_trouble(run, last)
     alive = is_alive(run.folder / "lock", now)
     quiet = now - last_modified(run.folder / "metrics.jsonl", run.folder / "lock")
-    if alive:
-        state = "silent" if quiet > SILENT else "running"
+    if alive and quiet > SILENT:
+        state, trouble = "silent", trouble or f"no metrics for {timedelta(seconds=round(quiet))}"
+    elif alive:
+        state = "running"
     elif step >= run.max_steps and run.ended:
         state = "finished"
     elif trouble and not trouble.startswith("warning"):
         state = "failed"
     else:
         state = "stopped" if step else "waiting"
-    if state == "silent":
-        trouble = trouble or f"no metrics for {format_seconds(quiet)}"
-    speeds = list(run.logged("perf/tokens_per_sec").values())[-5:]
+    speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     left = None
     if alive and speeds and median(speeds) > 0:
         tokens_per_step = run.config.train.batch_size * run.config.model.block_size
@@ -86,12 +84,12 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
             return f"{name} is {last[name]}"
     if dumps := sorted(run.folder.glob("crash-step_*.json")):
         return f"crash dump {dumps[-1].name}"
-    lines = re.findall(r"^(?:error|warning): .*", read_tail(run.folder / "train.log"), re.M)  # of a sweep's point
+    log = run.folder / "train.log"  # of a sweep's point
+    lines = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace") if log.exists() else "", re.M)
     if lines:
         return lines[-1]
-    counts = {"skipped steps": "optim/skipped_steps", "loss spikes": "optim/loss_spikes"}
-    warnings = [f"{last[key]:.0f} {name}" for name, key in counts.items() if last.get(key)]
-    return f"warning: {', '.join(warnings)}" if warnings else ""
+    skipped = last.get("optim/skipped_steps")
+    return f"warning: {skipped:.0f} skipped steps" if skipped else ""
 
 
 def is_alive(lock: Path, now: float) -> bool:
@@ -100,11 +98,7 @@ def is_alive(lock: Path, now: float) -> bool:
     A process on this machine is looked up, without touching its lock. Of one on another machine nothing can be known
     but the run's last line of metrics: it counts as alive while that is fresh.
     """
-    try:
-        owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text())
-        written = lock.stat().st_mtime
-    except OSError:
-        return False
+    owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text() if lock.exists() else "")
     if not owner:
         return False
     if owner[2] != platform.node():
@@ -113,34 +107,11 @@ def is_alive(lock: Path, now: float) -> bool:
         os.kill(int(owner[1]), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it lives, and is another user's
-        pass
-    try:
-        started = os.stat(f"/proc/{owner[1]}").st_ctime
-    except OSError:  # no /proc
+    except PermissionError:  # another user's
         return True
-    return started <= written + 1  # a younger process has been given a dead one's number
-
-
-def format_seconds(seconds: float) -> str:
-    """`3 d 4 h`, `2 h 05 min`, `3 min` or `12 s`."""
-    minutes = round(seconds / 60)
-    if minutes >= 48 * 60:
-        return f"{minutes // 1440} d {minutes % 1440 // 60} h"
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return True
 
 
 def last_modified(*files: Path) -> float:
     """When the newest of `files` was written, in seconds since 1970; 0 if none is there."""
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
-def read_tail(file: Path, size: int = 4096) -> str:
-    """The last `size` bytes of a text file; empty if it is not there."""
-    if not file.is_file():
-        return ""
-    with file.open("rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
-        return stream.read().decode(errors="replace")
