@@ -152,21 +152,13 @@ def count_routing(
 # --- measures -------------------------------------------------------------------------------------------------------
 
 
-def coactivation_shares(together: np.ndarray) -> np.ndarray:
-    """(E, E) tokens that chose both -> (E, E) share of i's tokens that chose j too, OLMoE's co-activation.
-
-    NaN on the diagonal, and in the rows of experts without tokens.
-    """
-    with np.errstate(invalid="ignore"):  # 0 / 0
-        shares = together / together.diagonal()[:, None]
-    np.fill_diagonal(shares, np.nan)
-    return shares
-
-
 def mean_strongest(shares: np.ndarray) -> float:
-    """Mean over experts of the largest of their `coactivation_shares` (E, E); experts without tokens do not count."""
-    shares = shares[~np.isnan(shares).all(1)]
-    return float(np.nanmax(shares, 1).mean()) if len(shares) else 0.0
+    """Mean over experts of the largest share (E, E) of an expert's tokens that chose another one too: co-activation.
+
+    Experts without tokens, whose shares are all 0, do not count.
+    """
+    largest = np.where(np.eye(len(shares), dtype=bool), 0, shares).max(1)
+    return float(largest[shares.any(1)].mean())
 
 
 def vocabulary_specialization(rows: np.ndarray, seen: np.ndarray) -> float:
@@ -205,16 +197,14 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
     together, N = counts.together.cpu().numpy(), counts.tokens
     by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
     loads = together.diagonal()
-    unrelated = np.where(np.eye(len(loads), dtype=bool), np.nan, loads / N)
     layer: Described = {
         "loads": loads,
         "load_imbalance": loads.max() / loads.mean(),
         "dead_experts": (loads == 0).sum(),
         "load_entropy": torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
         "entropy": counts.entropy.item() / N,
-        "coactivation": together,
-        "strongest_partner": mean_strongest(coactivation_shares(together)),
-        "strongest_partner_by_chance": mean_strongest(unrelated),
+        "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
+        "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
         "vocabulary": vocabulary_specialization(by_token[:-1], seen),
         "vocabulary_by_chance": vocabulary_specialization(by_chance[:-1], seen),
         "experts": [

@@ -95,7 +95,6 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
             entropies.append(-sum(s / sum(positive) * math.log(s / sum(positive)) for s in positive))
         E = range(8)
         assert layer["loads"] == [loads[e] for e in E]
-        assert layer["coactivation"] == [[both[i, j] for j in E] for i in E]
         assert layer["load_imbalance"] == pytest.approx(max(loads.values()) / (2 * 384 / 8))
         assert layer["dead_experts"] == sum(loads[e] == 0 for e in E)
         assert layer["load_entropy"] == pytest.approx(-sum(n / 768 * math.log(n / 768) for n in loads.values()))
@@ -134,10 +133,9 @@ def test_chance_is_another_window_and_position():
 
 
 def test_measures_by_hand():
-    together = np.array([[4, 3, 1, 0], [3, 6, 3, 0], [1, 3, 4, 0], [0, 0, 0, 0]])  # 7 tokens, two experts each
-    shares = routing.coactivation_shares(together)
-    assert np.isnan(shares.diagonal()).all() and np.isnan(shares[3]).all()
-    assert shares[0, 1:].tolist() == [0.75, 0.25, 0] and shares[1, [0, 2, 3]].tolist() == [0.5, 0.5, 0]
+    shares = np.array(
+        [[1, 0.75, 0.25, 0], [0.5, 1, 0.5, 0], [0.25, 0.75, 1, 0], [0, 0, 0, 0]]
+    )  # no token chose the last
     assert routing.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
     assert routing.vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
