@@ -239,7 +239,7 @@ def score_task(
             )  # of the lower level: lm_eval.simple_evaluate would look at the machine for seconds
     except RunError:
         raise
-    except (ValueError, LookupError, TemplateError) as error:  # of a document that lacks a column, too
+    except (ValueError, LookupError, TypeError, TemplateError) as error:  # of a document that lacks a column, too
         raise RunError(
             f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column, or there "
             f"are fewer documents than --num-fewshot asks for"

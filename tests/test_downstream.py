@@ -99,13 +99,10 @@ def test_rolling_loglikelihoods_equal_hflms(clients):
     assert len(texts[-1][0].encode()) > 4 * 32
 
 
-def test_answer_without_a_token_is_refused(clients, monkeypatch):
+def test_answer_without_a_token_is_refused(clients):
     ours = clients[1]
     with pytest.raises(ValueError, match="'' after 'so' has no token"):
         ask(ours, "loglikelihood", [("so", "")])
-    monkeypatch.setattr(ours.tokens, "encode", lambda text: [1] * ((len(text) + 1) // 2), raising=False)
-    with pytest.raises(ValueError, match="'e' after 'abc' has no token.* correct the task"):
-        ask(ours, "loglikelihood", [("abc", "e")])
 
 
 def test_generation_is_refused(clients):
@@ -239,15 +236,6 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     assert "piqa is evaluated again" in capsys.readouterr().err
 
 
-def test_changed_local_file_is_read_again(run, tmp_path):
-    """The harness' own cache would take a changed file of the same time for the old one."""
-    folder = write_tasks(tmp_path / "tasks")
-    for lines in (6, 5):
-        keep_lines(folder / "piqa.jsonl", lines)
-        assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
-        assert results(run)["results"]["piqa"]["documents"] == lines
-
-
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
     folder, keys = write_tasks(tmp_path / "tasks", 2), {}
     labels = ["step_00000002", "step_00000004"] + [f"step_00000004_{end}" for end in ("1shot", "limit2", "mean2")]
@@ -340,8 +328,6 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     folder = write_tasks(tmp_path / "tasks", 2)
     assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(run, "--num-fewshot", -1)
     assert "not a run" in error(tmp_path, "--tasks-dir", folder)
-    (folder / "sciq.jsonl").unlink()
-    assert "sciq.jsonl: missing; the folder has" in error(run, "--tasks-dir", folder)
     with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x\n')
     assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", folder, "--tasks", "piqa")
@@ -358,13 +344,6 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "sciq.jsonl (--tasks-dir" in said
 
 
-@pytest.mark.parametrize("ranks, lines", [(("8", "0"), 1), (("0", "0"), 1), (("3", "3"), 0)])
-def test_an_error_is_printed_once_per_node(ranks, lines, tmp_path, capsys, monkeypatch):
-    for name, value in zip(("RANK", "LOCAL_RANK"), ranks, strict=True):
-        monkeypatch.setenv(name, value)
-    assert call(tmp_path) == 2 and len(capsys.readouterr().err.splitlines()) == lines
-
-
 def test_table_of_results():
     """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other metrics below."""
     config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
@@ -375,8 +354,6 @@ def test_table_of_results():
     assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
     assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500", "0.5000", "0.7089"]
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
-    unprinted = configure.load(REPO_ROOT / "config/350m.toml", ["model.router=kern-mc"])
-    assert downstream.tabulate_results(six, unprinted)[1][3][-1] == ""
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
     gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}

@@ -49,10 +49,6 @@ def tiny_model(tiny, seed=0, *overrides):
     return GPT(config.model).double().eval(), open_tokens(f"{config.data.dir}/{config.data.name}", "val")
 
 
-def random_choices(N, E, K, seed):
-    return torch.rand(N, E, generator=torch.Generator().manual_seed(seed)).topk(K).indices
-
-
 def near(found, wanted, length, name):
     """Measures of gates and scores, which a router computes in fp32 and the loop over tokens in fp64."""
     found, wanted = (torch.tensor(values, dtype=torch.float64) for values in (found, wanted))
@@ -110,18 +106,6 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
                 x = token["id"]
                 assert token["share"] == took[x, e] / loads[e] and token["text"] == chr(x)
                 assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384)) and token["lift"] > 1
-
-
-@pytest.mark.parametrize(("number", "sizes"), [(2, [2]), (3, [3]), (5, [3, 2])])
-def test_long_windows_go_in_pairs(number, sizes, tiny, monkeypatch):
-    """Chance needs a second window, even where one window is more than BATCH_TOKENS."""
-    monkeypatch.setattr(routing, "BATCH_TOKENS", 16)
-    monkeypatch.setattr(routing, "MIN_COUNT", 1)
-    model, tokens = tiny_model(tiny)
-    hidden, rows = model.hidden, []
-    monkeypatch.setattr(model, "hidden", lambda idx: (rows.append(len(idx)), hidden(idx))[1])
-    count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, number))
-    assert rows == sizes
 
 
 def test_chance_is_another_window_and_position():
@@ -187,28 +171,6 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
         assert layer["matched"] == 1 and layer["same_number"] < 0.7
     apart, _ = tiny_model(tiny, 1, softmax)
     assert all(layer["matched"] < 0.9 for layer in agreement_of(model, apart, tokens))
-
-
-def test_independent_choices_agree_by_chance():
-    E, K, N = 16, 4, 8192
-
-    def compare(mine, theirs):
-        counts = routing.LayerCounts(E, 1, torch.device("cpu"))
-        routings = (Routing(torch.ones(N, K), experts, *torch.ones(2, N, E)) for experts in (mine, theirs))
-        first, second = routings
-        counts.add(first, torch.zeros(32, N // 32, dtype=torch.int64), second)
-        return counts.agreement, compare_choices(counts.agreement.numpy(), K)
-
-    mine, theirs = (random_choices(N, E, K, seed) for seed in (0, 1))
-    agreement, found = compare(mine, theirs)
-    assert agreement[0, 3, 5] == sum(3 in a and 5 in b for a, b in zip(mine.tolist(), theirs.tolist(), strict=True))
-    assert found["same_number"] == pytest.approx(K / E, abs=0.01)
-    assert found["same_number_by_chance"] == pytest.approx(K / E, abs=0.01)
-    assert K / E < found["matched"] < 1.1 * K / E  # the best numbers of many are a little above
-    assert found["matched"] == pytest.approx(found["matched_by_chance"], abs=0.01)
-    theirs[: N // 2] = mine[: N // 2]
-    _, found = compare(mine, theirs)
-    assert found["same_number"] == found["matched"] == pytest.approx(0.5 + 0.5 * K / E, abs=0.01)
 
 
 def test_command_compares_two_checkpoints(made, capsys):

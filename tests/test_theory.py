@@ -117,13 +117,6 @@ def test_the_constant_exists_for_two_active_experts_but_not_for_one():
     assert theory_exact.monte_carlo(8, 2) == pytest.approx(two.mean(), rel=2e-3)
 
 
-def test_ratio_has_the_error_of_both_estimates():
-    value, error = claims.Estimate(6.0, 0.3).over(claims.Estimate(2.0, 0.2))
-    assert value == 3 and error == pytest.approx(3 * math.hypot(0.3 / 6, 0.2 / 2))
-    value, error = claims.estimate(torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64))
-    assert value == 3 and error == pytest.approx(math.sqrt((4 + 1 + 9) / 2 / 3))
-
-
 def test_measured_meets_analytic(monkeypatch, capsys):
     monkeypatch.setattr(claims, "DRAWS", 8)
     rows = {row.quantity: row for claim in claims.CLAIMS.values() for row in claim(320, 0)}

@@ -13,18 +13,14 @@ from corpora import write_ids
 from numerics import SEED, assert_near, tolerance
 from runs import column
 from runs import run as train_run
-from test_generation import small_model
 
 import configure
-from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
 from eval.trained import load_model, load_run
 from eval.val_loss import (
-    Corpus,
     main,
     make_windows,
-    measure_loss,
     open_prepared,
     open_text,
     token_lengths,
@@ -103,13 +99,6 @@ def test_loss_equals_the_logged_one(trained, score):
     assert_close(line["loss"], steps[2]["val/loss"], "loss of step 2")
 
 
-def test_average_has_a_separate_file(trained):
-    assert main([str(trained), "--average", "2"]) == 0
-    line = json.loads((trained / "eval/step_00000004_mean2/val_loss.json").read_text())
-    logged = column(read_metrics(trained / "metrics.jsonl"), "val/loss")[-1]
-    assert line["average"] == 2 and 1e-6 < abs(line["loss"] - logged)
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
 def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride, at_once):
@@ -171,15 +160,6 @@ def test_each_token_is_scored_once_after_enough_context(block, stride):
             assert first == 0 or first + 1 - start >= block - stride  # tokens before the first one scored
 
 
-def test_batches_hold_little_padding():
-    stop = np.random.default_rng(0).integers(1, 2000, 300)
-    windows = np.stack([np.zeros_like(stop), stop, np.zeros_like(stop)], 1)
-    made = list(val_loss.batch_windows(windows))
-    assert sorted(i for batch in made for i in batch) == list(range(300))
-    assert all(len(batch) * stop[batch].max() <= val_loss.TOKENS for batch in made)
-    assert sum(len(batch) * stop[batch].max() for batch in made) < 1.05 * stop.sum()
-
-
 def test_results_are_added(trained, score):
     (first,), _ = score()
     assert main([str(trained), "--stride", "16", "--windows", "6"]) == 0
@@ -230,17 +210,6 @@ def test_documents_of_scored_windows(trained, tmp_path, score, corpus):
     assert len(found.documents) == len(found.windows)
 
 
-def test_head_sees_only_scored_positions(monkeypatch):
-    model, rows = small_model(), []
-    loss = val_loss.linear_cross_entropy
-    monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
-    tokens = Tokens([np.arange(41, dtype=np.uint16)])
-    result = measure_loss(
-        model, Corpus("", tokens, rows_of := make_windows(41, 16, 4), np.arange(len(rows_of))), np.ones(64, np.int64)
-    )
-    assert sum(rows) == 40 == result.tokens
-
-
 def test_changed_data_set_is_noted(trained, score, tmp_path):
     assert "no longer" not in score()[1]
     config = (trained / "config.toml").read_text()
@@ -262,11 +231,8 @@ def write_set(path, tokenizer, length=99):
     ("words", "message"),
     [
         ("--data tiny2", "--data tiny2: no such file"),
-        ("--stride 0", "--stride 0: expected 1 to 32"),
         ("--stride 33", "--stride 33: expected 1 to 32"),
         ("--data {}/short.txt", "short.txt: 1 token(s), expected at least 2"),
-        ("--data {}/latin.txt", "latin.txt is not UTF-8 at byte 0"),
-        ("--data {}/rows.jsonl", "has no field 'text'; it has 'body'"),
         ("--data {}/other", "other: its tokenizer ('gpt2') is not that of tiny"),
         ("--data {}/small", "20 tokens, but one window of block_size 32 needs 33"),
         ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
@@ -274,8 +240,6 @@ def write_set(path, tokenizer, length=99):
 )
 def test_bad_input(trained, tmp_path, capsys, fake_ranks, words, message):
     (tmp_path / "short.txt").write_text("x")
-    (tmp_path / "latin.txt").write_bytes("Ünder".encode("latin-1"))
-    (tmp_path / "rows.jsonl").write_text('{"body": "some text"}\n')
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))
     write_set(tmp_path / "small", ByteTokenizer(), 20)
     write_set(tmp_path / "damaged", ByteTokenizer())
