@@ -149,8 +149,6 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
     write_atomic(folder / "results.json", json.dumps(about | {"results": results}, indent=1) + "\n")
     text = markdown_table(*tabulate_results(results, config))
-    if not paper_accuracies(config):
-        text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
     write_atomic(folder / "table.md", text + "\n")
