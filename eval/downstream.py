@@ -68,10 +68,11 @@ def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[st
     for path in sorted(folder.glob("tasks/*.json")):
         try:
             body = json.loads(path.read_text())
-            if shared.items() <= body["key"].items() and isinstance(body["results"], dict):
-                found[path.stem] = body
-        except (ValueError, KeyError, AttributeError, OSError):
+        except ValueError:
             print(f"warning: {path} cannot be read; {path.stem} is evaluated again", file=sys.stderr)
+            continue
+        if shared.items() <= body["key"].items():
+            found[path.stem] = body
     return found
 
 

@@ -69,12 +69,9 @@ class LayerCounts:
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, routing: Routing, rows: Tensor, other: Routing | None = None) -> None:
-        """Add the routing of B windows, and the other model's routing of the same windows.
+        """Add the routing of B windows of T tokens, N = B·T, and the other model's routing of the same windows.
 
-        Args:
-            routing: of N = B·T tokens.
-            rows: (B, T) int64, each token's row in `by_token`.
-            other: of the same tokens.
+        `rows` (B, T) int64 has each token's row in `by_token`.
         """
         N, E = routing.scores.shape
         self.tokens += N
@@ -273,10 +270,9 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
         raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
     layers, ids, seen = count_routing(*(model.model.to(device) for model in models), tokens=tokens, indices=indices)
     numbered = list(enumerate(layers, config.model.n_dense_layer))
-    report: Described = {"run": config.run.name, "checkpoint": trained.label, "step": trained.step}
-    report |= {"average": trained.average, "mean": trained.mean, "router": config.model.router}
-    report |= {"top_k": config.model.top_k, "data": data, "windows": len(indices), "tokens": layers[0].tokens}
-    report |= {"min_count": MIN_COUNT, "torch": torch.__version__}
+    report: Described = {"run": config.run.name, "step": trained.step, "mean": trained.mean, "data": data}
+    report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(indices)}
+    report |= {"tokens": layers[0].tokens, "min_count": MIN_COUNT}
     report["layers"] = [{"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered]
     for other in others:
         report["other"] = f"{other.config.run.name}, {other.label}"

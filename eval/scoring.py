@@ -142,13 +142,9 @@ class Scorer:
     def _score_columns(
         self, x: Tensor, first: list[int], members: list[int], pairs: Sequence[Pair]
     ) -> dict[int, Score]:
-        """Scores {index of a pair: Score} from the residual stream.
+        """{index of a pair: Score} from the residual stream x (rows, T, C).
 
-        Args:
-            x: (rows, T, C). In row r the columns from first[r] on predict the continuation of the pair members[r].
-            first: one column per row.
-            members: one index per row.
-            pairs: all pairs.
+        In row r the columns from first[r] on predict the continuation of the pair members[r].
         """
         lengths = [len(pairs[i][1]) for i in members]
         starts = [column + row * x.shape[1] for row, column in enumerate(first)]

@@ -116,16 +116,12 @@ def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scra
 def load_tasks(
     manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
 ) -> dict[str, Any]:
-    """Load tasks with their documents, which are read or downloaded: {name: what `score_task` takes}.
+    """Load tasks that `check_tasks` has seen, with their documents: {name: what `score_task` takes}.
 
-    Args:
-        manager: the index of tasks.
-        names: which tasks; `check_tasks` has seen them.
-        folder: of local files; None: the hub.
-        scratch: a folder that stays as long as the tasks are used.
+    The folder `scratch` must stay as long as they are used.
 
     Raises:
-        RunError: that fails, such as without a network.
+        RunError: documents cannot be read or downloaded, such as without a network.
     """
     import datasets
 
@@ -188,10 +184,7 @@ def add_bits_per_byte(task: Any) -> None:
 def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
     """Bits per byte of the right answer to a document, of several the least; None if the document names none.
 
-    Args:
-        task: a ConfigurableTask of lm-evaluation-harness.
-        doc: the document.
-        loglikelihoods: nats, of its answers in order.
+    `task` is a ConfigurableTask of lm-evaluation-harness; the log-likelihoods, in nats, are of its answers in order.
     """
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "loglikelihood":

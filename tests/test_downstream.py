@@ -298,21 +298,17 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
     class Fake:
         def summarize(self, *given):
             kept.append(given)
-
-        def finish(self):
             raise OSError("no network")
 
-    started = []
-    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: started.append(id) or Fake())
-    folder = write_tasks(tmp_path / "tasks", 2)
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0 and not kept
+    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: Fake())
+    words = (run, "--tasks-dir", write_tasks(tmp_path / "tasks", 2), "--tasks", "piqa")
+    assert call(*words) == 0 and not kept
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
-    for less in (["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
-        assert call(run, "--tasks-dir", folder, "--tasks", "piqa", *less) == 0
+    for less in ([], ["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
+        assert call(*words, *less) == 0
     ((values, name, head, rows, step),) = kept
-    assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2} and started == [None]
+    assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2}
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
 
 
