@@ -70,10 +70,7 @@ def compare_runs(a: Run, b: Run) -> None:
         losses = [f"{run.evaluations[step]['val/loss']:.4f}" for run in (a, b)]
         rows.append([f"{step:,}", *losses, str(estimate(setting, left, right, step))])
     print(f"\nvalidation loss, {a.unit}\n" + text_table(("step", "A", "B", "A minus B, 95% interval"), rows))
-    print(
-        f"Intervals are over documents of the {a.count_windows():,} validation windows, and hold for these two runs. "
-        "Other seeds may differ by more: python -m scripts.report with three of each."
-    )
+    print("Intervals are over documents: other seeds may differ by more. With three of each: python -m scripts.report")
 
 
 if __name__ == "__main__":

@@ -31,22 +31,20 @@ windows of {data}, {tokens:,} tokens. Layers and experts are numbered from 0."""
 SUMMARY = """**busiest**: highest load over mean load. **idle**: experts that no token chose. **in use**: exp of the
 entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores.
 **vocabulary**: share of a token's occurrences that its most frequent expert has (OLMoE, arXiv
-2409.02060, Sec. 5), mean over tokens seen {min_count} times or more. **partner**: share of an expert's tokens that its
-most frequent partner has, mean over experts. In brackets **by chance**: each token's choices taken from another token
-of another window; for partners, independent choices."""
-EXPERT_TOKENS = """Per layer the {EXPERTS} experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most
-from the text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens with their
-share of the expert's load, and how many times their share of the text that is."""
-AGREEMENT = """**same number**: share of a token's experts with equal numbers in both models. **matched**: the same
-after the one-to-one renumbering of the other model's experts that makes it largest. In brackets **by chance**: the
-other model's choices taken from another token of another window. **beyond chance**: matched, on a scale where chance is
-0 and full agreement 1."""
+2409.02060, Sec. 5). **partner**: share of an expert's tokens that its most frequent partner has. In brackets **by
+chance**: each token's choices taken from another token of another window; for partners, independent choices."""
+EXPERT_TOKENS = """Per layer the experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most from the
+text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens with their share of
+the expert's load, and how many times their share of the text that is."""
+AGREEMENT = """**same number**: share of a token's experts with equal numbers in both models. **matched**: after the
+one-to-one renumbering that makes it largest. In brackets **by chance**: the other model's choices taken from another
+token of another window. **beyond chance**: matched, on a scale where chance is 0 and full agreement 1."""
 
 
 def build_page(report: dict[str, Any]) -> list["Block"]:
     """Blocks of routing.md; the section on agreement only where two models were compared."""
     values = report | {"n_layer": len(report["layers"]), "n_expert": len(report["layers"][0]["loads"])}
-    values |= {"EXPERTS": EXPERTS, "MIN_LOAD": MIN_LOAD, "mean": f", {report['mean']}" if report["mean"] else ""}
+    values |= {"MIN_LOAD": MIN_LOAD, "mean": f", {report['mean']}" if report["mean"] else ""}
 
     def fill(text: str) -> str:
         return " ".join(text.split()).format_map(values)

@@ -15,7 +15,7 @@ from scripts.report.statistics import (
 )
 
 
-@pytest.mark.parametrize("seeds", [3, 4, 8])
+@pytest.mark.parametrize("seeds", [3, 8])
 def test_three_seeds_or_more_are_a_paired_t_test(seeds):
     draw = np.random.default_rng(seeds)
     left, right = draw.normal(2, 0.1, seeds), draw.normal(2.05, 0.1, seeds)
@@ -103,10 +103,6 @@ def test_verdicts_are_those_of_the_family():
     assert [verdict.text for verdict in judge_family([wide, wide], 0.02)] == ["undecided", "undecided"]
 
 
-def test_text():
-    assert str(Difference(0.0123, 3, 0.001, 2.0, "seeds")) == "+0.0123 [+0.0080, +0.0166]"  # t is 4.303
-
-
 # ---- simulated
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 8])
@@ -127,17 +123,3 @@ def test_coverage_over_seeds_and_family_error(seeds):
         equivalent += any(verdict.text == "equivalent" for verdict in judge_family(shifted, margin=0.02))
     assert covered / draws == pytest.approx(0.95, abs=0.012)
     assert 0.005 < decided / draws < 0.055 and equivalent / draws < 0.055
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes, least, most", [([1] * 64, 0.93, 0.965), ([8] * 16, 0.93, 0.965),
-                                                ([35, 25, 18, 12, 9, 7, 6, 5, 4, 3, 2, 2], 0.92, 1)])  # fmt: skip
-def test_coverage_over_documents(sizes, least, most):
-    """Windows of a document share an effect as large as the window's own. Intervals over windows would cover 50%."""
-    draw, labels = np.random.default_rng(0), np.repeat(np.arange(len(sizes)), sizes)
-    covered = 0
-    for _ in range(2000):
-        windows = draw.normal(0, 0.1, len(sizes))[labels] + draw.normal(0, 0.1, len(labels))
-        difference = estimate_difference([windows.mean()], windows, labels)
-        covered += difference.low <= 0 <= difference.high
-    assert least < covered / 2000 < most

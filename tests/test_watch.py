@@ -25,7 +25,6 @@ from scripts.watch import status
 from scripts.watch.server import build_page, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
-SKIPS = {"optim/skipped_steps": 2, "optim/loss_spikes": 0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
 NAN = float("nan")
 
@@ -68,7 +67,7 @@ def dead_process():
 @pytest.mark.parametrize(
     "lines, alive, state",
     [([], True, "running"), ([(10, TRAINING)], True, "running"), ([(10, TRAINING)], False, "stopped")]
-    + [(END, True, "running"), (END, False, "finished"), ([], False, "waiting"), (END[:1], False, "stopped")]
+    + [(END, True, "running"), (END, False, "finished"), ([], False, "stopped"), (END[:1], False, "stopped")]
     + [([(100, TRAINING)], False, "stopped")],  # without its last evaluation
 )
 def test_state(make_run, lines, alive, state):
@@ -82,25 +81,13 @@ def test_numbers_and_the_time_left(make_run):
     folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
     found = status_of(folder)
     assert (found.step, found.seconds_left) == (10, 90 * 40 / 40)
-    assert found.as_row() == [
-        str(folder),
-        "running",
-        "10 of 100  10%",
-        "2.4000",
-        "2.2500",
-        "9,000",
-        "12.3%",
-        "0:01:30",
-        "",
-    ]
+    row = [str(folder), "running", "10 of 100  10%", "2.4000", "2.2500", "9,000", "12.3%", "0:01:30", ""]
+    assert found.as_row() == row
     (folder / "lock").write_text(f"process {dead_process()} on {platform.node()}\n")
     assert status_of(folder).seconds_left is None
-    append(folder, *[(20 + i, {"perf/tokens_per_sec": 0.0, "train/loss": 1}) for i in range(5)])
-    (folder / "lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
-    assert status_of(folder).seconds_left is None  # at no speed there is no end
 
 
-@pytest.mark.parametrize("quiet, state", [(0, "running"), (299, "running"), (301, "silent")])
+@pytest.mark.parametrize("quiet, state", [(299, "running"), (301, "silent")])
 def test_a_run_that_writes_nothing_is_silent(make_run, monkeypatch, quiet, state):
     """By the time of its newest file, the lock or the metrics, and the time that is given."""
     for newest in ("lock", "metrics.jsonl"):
@@ -129,7 +116,6 @@ def test_a_process_on_another_machine_lives_while_it_writes(make_run):
          "crash dump crash-step_9.json"),
         ([(10, TRAINING)], {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
         ([(10, TRAINING)], {"train.log": "warning: slow disk\n"}, "stopped", "warning: slow disk"),
-        ([(10, TRAINING | SKIPS)], {}, "stopped", "warning: 2 skipped steps"),
         (END, {"train.log": "warning: slow disk\n"}, "finished", "warning: slow disk"),
     ],
 )  # fmt: skip
@@ -171,7 +157,7 @@ def test_the_table(make_run, tmp_path, call):
     head, _, a, b, left_out = call(watch.main, tmp_path / "runs", "--once").splitlines()
     assert head.split("  ")[0] == "run" and "MFU" not in head and "left" not in head and "trouble" not in head
     assert a.split() == [str(tmp_path / "runs/a"), "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
-    assert b.split()[1:] == ["waiting", "0", "of", "100", "0%"] and left_out.startswith(f"left out: {broken}: ")
+    assert b.split()[1:] == ["stopped", "0", "of", "100", "0%"] and left_out.startswith(f"left out: {broken}: ")
 
 
 def test_no_runs_yet_and_wrong_arguments(tmp_path, capsys, monkeypatch):

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="with --over: also compare the best values, each chosen by these seeds and judged by the others",
     )
     parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
-    parser.add_argument("--out", type=Path, help="folder (default: report-NAME beside the runs, NAME by their names)")
+    parser.add_argument(
+        "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside the runs)"
+    )
     args = parser.parse_args(argv)
     if args.choose_on and not args.over:
         raise ValueError("--choose-on chooses a value of a key: name the key with --over")
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def print_blocks(blocks: Sequence["Block"]) -> None:
     """The headings, notes and tables of a page, but not its text and the table of runs."""
     for kind, *parts in blocks:
-        if parts == ["Runs"]:
+        if parts == ["How to read the verdicts"]:
             return
         if kind == "h2":
             print(parts[0])

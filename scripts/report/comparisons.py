@@ -78,7 +78,7 @@ def compare_setting(setting: Setting, margin: float | None = None) -> list[Compa
     return judge_pairs(setting, find_pairs(setting), margin) if setting.key or setting.steps[-1] else []
 
 
-def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm) -> Comparison | None:
+def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm | None) -> Comparison | None:
     """That of `left` minus `right`, whichever way round it was made; None if they were not compared."""
     for comparison in comparisons:
         if (comparison.left, comparison.right) == (left, right):
@@ -86,7 +86,7 @@ def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm) ->
         if (comparison.left, comparison.right) == (right, left):
             old, verdict = comparison.difference, comparison.verdict
             text = {LOWER: HIGHER, HIGHER: LOWER}.get(verdict.text, verdict.text)
-            return Comparison(left, right, replace(old, mean=-old.mean), replace(verdict, text=text))
+            return Comparison(left, comparison.left, replace(old, mean=-old.mean), replace(verdict, text=text))
     return None
 
 

@@ -14,7 +14,6 @@ from scripts.report.settings import Setting
 from scripts.report.statistics import MIN_SEEDS
 from scripts.report.style import save_figure
 
-TITLE = re.compile(r"# (One run|\d+ runs compared)\n")  # of a page that this module wrote
 HOW = f"""\
 A seed's loss is one observation. Differences are paired by seed, with 95% intervals and p-values by Student's t over
 seeds. With fewer than {MIN_SEEDS} paired seeds the interval is **over documents** of the validation text (over windows
@@ -49,13 +48,8 @@ class Report:
 def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> list[Block]:
     """Write report.md, report.html and their pictures into `folder`; `before`: blocks below the title.
 
-    Returns the blocks of the page.
-
-    Raises:
-        ValueError: the folder has a report.md that is not one of runs.
-        OSError: it cannot be written.
+    Returns the blocks of the page. Raises OSError if it cannot be written.
     """
-    remove_pictures(folder)
     runs = [run for setting in report.settings for run in setting.runs]
     blocks: list[Block] = [("h1", f"{len(runs)} runs compared" if len(runs) > 1 else "One run"), *before]
     if report.notes:
@@ -77,7 +71,7 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
     blocks: list[Block] = [("h2", setting.label or "Loss"), ("p", tables.describe_setting(setting))]
     if report.experiment:
         missing = f"The paper prints no loss of `{report.experiment}` in this setting."
-        blocks.append(("p", HOW_PAPER.format(report.experiment) if setting.printed.losses else missing))
+        blocks.append(("p", HOW_PAPER.format(report.experiment) if setting.printed else missing))
 
     def add_picture(name: str, figure: Figure | None, caption: str) -> None:
         if figure is not None:
@@ -100,13 +94,3 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
     caption = "On the validation windows, or in training where the title says so: mean and range over seeds."
     add_picture("measures", pictures.plot_measures(setting), caption)
     return blocks
-
-
-def remove_pictures(folder: Path) -> None:
-    """Remove the pictures of the report in the folder, and no others. Raises ValueError of another report.md."""
-    previous = folder / "report.md"
-    text = previous.read_text() if previous.is_file() else ""
-    if text and not TITLE.match(text):
-        raise ValueError(f"--out {folder}: its report.md is not a report of runs; name another folder")
-    for name in re.findall(r"^!\[.*\]\(([\w.-]+\.png)\)", text, re.M):
-        (folder / name).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ options have a row of panels for each choice of options.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +14,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from scripts.report.comparisons import estimate
 from scripts.report.settings import Arm, Setting, label_tick
@@ -24,47 +23,42 @@ from scripts.report.tables import find_measures, read_measure
 FACES = ("full", "none", "left", "right", "top", "bottom")
 MARKERS = 12  # per line, about
 Points = Mapping[Any, Sequence[float]]  # x: mean, low, high
-
-
-@dataclass(frozen=True)
-class Panel:
-    """What is drawn of each arm, over the key or over steps."""
-
-    title: str
-    collect: Callable[[Arm], Points]
-    zero: bool = False  # a line at 0, which is the baseline
-    zoom: bool = False  # leave the steep first quarter of steps out of the y-axis
+Collect = Callable[[Arm], Points]  # what a panel draws of an arm
 
 
 def plot_loss(setting: Setting, baseline: str) -> Figure | None:
-    """Validation loss, and that minus the baseline's."""
+    """Validation loss, and that minus the baseline's, over the key or over steps."""
     unit = setting.runs[0].unit
-    panels = [Panel(f"validation loss, {unit}", lambda arm: average(setting, arm, "val/loss"), zoom=True)]
-    panels.append(Panel(f"minus {baseline}, {unit}", lambda arm: subtract(setting, arm, baseline), True, True))
-    return plot_panels(setting, panels)
+    minus = f"minus {baseline}, {unit}"
+    panels: dict[str, Collect] = {
+        f"validation loss, {unit}": lambda arm: average(setting, arm, "val/loss"),
+        minus: lambda arm: subtract(setting, arm, baseline),
+    }
+    figure = plot_panels(setting, panels)
+    for axes in figure.axes if figure else ():
+        if axes.get_ylabel() == minus:
+            axes.axhline(0, color="black", linewidth=0.8)
+    return figure
 
 
 def plot_measures(setting: Setting) -> Figure | None:
     """What is measured besides the losses."""
-    return plot_panels(
-        setting,
-        [
-            Panel(text, lambda arm, name=name: average(setting, arm, name), zoom=name.endswith("/loss"))
-            for name, (text, _) in find_measures(setting).items()
-        ],
-    )
+    measures = find_measures(setting).items()
+    return plot_panels(setting, {text: partial(average, setting, name=name) for name, (text, _) in measures})
 
 
 def average(setting: Setting, arm: Arm, name: str) -> Points:
     """Mean and range over seeds of what metrics.jsonl has by this name: at the end over the key, else over steps."""
-    if not setting.key:
-        return spread_over_seeds([run.series(name) for run in arm.runs])
-    points = {}
-    for x, cell in sorted(arm.cells.items()):
-        values = [read_measure(setting, run, name) for run in cell.values()]
-        if known := [value for value in values if value is not None]:
-            points[x] = (float(np.mean(known)), min(known), max(known))
-    return points
+    if setting.key:
+        cells = {
+            x: [read_measure(setting, run, name) for run in cell.values()] for x, cell in sorted(arm.cells.items())
+        }
+        values = {x: [value for value in cell if value is not None] for x, cell in cells.items()}
+    else:
+        columns = [run.series(name) for run in arm.runs]
+        steps = sorted(set.intersection(*(set(column) for column in columns)))
+        values = {step: [column[step] for column in columns] for step in steps}
+    return {x: (float(np.mean(known)), min(known), max(known)) for x, known in values.items() if known}
 
 
 def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
@@ -75,15 +69,6 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
             difference = estimate(setting, arm, base, xs=[x]) if setting.key else estimate(setting, arm, base, x)
             if difference:
                 points[x] = (difference.mean, difference.low, difference.high)
-    return points
-
-
-def spread_over_seeds(columns: Sequence[Mapping[int, float]]) -> Points:
-    """Mean and range over seeds at the steps that all of them have."""
-    points = {}
-    for step in sorted(set.intersection(*(set(column) for column in columns))):
-        values = [column[step] for column in columns]
-        points[step] = (float(np.mean(values)), min(values), max(values))
     return points
 
 
@@ -109,64 +94,47 @@ def split_rows(setting: Setting) -> dict[str, list[Arm]]:
     return rows if shared else {"": setting.arms}
 
 
-def plot_panels(setting: Setting, panels: Sequence[Panel]) -> Figure | None:
+def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | None:
     """A grid: a row for each choice of options, a column for each panel that has data; one row is wrapped at three."""
     rows = split_rows(setting)
-    drawn = [panel for panel in panels if any(panel.collect(arm) for arm in setting.arms)]
+    drawn = {title: collect for title, collect in panels.items() if any(map(collect, setting.arms))}
     if not drawn:
         return None
     width = min(len(drawn), 3) if len(rows) == 1 else len(drawn)
     height = math.ceil(len(rows) * len(drawn) / width)
     figure = Figure((1 + 5 * width, 0.4 + 3.6 * height), layout="constrained")
     grid = figure.subplots(height, width, squeeze=False, sharey="col" if setting.key and len(rows) > 1 else False)
-    cells = [(options, arms, panel) for options, arms in rows.items() for panel in drawn]
-    for axes, (options, arms, panel) in zip(grid.flat, cells, strict=False):
-        draw_panel(axes, setting, arms, panel)
-        axes.set_ylabel(panel.title)
+    cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
+    for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
+        draw_panel(axes, setting, arms, collect)
+        axes.set(xlabel=setting.key or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
-        handles, labels = axes.get_legend_handles_labels()
-        names = {arm.label: arm.router if options else arm.label for arm in arms}
-        if handles:
-            axes.legend(handles, [names[label] for label in labels], fontsize=8, framealpha=0.7)
+        axes.grid(alpha=0.3)
+        if axes.get_lines():
+            axes.legend(fontsize=8, framealpha=0.7)
     for axes in grid.flat[len(cells) :]:
         axes.remove()
     return figure
 
 
-def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], panel: Panel) -> None:
-    """Lines with bands in their colour. Two points or fewer are markers without a line."""
+def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect) -> None:
+    """Lines with bands in their colour. Values of the key are at equal distances.
+
+    Over steps the y-axis leaves out the first quarter, which is steep.
+    """
     late = []
-    place_x = scale_key(axes, setting) if setting.key else lambda x: x
     for i, arm in enumerate(arms):
-        points = panel.collect(arm)
+        points = collect(arm)
         if not points:
             continue
-        look, xs = style_arm(setting, arm), [place_x(x) for x in points]
+        look, xs = style_arm(setting, arm), [setting.xs.index(x) if setting.key else x for x in points]
         means, lows, highs = zip(*points.values(), strict=True)
-        if len(points) <= 2:
-            look["linestyle"] = "none"
-            axes.vlines(xs, lows, highs, color=look["color"], linewidth=1.2, alpha=0.6)
         every = max(1, len(points) // MARKERS)
         axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
         axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         late += means[len(means) // 4 :]
-    axes.grid(alpha=0.3)
-    axes.set_xlabel(setting.key or "step")
-    if panel.zero:
-        axes.axhline(0, color="black", linewidth=0.8)
-    if panel.zoom and not setting.key and late and max(late) > min(late):
+    if setting.key:
+        axes.set_xticks(range(len(setting.xs)), [label_tick(setting.key, x) for x in setting.xs])
+    elif late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
-
-
-def scale_key(axes: Axes, setting: Setting) -> Callable[[float], float]:
-    """Make the x-axis logarithmic with a tick for each value; returns where a value is drawn.
-
-    A value of 0 is drawn as far left of the smallest other as that is of the next, a tenth of it at least.
-    """
-    positive = [*(x for x in setting.xs if x > 0), math.inf][:2]
-    left = positive[0] / min(positive[1] / positive[0], 10)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([x or left for x in setting.xs], [label_tick(setting.key, x) for x in setting.xs])
-    axes.xaxis.set_minor_locator(NullLocator())
-    return lambda x: x or left

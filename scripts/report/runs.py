@@ -14,7 +14,6 @@ from data.tokenizer import ByteTokenizer
 from runtime import RunError
 from runtime.metrics import ARRAYS, read_metrics
 
-DEPTH = 3  # folders below the one named that are searched for runs
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
 
 
@@ -148,12 +147,8 @@ def load_all_evaluated(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
-    """The folders with a config.toml at `places` and up to DEPTH folders below, in order of their names."""
-    folders = set()
-    for place in places:
-        for depth in range(DEPTH + 1):
-            folders |= {file.parent for file in place.glob("*/" * depth + "config.toml")}
-    return sorted(folders)
+    """The folders with a config.toml at `places` and below, in order of their names."""
+    return sorted({file.parent for place in places for file in place.rglob("config.toml")})
 
 
 def expand_folders(places: Iterable[Path]) -> list[Path]:

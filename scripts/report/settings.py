@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from configure.schema import KEYS
-from eval.paper import PaperLosses
 from scripts.report.runs import Run, check_same_text
 from scripts.report.style import STYLES
 
@@ -74,7 +73,7 @@ class Setting:
     values: dict[str, Any]
     arms: list[Arm]
     key: str | None = None  # of a report over a key: losses are those at the end of each run
-    printed: PaperLosses = PaperLosses()
+    printed: dict[tuple[str, int], str] = field(default_factory=dict)  # of the paper, by router and tenth
 
     @property
     def runs(self) -> list[Run]:
@@ -139,7 +138,7 @@ def group_runs(
     others of its setting ended (unless `unfinished`), nor in a report over a key.
 
     Raises:
-        ValueError: the key is not a number, or the runs have one value of it or a negative one; no setting's runs were
+        ValueError: the key is not a number, or the runs have one value of it; no setting's runs were
             evaluated on the same text.
     """
     ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
@@ -148,18 +147,17 @@ def group_runs(
     tied = check_key(kept, key) if key else []
     if tied:
         notes.append(f"{', '.join(tied)} changed with {key}")
-    setting_keys = [other for other in SETTING_KEYS if other not in (key, *tied)]
-    option_keys = [other for other in OPTION_KEYS if other not in (key, *tied)]
-    groups, more = _make_arms(kept, setting_keys, option_keys, key)
-    _label_arms([arm for arms in groups.values() for arm in arms])
-    settings, still_more = _make_settings(groups, setting_keys, key)
-    return settings, notes + more + still_more
+    keys = [other for other in SETTING_KEYS if other not in (key, *tied)]
+    groups, doubles = _make_arms(kept, keys, key)
+    settings, gaps = _make_settings(groups, keys, key)
+    return settings, notes + doubles + gaps
 
 
 def _make_arms(
-    runs: Sequence[Run], setting_keys: Sequence[str], option_keys: Sequence[str], key: str | None
+    runs: Sequence[Run], setting_keys: Sequence[str], key: str | None
 ) -> tuple[dict[tuple, list[Arm]], list[str]]:
     """{values of the setting's keys: its arms}, and notes on runs that others stand for."""
+    option_keys = [other for other in OPTION_KEYS if other != key]
     groups: dict[tuple, dict[tuple, Arm]] = {}
     notes = []
     for run in sorted(runs, key=lambda run: -max(run.evaluations)):
@@ -170,6 +168,7 @@ def _make_arms(
         first = arm.cells.setdefault(run.value(key) if key else None, {}).setdefault(run.seed, run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
+    label_arms([arm for arms in groups.values() for arm in arms.values()])
     return {values: [*arms.values()] for values, arms in groups.items()}, notes
 
 
@@ -185,7 +184,7 @@ def _make_settings(
     settings, errors = [], []
     for values, arms in zip(rows, groups.values(), strict=True):
         label = ", ".join(filter(None, (label_value(name, values[name]) for name in naming)))
-        setting = Setting(label, values, sorted(arms, key=_order), key)
+        setting = Setting(label, values, sorted(arms, key=place_arm), key)
         try:
             check_same_text(setting.runs)
             if not key and not setting.steps:
@@ -203,16 +202,13 @@ def _make_settings(
 def check_key(runs: Sequence[Run], key: str) -> list[str]:
     """Keys that have one value for each value of `key`, and several in all, such as the sizes of a larger model.
 
-    Raises ValueError if the key is not a number, or the runs that ended have one value of it or a negative one.
+    Raises ValueError if the key is not a number, or the runs that ended have one value of it.
     """
     if KEYS.get(key, {}).get("type") not in ("integer", "number"):
         raise ValueError(f"--over {key}: expected a key that is a number, such as optim.lr")
     values = {run.value(key) for run in runs}
-    if len(values) < 2 or min(values) < 0:
-        raise ValueError(
-            f"--over {key}: the runs that ended have {', '.join(map(str, values)) or 'none'}; expected two values or "
-            "more, none of them negative"
-        )
+    if len(values) < 2:
+        raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
     tied = []
     for other in SETTING_KEYS:
         pairs = {run.values([key, other]) for run in runs}
@@ -237,12 +233,13 @@ def describe_gaps(setting: Setting) -> str:
     return f"{setting.label}: {note}" if setting.label else note
 
 
-def _order(arm: Arm) -> tuple:
+def place_arm(arm: Arm) -> tuple:
+    """A sort key: routers in the order of STYLES, then by options."""
     routers = list(STYLES)
     return routers.index(arm.router) if arm.router in routers else len(routers), arm.router, *arm.options.values()
 
 
-def _label_arms(arms: Sequence[Arm]) -> None:
+def label_arms(arms: Sequence[Arm]) -> None:
     """Label each arm by the options in which arms differ, by its type only where a router has several."""
     varying = find_varying([arm.options for arm in arms])
     if len({(arm.router, arm.options.get(DTYPE)) for arm in arms}) == len({arm.router for arm in arms}):

@@ -5,7 +5,6 @@ colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's
 sigmoid's green.
 """
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +32,13 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
-OTHERS = [  # for routers that someone adds, in the order of router.py's table
-    *zip(
-        ["#000000", "#666666"] * 4,
-        [LONG_DASHES, "-", ":", "-."] + ["-", LONG_DASHES, "-.", ":"],
-        "os^DvP*X",
-        strict=True,
-    )
-]
+OTHERS = [("#000000", line, marker) for line, marker in zip(["-", LONG_DASHES, ":", "-."] * 2, "os^DvP*X", strict=True)]
 
 
 def style(router: str) -> dict[str, Any]:
-    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
-
-    A router without a line in STYLES is black or grey, by its place among those; one that is no longer in router.py, by
-    its name.
-    """
+    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line above is black."""
     others = [name for name in ROUTERS if name not in STYLES]
-    place = others.index(router) if router in others else zlib.crc32(router.encode())
+    place = others.index(router) if router in others else -1
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])
     return dict(zip(("color", "linestyle", "marker"), look, strict=True))
 

@@ -63,7 +63,7 @@ def make_columns(setting: Setting) -> dict[str, tuple[object, int | None]]:
         return {label_tick(setting.key, x): (x, None) for x in setting.xs}
     if not setting.tenths:
         return {f"{setting.steps[-1]:,}": (None, None)}
-    scaled = setting.printed.losses and setting.max_steps != paper.STEPS
+    scaled = setting.printed and setting.max_steps != paper.STEPS
     return {f"{step:,} ({5 * i}K)" if scaled else f"{step:,}": (None, step) for i, step in setting.tenths.items()}
 
 
@@ -79,7 +79,7 @@ def build_loss_table(setting: Setting) -> Table:
             losses = [setting.evaluation(run, step)["val/loss"] for run in arm.cells.get(x, {}).values()]
             cells.append(format_mean(losses) if losses else "")
         rows.append([f"**{arm.label}**", seeds, *cells])
-        printed = [setting.printed.format_loss(arm.router, i) for i in setting.tenths]
+        printed = [setting.printed.get((arm.router, i), "") for i in setting.tenths]
         if not setting.key and any(printed):
             rows.append(["paper", "", *printed])
     return Table([setting.key or "validation loss at step", "seeds", *columns], rows)
@@ -91,22 +91,19 @@ def build_difference_table(setting: Setting, baseline: str, comparisons: Sequenc
     rows = []
     for arm in setting.arms:
         base = setting.baseline_of(arm, baseline)
-        comparison = find_comparison(comparisons, arm, base) if base else None
-        if base is None or comparison is None:
+        comparison = find_comparison(comparisons, arm, base)
+        if comparison is None:
             continue
         cells = []
         for x in values:
-            difference = estimate(setting, arm, base, xs=[x])
+            difference = estimate(setting, arm, comparison.right, xs=[x])
             half = f" ± {difference.half_width:.4f}" if difference and difference.over else ""
             cells.append(f"{difference.mean:+.4f}{half}" if difference else "")
-        if setting.printed.losses:
-            cells.append(setting.printed.subtract(arm.router, base.router, 10 if 10 in setting.tenths else None))
         rows.append([arm.label, *cells, *format_comparison(comparison)])
     if not rows:
         return None
-    printed = ["the paper's"] if setting.printed.losses else []
     mean = "mean over values, 95%" if values else "difference, 95%"
-    head = [f"minus {baseline}", *(label_tick(setting.key, x) for x in values), *printed, mean]
+    head = [f"minus {baseline}", *(label_tick(setting.key, x) for x in values), mean]
     return Table([*head, "interval over", "verdict", "Holm's p"], rows)
 
 

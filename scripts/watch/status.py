@@ -21,7 +21,7 @@ class Status:
     """A run at a moment."""
 
     run: Run
-    state: str  # running, silent, finished, failed, stopped or waiting
+    state: str  # running, silent, finished, failed or stopped
     step: int
     seconds_left: float | None  # at the median speed of the last lines; None where nothing is running
     trouble: str  # the last thing that went wrong, in one line
@@ -68,7 +68,7 @@ def read_status(run: Run, now: float | None = None) -> Status:
     elif trouble and not trouble.startswith("warning"):
         state = "failed"
     else:
-        state = "stopped" if step else "waiting"
+        state = "stopped"
     speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
     left = None
     if alive and speeds and median(speeds) > 0:
@@ -86,10 +86,7 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
         return f"crash dump {dumps[-1].name}"
     log = run.folder / "train.log"  # of a sweep's point
     lines = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace") if log.exists() else "", re.M)
-    if lines:
-        return lines[-1]
-    skipped = last.get("optim/skipped_steps")
-    return f"warning: {skipped:.0f} skipped steps" if skipped else ""
+    return lines[-1] if lines else ""
 
 
 def is_alive(lock: Path, now: float) -> bool:
@@ -105,10 +102,8 @@ def is_alive(lock: Path, now: float) -> bool:
         return now - last_modified(lock.with_name("metrics.jsonl"), lock) < SILENT
     try:
         os.kill(int(owner[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's process lives
     return True
 
 
