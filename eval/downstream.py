@@ -3,7 +3,7 @@
     pip install -r requirements-eval.txt
     python -m eval.downstream runs/NAME                                       the paper's six tasks, from the hub
     python -m eval.downstream runs/NAME --tasks-dir FOLDER                    from FOLDER/arc_easy.jsonl, … instead
-    python -m eval.downstream runs/NAME --tasks lambada_openai gsm8k --num-fewshot 5
+    python -m eval.downstream runs/NAME --tasks lambada_openai boolq --num-fewshot 5
     torchrun --nproc_per_node=8 -m eval.downstream runs/NAME                  split across ranks
 
 Writes runs/NAME/eval/step_…/: tasks/TASK.json as soon as a task is done, so that the same command resumes after a kill;
@@ -38,10 +38,9 @@ from eval.tasks import (
     load_tasks,
     local_file,
     score_task,
-    write_task_spec,
 )
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
-from runtime import RunError, checkpoint, describe_write_errors, distributed
+from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
 
 if TYPE_CHECKING:  # an extra that other commands do not need
@@ -69,10 +68,11 @@ def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[st
     for path in sorted(folder.glob("tasks/*.json")):
         try:
             body = json.loads(path.read_text())
-            if shared.items() <= body["key"].items() and isinstance(body["results"], dict):
-                found[path.stem] = body
-        except (ValueError, KeyError, AttributeError, OSError):
+        except ValueError:
             print(f"warning: {path} cannot be read; {path.stem} is evaluated again", file=sys.stderr)
+            continue
+        if shared.items() <= body["key"].items():
+            found[path.stem] = body
     return found
 
 
@@ -90,13 +90,13 @@ def evaluate_tasks(
     if not ranks.rank and len(todo) < len(args.tasks):
         print(f"done already: {', '.join(name for name in args.tasks if name not in todo)} ({folder}/tasks)")
     with tempfile.TemporaryDirectory() as scratch:
-        specs = {name: write_task_spec(manager, name, args.tasks_dir, scratch) for name in todo}
-        for name, loaded in load_tasks(manager, specs, args.tasks_dir).items():
+        for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
                 print(name, flush=True)
             found = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
             if not ranks.rank:
-                write_result(folder / "tasks" / f"{name}.json", {"key": keys[name], "results": found})
+                body = {"key": keys[name], "results": found}
+                write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
 
 
 # ---- report
@@ -119,8 +119,7 @@ def format_metric(values: Metrics, metric: str) -> str:
     """A metric with its standard error, if any; "" for one that is not there."""
     if metric not in values:
         return ""
-    name, comma, rest = metric.partition(",")  # "exact_match,strict-match": a filter after the comma
-    error = values.get(f"{name}_stderr{comma}{rest}")
+    error = values.get(f"{metric}_stderr")
     return f"{values[metric]:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
@@ -141,13 +140,6 @@ def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[
     return ["task", "documents", "acc", "acc_norm", "bits per byte", "chance", "paper"], rows
 
 
-def write_result(path: Path, content: str | dict) -> None:
-    """Write a text, or a dict as JSON. Raises RunError if that fails."""
-    text = content if isinstance(content, str) else json.dumps(content, indent=1)
-    with describe_write_errors(path):
-        write_atomic(path, text + "\n")
-
-
 def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace) -> None:
     """Write results.json and table.md from all files in `folder`/tasks, print the table, and send it to wandb."""
     bodies, config = load_task_results(folder, shared).values(), trained.config
@@ -156,15 +148,11 @@ def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: a
     mean = mean_accuracy(results)
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
-    write_result(folder / "results.json", about | {"results": results})
+    write_atomic(folder / "results.json", json.dumps(about | {"results": results}, indent=1) + "\n")
     text = markdown_table(*tabulate_results(results, config))
-    if not paper_accuracies(config):
-        text += f"\n\nThe paper has no accuracies for router {config.model.router} at width {config.model.n_embd}."
     if args.limit:
         text += f"\n\nOnly the first {args.limit} documents of each task (--limit)."
-    if args.num_fewshot and args.tasks_dir:
-        text += "\n\nExamples in the prompts are other documents of the same files."
-    write_result(folder / "table.md", text)
+    write_atomic(folder / "table.md", text + "\n")
     print(f"{text}\n\n{folder}/results.json")
     if config.log.wandb != "disabled":
         send_to_wandb(results, trained, args)
@@ -190,7 +178,7 @@ def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.
 
 
 def evaluate_run(args: argparse.Namespace) -> None:
-    """Evaluate all tasks and write the report. Raises ValueError."""
+    """Evaluate all tasks and write the report. Raises ValueError and OSError."""
     if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     manager = build_task_manager(args.tasks)
@@ -203,8 +191,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))
     shared = result_key(args.run, trained, dtype, args.tasks_dir)
-    with describe_write_errors(folder):
-        (folder / "tasks").mkdir(parents=True, exist_ok=True)
+    (folder / "tasks").mkdir(parents=True, exist_ok=True)
     with distributed.process_group(device, trained.config.train.timeout_minutes) as ranks:
         adapter = Adapter(Scorer(trained.model.to(ranks.device), dtype, ranks), tokenizer)
         evaluate_tasks(manager, adapter, folder, shared, args)
@@ -226,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.tasks = list(dict.fromkeys(args.tasks))
     try:
         evaluate_run(args)
-    except ValueError:
+    except (ValueError, OSError):
         if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):  # once per node: one may lack the run
             raise
         return 2

@@ -110,12 +110,3 @@ def generate(
         seen.scatter_(1, token[:, None], True)
         new = token[:, None]
         idx = torch.cat([idx, new], dim=1)
-
-
-def check_prompt_length(ids: Sequence[int], block_size: int) -> None:
-    """Raise ValueError if a prompt, after the token that begins a document, exceeds `block_size`."""
-    if len(ids) + 1 > block_size:
-        raise ValueError(
-            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees at most {block_size} "
-            f"(model.block_size); shorten it"
-        )

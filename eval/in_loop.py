@@ -29,12 +29,10 @@ class TaskScores:
         """Check and load the tasks. Raises ValueError: the harness, a task or its documents are missing."""
         self.config, self.tokenizer, names = config, tokenizer, config.eval.task_names
         folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-        options = tasks.Options("task", "eval.tasks_dir")
         manager = tasks.build_task_manager(names)
-        tasks.check_tasks(manager, names, folder, options)
+        tasks.check_tasks(manager, names, folder)
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run
-        specs = {name: tasks.write_task_spec(manager, name, folder, self._scratch.name) for name in names}
-        self.loaded = tasks.load_tasks(manager, specs, folder, options)
+        self.loaded = tasks.load_tasks(manager, names, folder, self._scratch.name)
 
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False
@@ -54,29 +52,25 @@ class TaskScores:
         """
         if step % (self.config.eval.task_interval or 1) and step != self.config.train.max_steps:
             return {}
+        from eval.harness import Adapter
+
         scored = gather_model(model) if sharded else model
-        scored.eval()
+        dtype, values = scoring_dtype(self.config, ranks.device), {}
+        adapter = Adapter(Scorer(scored.eval(), dtype, ranks, is_stopped=lambda: stop.asked), self.tokenizer)
         try:
-            return self._score_all(scored, ranks, stop)
+            for name, loaded in self.loaded.items():
+                # Blocks stay as they are compiled, for the shape of training; the harness' progress bars are hidden.
+                with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
+                    results = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
+                for task, metrics in results.items():
+                    shown = {key: value for key, value in metrics.items() if "stderr" not in key and value is not None}
+                    values |= {f"tasks/{task}/{key}": value for key, value in shown.items()}
+                if distributed.any_rank([stop.asked], ranks)[0]:
+                    return None
         except Interrupted:  # on every rank alike
             return None
         finally:
             model.train()
-
-    def _score_all(self, model: GPT, ranks: Ranks, stop: Stop) -> dict[str, float] | None:
-        from eval.harness import Adapter
-
-        dtype, values = scoring_dtype(self.config, ranks.device), {}
-        adapter = Adapter(Scorer(model, dtype, ranks, is_stopped=lambda: stop.asked), self.tokenizer)
-        for name, loaded in self.loaded.items():
-            # Blocks stay as they are compiled, for the shape of training; the harness' progress bars are hidden.
-            with torch.compiler.set_stance("force_eager"), redirect_stderr(io.StringIO()):
-                results = tasks.score_task(name, loaded, adapter, limit=self.config.eval.task_limit or None)
-            for task, metrics in results.items():
-                shown = {key: value for key, value in metrics.items() if "stderr" not in key and value is not None}
-                values |= {f"tasks/{task}/{key}": value for key, value in shown.items()}
-            if distributed.any_rank([stop.asked], ranks)[0]:
-                return None
         return values
 
 

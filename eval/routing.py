@@ -1,6 +1,6 @@
 """What the experts of a trained run do, layer by layer, over fixed validation windows.
 
-    python -m eval.routing runs/quickstart-kern                                   loads, pairs, tokens, gates
+    python -m eval.routing runs/quickstart-kern                                   loads, pairs, tokens
     python -m eval.routing runs/quickstart-kern --other runs/quickstart-softmax   and where two runs agree
     python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
 
@@ -44,8 +44,6 @@ COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # 
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
-GATE_TOKENS = 100_000  # at most this many tokens' gates are kept, for quantiles
-QUANTILES = ("0.05", "0.5", "0.95")
 SHOWN = 8  # tokens per expert
 
 Described = dict[str, Any]
@@ -61,36 +59,27 @@ class LayerCounts:
             all rare ones.
         agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model, [measured, by chance].
         entropy: summed over tokens, nats.
-        zero_gates: gates that are exactly 0.
-        gates: (2, n) each, sum and l2 norm of the gates of every `stride`-th token.
     """
 
-    def __init__(self, n_expert: int, n_rows: int, stride: int, device: torch.device) -> None:
-        self.tokens, self.stride, self.gates = 0, stride, []
+    def __init__(self, n_expert: int, n_rows: int, device: torch.device) -> None:
+        self.tokens = 0
         self.together = torch.zeros(n_expert, n_expert, dtype=torch.int64, device=device)
         self.by_token = torch.zeros(2, n_rows, n_expert, dtype=torch.int32, device=device)
         self.agreement = torch.zeros(2, n_expert, n_expert, dtype=torch.int64, device=device)
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
-        self.zero_gates = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, routing: Routing, rows: Tensor, other: Routing | None = None) -> None:
-        """Add the routing of B windows, and the other model's routing of the same windows.
+        """Add the routing of B windows of T tokens, N = B·T, and the other model's routing of the same windows.
 
-        Args:
-            routing: of N = B·T tokens.
-            rows: (B, T) int64, each token's row in `by_token`.
-            other: of the same tokens.
+        `rows` (B, T) int64 has each token's row in `by_token`.
         """
         N, E = routing.scores.shape
         self.tokens += N
         self.together += count_pairs(routing.experts, routing.experts, E)
         self.entropy += N * entropy(token_distribution(routing))
-        self.zero_gates += (routing.weights == 0).sum()
         for table, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
             cells = places.flatten()[:, None] * E + routing.experts  # (N, K)
             table += expert_loads(cells, table.numel()).view_as(table)
-        gates = routing.weights[:: self.stride]
-        self.gates.append(torch.stack([gates.sum(-1), torch.linalg.vector_norm(gates, dim=-1)]).cpu())
         if other is not None:
             theirs = other.experts.view(*rows.shape, -1)  # (B, T, K)
             for counts, chosen in zip(self.agreement, (theirs, shuffled_baseline(theirs)), strict=True):
@@ -146,9 +135,8 @@ def count_routing(
         raise ValueError(f"no token occurs {MIN_COUNT} times among {seen.sum():,} tokens; raise --windows")
     row_of = torch.full((len(seen),), len(ids))
     row_of[torch.from_numpy(ids)] = torch.arange(len(ids))
-    stride = math.ceil(seen.sum() / GATE_TOKENS)
     n_layer = config.n_layer - config.n_dense_layer  # with experts
-    layers = [LayerCounts(config.n_expert, len(ids) + 1, stride, device) for _ in range(n_layer)]
+    layers = [LayerCounts(config.n_expert, len(ids) + 1, device) for _ in range(n_layer)]
     for batch in progress_bar(iterable=batches, desc="windows", leave=False):
         idx = torch.from_numpy(windows(tokens, batch, config.block_size)[0])
         mine = record_routing(model, idx.to(device))
@@ -161,21 +149,13 @@ def count_routing(
 # --- measures -------------------------------------------------------------------------------------------------------
 
 
-def coactivation_shares(together: np.ndarray) -> np.ndarray:
-    """(E, E) tokens that chose both -> (E, E) share of i's tokens that chose j too, OLMoE's co-activation.
-
-    NaN on the diagonal, and in the rows of experts without tokens.
-    """
-    with np.errstate(invalid="ignore"):  # 0 / 0
-        shares = together / together.diagonal()[:, None]
-    np.fill_diagonal(shares, np.nan)
-    return shares
-
-
 def mean_strongest(shares: np.ndarray) -> float:
-    """Mean over experts of the largest of their `coactivation_shares` (E, E); experts without tokens do not count."""
-    shares = shares[~np.isnan(shares).all(1)]
-    return float(np.nanmax(shares, 1).mean()) if len(shares) else 0.0
+    """Mean over experts of the largest share (E, E) of an expert's tokens that chose another one too: co-activation.
+
+    Experts without tokens, whose shares are all 0, do not count.
+    """
+    largest = np.where(np.eye(len(shares), dtype=bool), 0, shares).max(1)
+    return float(largest[shares.any(1)].mean())
 
 
 def vocabulary_specialization(rows: np.ndarray, seen: np.ndarray) -> float:
@@ -197,11 +177,11 @@ def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
     """Agreement of two models in one layer, from (2, E, E) tokens that chose i and j, measured and by chance.
 
     `same_number` is the share of a token's experts with equal numbers in both; `matched` the same after the best
-    one-to-one renumbering of the other model's experts, `matching` (E,).
+    one-to-one renumbering of the other model's experts.
     """
     from scipy.optimize import linear_sum_assignment
 
-    layer: Described = {"matching": linear_sum_assignment(agreement[0], maximize=True)[1].tolist()}
+    layer: Described = {}
     for counts, suffix in zip(agreement, ("", "_by_chance"), strict=True):
         layer[f"same_number{suffix}"] = float(counts.trace() * top_k / counts.sum())
         matched = counts[linear_sum_assignment(counts, maximize=True)]
@@ -214,17 +194,14 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
     together, N = counts.together.cpu().numpy(), counts.tokens
     by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
     loads = together.diagonal()
-    unrelated = np.where(np.eye(len(loads), dtype=bool), np.nan, loads / N)
     layer: Described = {
         "loads": loads,
         "load_imbalance": loads.max() / loads.mean(),
         "dead_experts": (loads == 0).sum(),
         "load_entropy": torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
         "entropy": counts.entropy.item() / N,
-        "zero_gates": counts.zero_gates.item() / loads.sum(),
-        "coactivation": together,
-        "strongest_partner": mean_strongest(coactivation_shares(together)),
-        "strongest_partner_by_chance": mean_strongest(unrelated),
+        "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
+        "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
         "vocabulary": vocabulary_specialization(by_token[:-1], seen),
         "vocabulary_by_chance": vocabulary_specialization(by_chance[:-1], seen),
         "experts": [
@@ -234,8 +211,6 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
             )
         ],
     }
-    for name, values in zip(("gate_sum", "gate_norm"), torch.cat(counts.gates, 1).double().numpy(), strict=True):
-        layer[name] = dict(zip(QUANTILES, np.quantile(values, [float(q) for q in QUANTILES]), strict=True))
     return json.loads(json.dumps(layer, default=lambda array: array.tolist()))  # no NumPy types
 
 
@@ -265,18 +240,18 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
         require_packages("scipy")
         models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
     for model in models:
+        name = model.config.run.name
         if ROUTERS[model.config.model.router] is None:
-            raise ValueError(
-                f"{model.config.run.name} is dense and has no router; name a run with another model.router"
-            )
-    for other in models[1:]:
-        names = f"{trained.config.run.name} and {other.config.run.name} cannot be compared"
+            raise ValueError(f"{name} is dense and has no router; name a run with another model.router")
         for key in COMPARABLE:
-            mine, theirs = getattr(trained.config.model, key), getattr(other.config.model, key)
+            mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)
             if mine != theirs:
-                raise ValueError(f"{names}: model.{key} is {mine} and {theirs}; name a run with {mine}")
-        if trained.metadata["tokenizer"] != other.metadata["tokenizer"]:
-            raise ValueError(f"{names}: they have different tokenizers; name a run with the same")
+                raise ValueError(
+                    f"{trained.config.run.name} and {name} cannot be compared: model.{key} is {mine} and {theirs}; "
+                    f"name a run with {mine}"
+                )
+        if trained.metadata["tokenizer"] != model.metadata["tokenizer"]:
+            raise ValueError(f"{trained.config.run.name} and {name} have different tokenizers; name another run")
     return models, tokenizer
 
 
@@ -285,20 +260,19 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     device = distributed.pick_device(args.device)
     models, tokenizer = load_models(args)
     trained, *others = models
-    config, folders = trained.config, trained.data_folders
+    config, folders = trained.config, trained.config.data.folders
     if args.data:
         by_name = Path(config.data.dir, args.data)
-        folders = [by_name if by_name.is_dir() and not Path(args.data).is_dir() else Path(args.data)]
+        folders = [Path(args.data) if Path(args.data).is_dir() else by_name]
     data = str(folders[0]) if len(folders) == 1 else config.data.label
     tokens, indices, *_ = open_validation(trained, folders, args.windows)
     if len(indices) < 2:
         raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
     layers, ids, seen = count_routing(*(model.model.to(device) for model in models), tokens=tokens, indices=indices)
     numbered = list(enumerate(layers, config.model.n_dense_layer))
-    report: Described = {"run": config.run.name, "checkpoint": trained.label, "step": trained.step}
-    report |= {"average": trained.average, "mean": trained.mean, "router": config.model.router}
-    report |= {"top_k": config.model.top_k, "data": data, "windows": len(indices), "tokens": layers[0].tokens}
-    report |= {"min_count": MIN_COUNT, "torch": torch.__version__}
+    report: Described = {"run": config.run.name, "step": trained.step, "mean": trained.mean, "data": data}
+    report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(indices)}
+    report |= {"tokens": layers[0].tokens, "min_count": MIN_COUNT}
     report["layers"] = [{"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered]
     for other in others:
         report["other"] = f"{other.config.run.name}, {other.label}"
@@ -311,16 +285,12 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
 
 def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of one line per layer; the page of scripts.draw explains the columns."""
-    head = ["layer", "busiest", "idle", "in use", "per token", "nats", "zero gates", "sum", "norm"]
     rows = []
     for layer in report["layers"]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
         row += [f"{math.exp(layer['load_entropy']):.1f}", f"{math.exp(layer['entropy']):.1f}"]
-        row += [f"{layer['entropy']:.3f}", f"{layer['zero_gates']:.2%}"]
-        for quantiles in (layer["gate_sum"], layer["gate_norm"]):
-            row.append(f"{quantiles['0.5']:.3g} [{quantiles['0.05']:.3g}, {quantiles['0.95']:.3g}]")
         rows.append([*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))])
-    return [*head, "vocabulary", "partner"], rows
+    return ["layer", "busiest", "idle", "in use", "per token", "vocabulary", "partner"], rows
 
 
 def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:

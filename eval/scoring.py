@@ -6,7 +6,6 @@ through the model once. The LM head sees only the positions that are scored.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -69,7 +68,6 @@ class Scorer:
         self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
         self.ranks = ranks or distributed.Ranks(0, 1, self.device)
-        self.autocast = nullcontext if dtype == torch.float32 else lambda: torch.autocast(self.device.type, dtype)
 
     def score(self, pairs: Sequence[Pair], progress: str | None = None) -> list[Score]:
         """Score each continuation after its context.
@@ -103,7 +101,8 @@ class Scorer:
         total = sum(len(members) for _, batch in work for _, members in batch)
         scored: dict[int, Score] = {}
         bar = progress_bar(total=total, desc=progress, disable=not progress)
-        with bar, torch.inference_mode(), self.autocast():
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with bar, torch.inference_mode(), autocast:
             for score_batch, batch in work:
                 if self.is_stopped():
                     break
@@ -143,13 +142,9 @@ class Scorer:
     def _score_columns(
         self, x: Tensor, first: list[int], members: list[int], pairs: Sequence[Pair]
     ) -> dict[int, Score]:
-        """Scores {index of a pair: Score} from the residual stream.
+        """{index of a pair: Score} from the residual stream x (rows, T, C).
 
-        Args:
-            x: (rows, T, C). In row r the columns from first[r] on predict the continuation of the pair members[r].
-            first: one column per row.
-            members: one index per row.
-            pairs: all pairs.
+        In row r the columns from first[r] on predict the continuation of the pair members[r].
         """
         lengths = [len(pairs[i][1]) for i in members]
         starts = [column + row * x.shape[1] for row, column in enumerate(first)]

@@ -35,16 +35,15 @@ class Task(NamedTuple):
 
     paper: str  # its name in the paper's table
     chance: float  # the accuracy of guessing
-    columns: str  # of a document on the hub
 
 
 TASKS = {
-    "arc_easy": Task("ARC-E", 0.25, "question choices answerKey"),  # some questions of ARC have 3 or 5 answers
-    "arc_challenge": Task("ARC-C", 0.25, "question choices answerKey"),
-    "hellaswag": Task("HellaSwag", 0.25, "activity_label ctx_a ctx_b endings label"),
-    "piqa": Task("PIQA", 0.5, "goal sol1 sol2 label"),
-    "sciq": Task("SciQ", 0.25, "support question distractor1 distractor2 distractor3 correct_answer"),
-    "winogrande": Task("WinoGrande", 0.5, "sentence option1 option2 answer"),
+    "arc_easy": Task("ARC-E", 0.25),  # some questions of ARC have 3 or 5 answers
+    "arc_challenge": Task("ARC-C", 0.25),
+    "hellaswag": Task("HellaSwag", 0.25),
+    "piqa": Task("PIQA", 0.5),
+    "sciq": Task("SciQ", 0.25),
+    "winogrande": Task("WinoGrande", 0.5),
 }
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
 
@@ -76,55 +75,26 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
     return TaskManager(include_defaults=False, include_path=[tasks / folder for folder in FOLDERS])
 
 
-class Options(NamedTuple):
-    """What errors call the two settings."""
-
-    tasks: str
-    folder: str
-
-
-COMMAND_LINE = Options("--tasks", "--tasks-dir")
-
-
-def check_tasks(
-    manager: "TaskManager", names: Iterable[str], folder: Path | None, options: Options = COMMAND_LINE
-) -> None:
-    """Raise RunError for an unknown task, or a local file that is missing or lacks columns."""
+def check_tasks(manager: "TaskManager", names: Iterable[str], folder: Path | None) -> None:
+    """Raise RunError for an unknown task, a missing local file, or one for what is no single task of YAML."""
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
-            raise RunError(f"{options.tasks} {name}: no such task; nearest: {', '.join(near) or 'none'}")
+            raise RunError(f"task {name}: no such task; nearest: {', '.join(near) or 'none'}")
         if not folder:
             continue
-        if name not in manager.all_subtasks:
-            raise RunError(f"{options.tasks} {name}: a group of tasks; with {options.folder} name its tasks one by one")
         if manager.task_index[name].kind.name != "TASK":
             raise RunError(
-                f"{options.tasks} {name}: a task in Python cannot read local files; run it without {options.folder}"
+                f"task {name}: a group of tasks, or one in Python, cannot read local files; name other tasks, or leave "
+                f"the folder of local files out"
             )
-        file = local_file(folder, name)
-        if not file.is_file():
-            found = sorted(path.stem for path in Path(folder).glob("*.jsonl"))
-            raise RunError(f"{file}: missing; {options.folder} {folder} has {', '.join(found) or 'no .jsonl file'}")
-        _check_columns(file, TASKS[name].columns.split() if name in TASKS else [])
-
-
-def _check_columns(file: Path, wanted: list[str]) -> None:
-    """Raise RunError if the first line of `file` is no JSON object, or lacks a column."""
-    try:
-        with file.open() as lines:
-            columns = list(json.loads(next(lines, "null")))
-    except (ValueError, TypeError, OSError) as error:
-        raise RunError(f"{file}: not JSON lines, one object per line ({error})") from error
-    if missing := set(wanted) - set(columns):
-        raise RunError(
-            f"{file}: no {', '.join(sorted(missing))} in its first line, which has {', '.join(columns)}; add what "
-            f"is missing"
-        )
+        if not (file := local_file(folder, name)).is_file():
+            present = sorted(path.stem for path in folder.glob("*.jsonl"))
+            raise RunError(f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}")
 
 
 def local_file(folder: Path, name: str) -> Path:
-    """The documents of a task in --tasks-dir."""
+    """The documents of a task in a folder of local files."""
     return Path(folder, f"{name}.jsonl").absolute()
 
 
@@ -144,30 +114,30 @@ def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scra
 
 
 def load_tasks(
-    manager: "TaskManager", specs: dict[str, str], folder: Path | None, options: Options = COMMAND_LINE
+    manager: "TaskManager", names: Iterable[str], folder: Path | None, scratch: str | Path
 ) -> dict[str, Any]:
-    """Load the tasks {name: spec} with their documents, which are read or downloaded: {name: what `score_task` takes}.
+    """Load tasks that `check_tasks` has seen, with their documents: {name: what `score_task` takes}.
+
+    The folder `scratch` must stay as long as they are used.
 
     Raises:
-        RunError: that fails, such as without a network.
+        RunError: documents cannot be read or downloaded, such as without a network.
     """
     import datasets
 
     datasets.disable_progress_bars()
     loaded = {}
-    for name, spec in specs.items():
+    for name in names:
         try:
             with fixed_seeds():
-                loaded[name] = manager.load([spec])
-        except ImportError as error:
-            raise RunError(f"{name} needs a package that is not installed: pip install {error.name}") from error
+                loaded[name] = manager.load([write_task_spec(manager, name, folder, scratch)])
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if folder:
                 raise RunError(f"{local_file(folder, name)}: cannot be read as {name} ({reason})") from error
             raise RunError(
-                f"{name}: its documents cannot be downloaded from the Hugging Face hub ({reason}). To use local files: "
-                f"{options.folder} FOLDER, which holds {name}.jsonl"
+                f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local files, name a folder that "
+                f"holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
             ) from error
         for task in loaded[name]["tasks"].values():
             add_bits_per_byte(task)
@@ -214,10 +184,7 @@ def add_bits_per_byte(task: Any) -> None:
 def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
     """Bits per byte of the right answer to a document, of several the least; None if the document names none.
 
-    Args:
-        task: a ConfigurableTask of lm-evaluation-harness.
-        doc: the document.
-        loglikelihoods: nats, of its answers in order.
+    `task` is a ConfigurableTask of lm-evaluation-harness; the log-likelihoods, in nats, are of its answers in order.
     """
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "loglikelihood":
@@ -265,11 +232,10 @@ def score_task(
             )  # of the lower level: lm_eval.simple_evaluate would look at the machine for seconds
     except RunError:
         raise
-    except (ValueError, LookupError, TemplateError) as error:  # of a document that lacks a column, too
-        few = ", or lower --num-fewshot" if num_fewshot else ""
+    except (ValueError, LookupError, TypeError, TemplateError) as error:  # of a document that lacks a column, too
         raise RunError(
-            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column: see the task's "
-            f"files{few}"
+            f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column, or there "
+            f"are fewer documents than --num-fewshot asks for"
         ) from error
     counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
     return {

@@ -40,11 +40,6 @@ class Trained(NamedTuple):
             return f"EMA of decay {self.config.train.ema_decay:g}"
         return f"mean of {self.average} checkpoints" if self.average > 1 else ""
 
-    @property
-    def data_folders(self) -> list[Path]:
-        """The data sets that the run was trained on, if they are still there: several of a mixture."""
-        return self.config.data.folders
-
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
@@ -104,15 +99,11 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
     """The `average` checkpoints up to `step`, by default the last. Raises RunError if there are not that many."""
     steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.damaged_steps(folder / "checkpoints")
-    if damaged and not steps:
-        raise RunError(
-            f"{folder}: all its checkpoints are damaged (steps {', '.join(map(str, damaged))}); restore a copy of one "
-            f"under its name, without .damaged, or train again"
-        )
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
+        broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""
         raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none yet'}; train it first"
+            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; train it first"
         )
     if step is None and damaged and damaged[-1] > steps[-1]:
         print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
@@ -124,26 +115,6 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
             f"or train with a larger train.keep_checkpoints"
         )
     return steps[-average:]
-
-
-def find_tokenizer(trained: Trained) -> Tokenizer:
-    """Load the tokenizer that a run was trained with: its data set's, else a known one of the same hash.
-
-    Raises:
-        ValueError: the set in data.dir has another tokenizer, or neither set nor tokenizer is found.
-    """
-    folders = trained.data_folders
-    for folder in folders:
-        if (folder / "meta.json").is_file():
-            _check_tokenizer(trained, folder)
-            return open_tokenizer(folder)
-    for known in TOKENIZERS:
-        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
-            return load_tokenizer(known)
-    raise RunError(
-        f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
-        f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"
-    )
 
 
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
@@ -181,6 +152,21 @@ def _check_tokenizer(trained: Trained, folder: Path) -> None:
 def load_run(
     folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
 ) -> tuple[Trained, Tokenizer]:
-    """Load a run's model (see `load_model`) and its tokenizer (see `find_tokenizer`)."""
+    """Load a run's model (see `load_model`) and its tokenizer: its data set's, else a known one of the same hash.
+
+    Raises:
+        ValueError: as for `load_model`; the set in data.dir has another tokenizer; neither set nor tokenizer is there.
+    """
     trained = load_model(folder, step, average, ema)
-    return trained, find_tokenizer(trained)
+    folders = trained.config.data.folders
+    for data in folders:
+        if (data / "meta.json").is_file():
+            _check_tokenizer(trained, data)
+            return trained, open_tokenizer(data)
+    for known in TOKENIZERS:
+        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
+            return trained, load_tokenizer(known)
+    raise RunError(
+        f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
+        f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"
+    )

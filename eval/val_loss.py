@@ -16,8 +16,7 @@ perplexity: e^loss.
 bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no bytes, but its nats
 count. Only this one compares across tokenizers.
 
-Prints a table. Also writes one line of JSON per row to runs/NAME/eval/step_…/val_loss.json; it replaces an earlier line
-of the same data, split, stride and windows.
+Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
 
 import argparse
@@ -31,11 +30,10 @@ import numpy as np
 import torch
 
 from common.command import build_parser, command, run_command
-from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
 from data import DataError
-from data.bins import Tokens, fingerprint, partial_folder, read_meta
+from data.bins import Tokens, read_meta
 from data.encode import Encoder
 from data.loader import fixed_windows, number_documents, prefetch, spread_evenly
 from data.mixture import identify, list_sets, split_windows
@@ -46,10 +44,9 @@ from eval.scoring import TOKENS, scoring_dtype
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set
 from kernels.cross_entropy import linear_cross_entropy
 from model import GPT
-from runtime import RunError, distributed
-from runtime.metrics import read_metrics
+from runtime import distributed
 
-KEY = ("data", "split", "stride", "windows")  # of a line in val_loss.json
+TEXT_FIELD = "text"  # of rows of JSON and parquet
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
 
 
@@ -67,12 +64,6 @@ class Corpus(NamedTuple):
     windows: np.ndarray
     documents: np.ndarray
     split: str | None = None  # None: a text file
-    trained_on: bool = False  # the data set that the run was trained on, by sha256
-
-    @property
-    def is_validation(self) -> bool:
-        """Whether training has logged the loss of this set."""
-        return self.trained_on and self.split == "val"
 
 
 class Result(NamedTuple):
@@ -91,63 +82,60 @@ class Result(NamedTuple):
 
 
 def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
-    """Open the run's own set, or each set of its mixture with its part of the windows. Raises as `open_prepared`."""
-    folders, weights = trained.data_folders, [*trained.config.data.sets.values()]
-    if len(folders) == 1:
-        return [open_prepared(folders[0], trained, args)]
-    count = trained.config.eval.windows
+    """Open the run's own set, or each set of its mixture with its part of the windows. Raises as `open_prepared`.
+
+    Prints a note if the data is not that of training any more.
+    """
+    config = trained.config
+    folders, weights, count = config.data.folders, [*config.data.sets.values()], config.eval.windows
     shares = split_windows(count, weights, [count] * len(folders))
     corpora = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
     identity = identify([read_meta(folder) for folder in folders], weights)
-    same = all(trained.metadata.get(key) == sha256 for key, sha256 in identity.items())
-    return [corpus._replace(trained_on=same) for corpus in corpora]
+    if any(trained.metadata.get(key) != sha256 for key, sha256 in identity.items()):
+        names = ", ".join(corpus.name for corpus in corpora)
+        print(f"note: {names} is no longer the data that {config.run.name} was trained on")
+    return corpora
 
 
-def open_prepared(
-    folder: Path, trained: Trained, args: argparse.Namespace, windows_by_default: int | None = None
-) -> Corpus:
-    """Open a prepared data set. Raises DataError if it is damaged, too short, or of another tokenizer."""
+def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace, by_default: int) -> Corpus:
+    """Open a prepared data set, of which `by_default` windows are scored without --windows and --stride.
+
+    Raises:
+        DataError: it is damaged, too short, or of another tokenizer.
+    """
     tokens, block = open_set(trained, folder, args.split), trained.config.model.block_size
     if args.stride is None:
-        by_default = windows_by_default or trained.config.eval.windows
         count = min(args.windows or by_default, len(tokens))  # args.windows may be infinite
         start = block * fixed_windows(tokens, block, count, trained.config.eval.spread)
         windows = np.stack([start, start + block, start], 1)
     else:
-        check_token_count(tokens.name, len(tokens))
         windows = make_windows(len(tokens), block, args.stride)
         windows = windows[: min(args.windows or math.inf, len(windows))]
-    trained_on = all(trained.metadata.get(key) == sha256 for key, sha256 in fingerprint(read_meta(folder)).items())
     documents = number_documents(tokens, (windows[:, 2] + windows[:, 1] + 1) // 2)
-    return Corpus(str(folder), tokens, windows, documents, args.split, trained_on)
+    return Corpus(str(folder), tokens, windows, documents, args.split)
 
 
 def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
     """Tokenize a text file. Raises DataError if it cannot be read, or holds fewer than two tokens."""
-    encoder = Encoder(tokenizer, 0, args.text_field)
+    encoder = Encoder(tokenizer, 0, TEXT_FIELD)
     block, documents, rows, start = trained.config.model.block_size, [], [], 0
-    for raw in read_documents(local_inputs([path])[0], args.text_field):
+    for raw in read_documents(local_inputs([path])[0], TEXT_FIELD):
         try:
             text = encoder.text(raw) or ""
         except ValueError as error:
             raise DataError(f"{raw.where} {error}") from error
         if text.strip():  # empty documents are left out, as in preparation
             documents.append(np.append(np.uint16(tokenizer.eot), tokenizer.encode_batch([text])[0]))
-    check_token_count(path, sum(map(len, documents)) - len(documents))
+    if (count := sum(map(len, documents)) - len(documents)) < 2:
+        raise DataError(f"{path}: {count} token(s), expected at least 2; give more text")
     for document in documents:
         rows.append(start + make_windows(len(document), block, args.stride or block))
         start += len(document)
     windows, numbers = np.concatenate(rows), np.repeat(np.arange(len(rows)), [*map(len, rows)])
-    count = int(min(args.windows or math.inf, len(windows)))
-    chosen = np.arange(count) if args.stride else spread_evenly(len(windows), count)
+    count = min(args.windows or math.inf, len(windows))
+    chosen = np.arange(count) if args.stride else spread_evenly(len(windows), int(count))
     tokens = Tokens([np.concatenate(documents)], str(path), vocab_size=tokenizer.vocab_size)
     return Corpus(str(path), tokens, windows[chosen], numbers[chosen])
-
-
-def check_token_count(name: str | Path, count: int) -> None:
-    """Raise DataError if there is no token to predict."""
-    if count < 2:
-        raise DataError(f"{name}: {count} token(s), expected at least 2; give more text")
 
 
 def make_windows(count: int, block: int, stride: int) -> np.ndarray:
@@ -166,15 +154,11 @@ def make_windows(count: int, block: int, stride: int) -> np.ndarray:
 
 def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
     """Open a prepared folder, a set in data.dir, or a text file. Raises DataError if `name` is none of them."""
-    folders = [Path(name), Path(trained.config.data.dir, name)]
-    for folder in folders:
+    for folder in (Path(name), Path(trained.config.data.dir, name)):
         if (folder / "meta.json").is_file():
-            return open_prepared(folder, trained, args)
+            return open_prepared(folder, trained, args, trained.config.eval.windows)
     if Path(name).is_file():
         return open_text(Path(name), trained, tokenizer, args)
-    for folder in folders:
-        if folder.is_dir() or partial_folder(folder).is_dir():
-            read_meta(folder)  # raises: it is half-prepared
     known = ", ".join(list_sets(Path(trained.config.data.dir)))
     raise DataError(
         f"--data {name}: no such file, and no prepared set here or in {trained.config.data.dir}, which holds "
@@ -238,12 +222,6 @@ def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.d
     return summarize_losses(nats, windows[:, 1] - windows[:, 2], size, corpus.documents)
 
 
-def number_clusters(documents: np.ndarray) -> np.ndarray:
-    """(W,) labels from 0 on: of documents, or of windows where there are no two documents."""
-    labels = np.unique(documents, return_inverse=True)[1]
-    return labels if labels.any() else np.arange(len(documents))
-
-
 def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray) -> Result:
     """Loss over all windows, with the standard error of a ratio of two sums over documents.
 
@@ -254,7 +232,9 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
         documents: (W,) equal numbers for windows of one document; of a single one each window counts as one.
     """
     W, tokens, loss = len(nats), int(counts.sum()), float(nats.sum() / counts.sum())
-    labels = number_clusters(documents)
+    labels = np.unique(documents, return_inverse=True)[1]
+    if not labels.any():
+        labels = np.arange(W)
     rest, parts = np.bincount(labels, nats - loss * counts), np.bincount(labels, counts) / tokens
     stderr = math.sqrt((rest**2 / (1 - parts)).sum()) / tokens if W > 1 else math.nan
     bits = float(nats.sum() / math.log(2) / size) if size else math.nan
@@ -262,41 +242,6 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
 
 
 # ---- report it
-
-
-def read_logged(run: Path, step: int, ema: bool = False) -> dict:
-    """The line of the evaluation that metrics.jsonl has at `step`, with the windows' losses; {} without one.
-
-    With `ema` its losses are those of the running mean of the weights.
-    """
-    lines = read_metrics(run / "metrics.jsonl", ["val/window_losses"])
-    line = next((line for line in lines if line["step"] == step and "val/loss" in line), {})
-    prefix = "val_ema/" if ema else "val/"
-    return line | {name.replace(prefix, "val/"): line[name] for name in line if name.startswith(prefix)}
-
-
-def describe_losses(
-    trained: Trained, corpora: Sequence[Corpus], results: Sequence[Result], logged: dict
-) -> Iterator[str]:
-    """Lines below the table: the mean over a mixture, and what training logged."""
-    sets = trained.config.data.sets
-    if len(sets) > 1 and [Path(corpus.name) for corpus in corpora] == trained.data_folders:
-        mean = sum(part * result.loss for part, result in zip(sets.values(), results, strict=True))
-        yield f"mean by the weights of the mixture: {mean:.4f}"
-    if logged:
-        by_set = [f"{name} {logged[f'val/{name}/loss']:.4f}" for name in sets if f"val/{name}/loss" in logged]
-        losses = "; ".join([f"{logged['val/loss']:.4f}", *([", ".join(by_set)] if by_set else [])])
-        count = len(logged.get("val/window_losses", ())) or "?"
-        yield f"logged in training at step {trained.step:,}: {losses} ({count} windows, no overlap)"
-
-
-def read_results(path: Path) -> dict[tuple, dict]:
-    """Read a val_loss.json, {key: line}; empty without one. Raises RunError if eval.val_loss has not written it."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return {tuple(line[key] for key in KEY): line for line in lines}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not written by eval.val_loss; move it away") from error
 
 
 def format_row(corpus: Corpus, result: Result) -> list[str]:
@@ -315,9 +260,10 @@ def window_count(text: str) -> float:
     return math.inf if text == "all" else int(text)
 
 
-def score_run(args: argparse.Namespace, trained: Trained, tokenizer: Tokenizer) -> tuple[list[Corpus], list[Result]]:
-    """Open what is to be scored, all of it before any of it is scored. Raises ValueError and OSError."""
-    config = trained.config
+def evaluate_run(args: argparse.Namespace) -> None:
+    """Open all data, score it, print the table and write val_loss.json. Raises ValueError and OSError."""
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
         raise ValueError(f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)")
     if args.data:
@@ -327,35 +273,22 @@ def score_run(args: argparse.Namespace, trained: Trained, tokenizer: Tokenizer) 
     device = distributed.pick_device(args.device)
     dtype = scoring_dtype(config, device)
     model, lengths = trained.model.to(device), token_lengths(tokenizer)
-    return corpora, [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
-
-
-def evaluate_run(args: argparse.Namespace) -> None:
-    """Score all data, print the table and write val_loss.json. Raises ValueError and OSError."""
-    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
-    lines = read_results(file)
-    corpora, results = score_run(args, trained, tokenizer)
+    results = [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
     mean = f", {trained.mean}" if trained.mean else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
-    logged = {}
-    if any(corpus.is_validation for corpus in corpora):
-        logged = read_logged(args.run, trained.step, trained.ema)
-    for text in describe_losses(trained, corpora, results, logged):
-        print(text)
-    if not args.data and not corpora[0].trained_on:
-        names = ", ".join(corpus.name for corpus in corpora)
-        print(f"note: {names} is no longer the data that {config.run.name} was trained on")
+    if not args.data and len(corpora) > 1:
+        weighted = sum(part * result.loss for part, result in zip(config.data.sets.values(), results, strict=True))
+        print(f"mean by the weights of the mixture: {weighted:.4f}")
+    lines = []
     for corpus, result in zip(corpora, results, strict=True):
         line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
         line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
         line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
-        key = f"val/{Path(corpus.name).name}/loss" if config.data.mix else "val/loss"
-        line["logged"] = logged.get(key) if corpus.is_validation else None
-        lines[tuple(line[key] for key in KEY)] = line
+        lines.append(json.dumps(line) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines.values()))
+    with file.open("a") as output:
+        output.writelines(lines)
     print(file)
 
 
@@ -379,7 +312,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="number, spread evenly, with --stride the first N; or all (default: all; of a set without --stride\n"
         "the run's eval.windows)",
     )
-    parser.add_argument("--text-field", default="text", help="of rows of JSON and parquet (default: %(default)s)")
     add_device_argument(parser)
     evaluate_run(parser.parse_args(argv))
 

@@ -1,7 +1,6 @@
-"""Draw what an evaluation has measured: the pictures, and for routing a page with tables, beside the JSON file.
+"""Draw what eval.routing has measured: a page with tables and a picture, beside the JSON file.
 
-    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   routing.md, routing.html and their pictures
-    python -m scripts.draw docs/theory.json                             theory-CLAIM.png for each claim with curves
+    python -m scripts.draw runs/NAME/eval/step_…/routing/routing.json   routing.md, routing.html and loads.png
 
 Needs requirements-report.txt.
 """
@@ -30,9 +29,8 @@ LITERAL = str.maketrans({"*": "∗", "`": "ˋ"})  # the page would take them for
 ABOUT = """Router {router}, {n_layer} layers of {n_expert} experts, {top_k} per token{mean}; {windows:,} validation
 windows of {data}, {tokens:,} tokens. Layers and experts are numbered from 0."""
 SUMMARY = """**busiest**: highest load over mean load. **idle**: experts that no token chose. **in use**: exp of the
-entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores; **nats**: that
-entropy. **zero gates**: share of gates that are exactly 0. **sum**, **norm**: sum and l2 norm of a token's gates,
-median [5%, 95%]. **vocabulary**: share of a token's occurrences that its most frequent expert has (OLMoE, arXiv
+entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores.
+**vocabulary**: share of a token's occurrences that its most frequent expert has (OLMoE, arXiv
 2409.02060, Sec. 5). **partner**: share of an expert's tokens that its most frequent partner has. In brackets **by
 chance**: each token's choices taken from another token of another window; for partners, independent choices."""
 EXPERT_TOKENS = """Per layer the experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most from the
@@ -100,57 +98,22 @@ def plot_loads(report: dict[str, Any]) -> "Figure":
     return figure
 
 
-def plot_claim(panels: Sequence[dict[str, Any]]) -> "Figure":
-    """Panels of a theory.json side by side: expectations as lines, measurements with two standard errors."""
-    from matplotlib.figure import Figure
-
-    from scripts.report.style import OTHERS, STYLES, style
-
-    figure = Figure((4.5 * len(panels), 3.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for number, (label, points) in enumerate(panel["curves"].items()):
-            x, analytic, measured, error = np.array(points, float).T  # None -> NaN
-            other = dict(zip(("color", "linestyle", "marker"), OTHERS[number], strict=True))
-            look = style(label) if label in STYLES else other
-            line = measured if np.isnan(analytic).all() else analytic
-            axes.plot(x, line, label=label, markevery=[], **look)  # markers in the legend alone
-            axes.errorbar(x, measured, 2 * error, capsize=2, **look | {"linestyle": "none"})
-        axes.set(title=panel["title"], ylabel=panel["ylabel"], yscale=panel["yscale"])
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel(panel["xlabel"])
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
-    figure.supxlabel("lines: exact, where known; markers: measured ± 2 standard errors", fontsize=8)
-    return figure
-
-
-def draw_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the pictures of a routing.json or theory.json, and the page of a routing.json: the files' paths."""
-    from scripts.report.pages import write_page
-    from scripts.report.style import save_figure
-
-    if "layers" in report:
-        save_figure(plot_loads(report), folder / "loads.png")
-        write_page(build_page(report), folder, "routing")
-        return [folder / "routing.md", folder / "routing.html"]
-    claims = {claim: results["panels"] for claim, results in report["claims"].items() if results["panels"]}
-    for claim, panels in claims.items():
-        save_figure(plot_claim(panels), folder / f"theory-{claim}.png")
-    return [folder / f"theory-{claim}.png" for claim in claims]
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = build_parser("scripts.draw", __doc__)
-    parser.add_argument("file", type=Path, help="routing.json of eval.routing, or theory.json of eval.theory")
+    parser.add_argument("file", type=Path, help="routing.json of eval.routing")
     file = parser.parse_args(argv).file
     require_packages("matplotlib")
     report = json.loads(file.read_text())
-    if not isinstance(report, dict) or not report.keys() & {"layers", "claims"}:
-        raise ValueError(f"{file}: not written by eval.routing or eval.theory; run one of them first")
-    for path in draw_report(report, file.parent):
-        print(path)
+    if not isinstance(report, dict) or "layers" not in report:
+        raise ValueError(f"{file}: not written by eval.routing; run it first")
+    from scripts.report.pages import write_page
+    from scripts.report.style import save_figure
+
+    save_figure(plot_loads(report), file.parent / "loads.png")
+    write_page(build_page(report), file.parent, "routing")
+    print(f"{file.parent}/routing.md\n{file.parent}/routing.html")
 
 
 if __name__ == "__main__":

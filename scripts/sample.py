@@ -16,7 +16,7 @@ import torch
 
 from common.command import build_parser, command, run_command
 from data.tokenizer import Tokenizer
-from eval.generation import SamplingParams, check_prompt_length, generate
+from eval.generation import SamplingParams, generate
 from eval.trained import add_device_argument, add_run_arguments, load_run
 from model import GPT
 from runtime import distributed
@@ -49,6 +49,15 @@ def print_continuations(
         for number, text in enumerate(texts, 1):
             print(f"--- {number} ---\n{tokenizer.decode(text)}")
     print(f"{count} tokens, {count / seconds:,.1f} tokens/s", file=sys.stderr)
+
+
+def check_prompt_length(ids: Sequence[int], block_size: int) -> None:
+    """Raise ValueError if a prompt, after the token that begins a document, exceeds `block_size`."""
+    if len(ids) + 1 > block_size:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees at most {block_size} "
+            f"(model.block_size); shorten it"
+        )
 
 
 def answer_prompts(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, params: SamplingParams) -> None:

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
 from runs import meet_in, modules_in, start_ranks
 from test_generation import small_model
-from test_scoring import MARGIN, assert_same_scores, by_hand
+from test_scoring import assert_same_scores, by_hand
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import configure
@@ -28,7 +28,7 @@ from eval.harness import Adapter
 from eval.scoring import Scorer
 from hf.names import from_gpt2
 from hf.tokenizer_files import write_tokenizer
-from runtime import distributed, folder
+from runtime import folder
 from scripts.export import export_run, load_source
 
 REPO_ROOT = Path(__file__).parents[1]
@@ -99,65 +99,15 @@ def test_rolling_loglikelihoods_equal_hflms(clients):
     assert len(texts[-1][0].encode()) > 4 * 32
 
 
-def test_continuations_equal_hflms(clients):
-    """Up to the first stop sequence or the end, also after contexts that are too long."""
-    theirs, ours = clients
-    rng = random.Random(1)
-    free = [(words(rng, rng.randint(1, 9)), {"until": [], "max_gen_toks": 12 - 5 * (i % 2)}) for i in range(12)]
-    wanted = ask(theirs, "generate_until", free)
-    for (context, _), text in zip(free, wanted, strict=True):  # so that rounding cannot change a token
-        ids = [*context.encode()][-20:], [*text.encode()]
-        assert not text or "\ufffd" in text or by_hand(ours.scorer.model, *ids)[2] > MARGIN
-    assert ask(ours, "generate_until", free) == wanted and any(wanted)
-    ends = [{"until": [text[3:4] or "q", "\x00"], "max_gen_toks": 9} for text in wanted]
-    stops = [(context, end) for (context, _), end in zip(free, ends, strict=True)]
-    cut = ask(theirs, "generate_until", stops)
-    assert ask(ours, "generate_until", stops) == cut != [text[:9] for text in wanted]
-
-
-def test_sampled_continuations_depend_only_on_the_seed(clients):
+def test_answer_without_a_token_is_refused(clients):
     ours = clients[1]
-    options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0, "top_k": 5}
-    asked = [(words(random.Random(i), 3), options) for i in range(5)]
-    first = ask(ours, "generate_until", asked)
-    assert first == ask(ours, "generate_until", asked)
-    assert first != ask(Adapter(ours.scorer, ByteTokenizer(), seed=1), "generate_until", asked)
-    many = ask(ours, "generate_until", [asked[0]] * 64)
-    assert many[:32] != many[32:] and len({*many[:32]}) > 3  # a draw each
-
-
-def test_answer_without_a_token_is_refused(clients, monkeypatch):
-    ours = clients[1]
-    with pytest.raises(ValueError, match="empty answer after 'so' .* correct the task"):
+    with pytest.raises(ValueError, match="'' after 'so' has no token"):
         ask(ours, "loglikelihood", [("so", "")])
-    monkeypatch.setattr(ours.tokens, "encode", lambda text: [1] * ((len(text) + 1) // 2), raising=False)
-    with pytest.raises(ValueError, match="'e' after 'abc' shares its only token .* put a space"):
-        ask(ours, "loglikelihood", [("abc", "e")])
 
 
-def test_options_of_a_request(clients, capsys):
-    """At most half of the block is new; sampling options count with do_sample alone."""
-
-    def parse(text="a", **options):
-        return clients[1].parse_request(text, {"until": [], "max_gen_toks": 12, **options})
-
-    text = "kestrels dance above bees"
-    assert parse(text).prompt == [*text.encode()][-20:] and not capsys.readouterr().out
-    request = parse("maps " * 20, max_gen_toks=256)
-    assert (len(request.prompt), request.max_new_tokens) == (16, 16)
-    assert "256 new tokens are asked for, 16 are generated" in capsys.readouterr().out
-    assert parse("", until=["\n", ""])[2:] == ([256], ["\n"])
-    assert parse().params == parse(temperature=0.7, do_sample=False).params == (0, 0, 1.0, 1.0)
-    drawn = parse(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.5).params
-    assert drawn == (0.7, 5, 0.9, 1.5) and parse(do_sample=True).params == (1.0, 0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="--top-p"):
-        parse(do_sample=True, top_p=2.0)
-
-
-def test_text_ends_at_the_first_stop_sequence(clients, monkeypatch):
-    ids = iter([*b"one, two; three"])
-    monkeypatch.setattr("eval.harness.generate", lambda *given: ([next(ids)] for _ in range(15)))
-    assert ask(clients[1], "generate_until", [("x", {"until": ["; ", " t", "e, t"]})]) == ["on"]
+def test_generation_is_refused(clients):
+    with pytest.raises(ValueError, match="scripts.export"):
+        ask(clients[1], "generate_until", [("x", {"until": []})])
 
 
 # ---- the command
@@ -226,7 +176,7 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
-    assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out and "no accuracies for router kern" in out
+    assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out
     export_run(load_source(run), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
@@ -254,8 +204,8 @@ def evaluated(monkeypatch):
         names.append(name)
         return {name: {"acc": 0.5, "documents": len(file.open().readlines())}}
 
-    def files(manager, specs, folder):
-        return {name: downstream.local_file(folder, name) for name in specs}
+    def files(manager, names, folder, scratch):
+        return {name: downstream.local_file(folder, name) for name in names}
 
     monkeypatch.setattr(downstream, "score_task", score)
     monkeypatch.setattr(downstream, "load_tasks", files)
@@ -284,15 +234,6 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10  # a damaged file
     assert "piqa is evaluated again" in capsys.readouterr().err
-
-
-def test_changed_local_file_is_read_again(run, tmp_path):
-    """The harness' own cache would take a changed file of the same time for the old one."""
-    folder = write_tasks(tmp_path / "tasks")
-    for lines in (6, 5):
-        keep_lines(folder / "piqa.jsonl", lines)
-        assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
-        assert results(run)["results"]["piqa"]["documents"] == lines
 
 
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
@@ -338,25 +279,6 @@ def evaluate_as_a_rank(meeting, arguments):
     raise SystemExit(downstream.main(arguments))
 
 
-def generate_as_a_rank(meeting, folder):
-    meet_in(Path(meeting))
-    with distributed.process_group(torch.device("cpu")) as ranks:
-        client = Adapter(Scorer(gpt2_and_ours()[1], ranks=ranks), ByteTokenizer())
-        Path(folder, f"{ranks.rank}.json").write_text(json.dumps(ask(client, "generate_until", DRAWN)))
-
-
-OPTIONS = {"until": ["\x00"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
-DRAWN = [(words(random.Random(i), 1 + i % 5), OPTIONS) for i in range(80)]
-
-
-@pytest.mark.integration
-def test_generation_is_the_same_on_two_ranks(clients, tmp_path):
-    wanted = ask(clients[1], "generate_until", DRAWN)
-    for rank in start_ranks(2, generate_as_a_rank, str(tmp_path / "meeting"), str(tmp_path)):
-        assert rank.wait(120)[0] == 0
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [wanted, wanted]
-
-
 @pytest.mark.integration
 def test_results_are_the_same_on_two_ranks(run, tmp_path):
     folder = write_tasks(tmp_path / "tasks", 9)
@@ -376,21 +298,17 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
     class Fake:
         def summarize(self, *given):
             kept.append(given)
-
-        def finish(self):
             raise OSError("no network")
 
-    started = []
-    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: started.append(id) or Fake())
-    folder = write_tasks(tmp_path / "tasks", 2)
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0 and not kept
+    monkeypatch.setattr(downstream, "start_wandb", lambda config, folder, id: Fake())
+    words = (run, "--tasks-dir", write_tasks(tmp_path / "tasks", 2), "--tasks", "piqa")
+    assert call(*words) == 0 and not kept
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa") == 0
-    for less in (["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
-        assert call(run, "--tasks-dir", folder, "--tasks", "piqa", *less) == 0
+    for less in ([], ["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
+        assert call(*words, *less) == 0
     ((values, name, head, rows, step),) = kept
-    assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2} and started == [None]
+    assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2}
     assert step == 5 and name == "downstream/table" and head[0] == "task" and rows[0][0] == "piqa"
 
 
@@ -406,23 +324,11 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
     folder = write_tasks(tmp_path / "tasks", 2)
     assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(run, "--num-fewshot", -1)
     assert "not a run" in error(tmp_path, "--tasks-dir", folder)
-    for text, message in (
-        ('{"support": "", "question": ""}\n', "sciq.jsonl: no correct_answer, distractor1, distractor2"),
-        ("nonsense\n", "sciq.jsonl: not JSON lines"),
-    ):
-        (folder / "sciq.jsonl").write_text(text)
-        assert message in error(run, "--tasks-dir", folder)
-    (folder / "sciq.jsonl").unlink()
-    assert "sciq.jsonl: missing; --tasks-dir" in error(run, "--tasks-dir", folder)
     with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x\n')
     assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", folder, "--tasks", "piqa")
-    (run / "eval").rename(run / "kept")
-    (run / "eval").touch()
-    assert "eval/step_00000004 cannot be written" in error(run, "--tasks-dir", folder, "--tasks", "arc_easy")
-    (run / "eval").unlink()
     said = error(run, "--tasks-dir", folder, "--tasks", "arc_easy", "--num-fewshot", 9)
-    assert "arc_easy: lm-evaluation-harness failed" in said and "lower --num-fewshot" in said
+    assert "arc_easy: lm-evaluation-harness failed" in said and "than --num-fewshot" in said
     odd = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
     assert call(run, "--tasks-dir", odd, "--tasks", "piqa") == 0
 
@@ -431,14 +337,7 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     said = error(run, "--tasks", "sciq")
-    assert "hub (ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "--tasks-dir FOLDER" in said
-
-
-@pytest.mark.parametrize("ranks, lines", [(("8", "0"), 1), (("0", "0"), 1), (("3", "3"), 0)])
-def test_an_error_is_printed_once_per_node(ranks, lines, tmp_path, capsys, monkeypatch):
-    for name, value in zip(("RANK", "LOCAL_RANK"), ranks, strict=True):
-        monkeypatch.setenv(name, value)
-    assert call(tmp_path) == 2 and len(capsys.readouterr().err.splitlines()) == lines
+    assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "sciq.jsonl (--tasks-dir" in said
 
 
 def test_table_of_results():
@@ -451,32 +350,24 @@ def test_table_of_results():
     assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
     assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500", "0.5000", "0.7089"]
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
-    unprinted = configure.load(REPO_ROOT / "config/350m.toml", ["model.router=kern-mc"])
-    assert downstream.tabulate_results(six, unprinted)[1][3][-1] == ""
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
     gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
-    gaps["gsm8k"] = {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.25, "documents": 2}
     rows = downstream.tabulate_results(gaps, config)[1]
     assert [row[:3] for row in rows] == [
         ["group", "", "0.2500"],
         ["text", "3", ""],
         ["text: nll", "", "1.0000 ± 0.1000"],
-        ["gsm8k", "2", ""],
-        ["gsm8k: exact_match,strict-match", "", "0.5000 ± 0.2500"],
     ]
 
 
-def test_unknown_task(tmp_path):
+@pytest.mark.integration
+def test_tasks_that_do_not_exist_or_cannot_read_local_files(tmp_path):
     manager = downstream.build_task_manager(["arc_easy"])
     assert {*downstream.TASKS} <= {*manager.all_subtasks}
-    with pytest.raises(ValueError, match="--tasks hellswag: no such task; nearest: hellaswag"):
+    with pytest.raises(ValueError, match="task hellswag: no such task; nearest: hellaswag"):
         downstream.check_tasks(manager, ["hellswag"], None)
-
-
-@pytest.mark.integration
-def test_all_tasks_of_the_harness(tmp_path):
     manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
-    with pytest.raises(ValueError, match="--tasks ai2_arc: a group of tasks"):
+    with pytest.raises(ValueError, match="task ai2_arc: a group of tasks"):
         downstream.check_tasks(manager, ["ai2_arc"], tmp_path)
     downstream.check_tasks(manager, ["ai2_arc", "mmlu", "gsm8k", "lambada_openai"], None)

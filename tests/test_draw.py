@@ -1,4 +1,4 @@
-"""scripts/draw.py: the page and pictures of a routing.json, the pictures of a theory.json."""
+"""scripts/draw.py: the page and pictures of a routing.json."""
 
 import json
 
@@ -8,14 +8,12 @@ from router import ROUTERS
 from scripts import draw
 from scripts.report.style import STYLES, style
 
-GATES = {"0.05": 0.1, "0.5": 0.3, "0.95": 0.9}
-
 
 def make_layer(number, loads, tokens=()):
     """A layer's entry of routing.json."""
     experts = [{"nats": 1.0 - 0.1 * e, "nats_by_chance": 0.25, "tokens": [*tokens]} for e in range(len(loads))]
     layer = {"layer": number, "loads": loads, "load_imbalance": 1.5, "dead_experts": loads.count(0), "entropy": 1.0}
-    layer |= {"load_entropy": 1.0, "zero_gates": 0.25, "gate_sum": GATES, "gate_norm": GATES, "experts": experts}
+    layer |= {"load_entropy": 1.0, "experts": experts}
     layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25}
     return layer | {"strongest_partner": 0.5, "strongest_partner_by_chance": 0.25}
 
@@ -28,14 +26,6 @@ def report():
     about = {"run": "kern", "checkpoint": "step_00001000", "step": 1000, "average": 1, "mean": "", "router": "kern"}
     about |= {"top_k": 2, "data": "data/<b>", "windows": 6, "tokens": 28, "min_count": 10, "layers": layers}
     return about | {"other": "kern, step_00000500", "agreement": [agreement | {"layer": n} for n in (1, 2)]}
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures drawn."""
-    drawn = {}
-    monkeypatch.setattr("scripts.report.style.save_figure", lambda figure, path: drawn.update({path.stem: figure}))
-    return drawn
 
 
 def draw_file(tmp_path, content):
@@ -71,27 +61,10 @@ def test_loads_are_relative_to_the_layer(report):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
 
 
-def test_lines_are_exact_and_markers_measured(tmp_path, figures):
-    curves = {"kern": [(1, 2.0, 2.5, 0.25), (2, 3.0, 3.5, 0.5)], "only measured": [(1, None, 7.0, 0.0)]}
-    panel = {"title": "title", "xlabel": "x", "ylabel": "y", "yscale": "log", "curves": curves}
-    claims = {"variance": {"rows": [], "panels": [panel]}, "family": {"rows": [], "panels": []}}
-    assert draw_file(tmp_path, {"claims": claims}) == 0
-    assert [*figures] == ["theory-variance"]
-    (axes,) = figures["theory-variance"].axes
-    lines = [line.get_ydata().tolist() for line in axes.lines]
-    assert [2.0, 3.0] in lines and [2.5, 3.5] in lines and lines[-4:] == [[7.0]] * 4
-    bars = axes.containers[0][2][0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == [[2.0, 3.0], [2.5, 4.5]]  # two standard errors
-    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x", "y")
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*curves]
-    assert axes.lines[0].get_color() == STYLES["kern"][0]
-
-
 @pytest.mark.parametrize("content", [[], {}, {"run": 1}])
 def test_another_file_is_refused(tmp_path, capsys, content):
     assert draw_file(tmp_path, content) == 2
-    assert "not written by eval.routing or eval.theory" in capsys.readouterr().err
+    assert "not written by eval.routing" in capsys.readouterr().err
     assert draw.main([str(tmp_path / "none.json")]) == 2
 
 

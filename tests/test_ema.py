@@ -156,8 +156,8 @@ def test_commands_take_the_mean(trained, tmp_path, call, capsys):
     out = call(val_loss.main, trained, "--ema")
     (line,) = map(json.loads, (trained / "eval/step_00000004_ema/val_loss.json").open())
     logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
-    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6) and line["logged"] == logged
-    assert "step 4, EMA of decay 0.99" in out and f"logged in training at step 4: {logged:.4f}" in out
+    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
+    assert "step 4, EMA of decay 0.99" in out
     with modules_in(tmp_path / "modules"):
         assert export.main([str(trained), str(tmp_path / "out"), "--ema", "--check"]) == 0
     assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()

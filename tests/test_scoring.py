@@ -8,7 +8,7 @@ from numerics import SEED, assert_near, tolerance
 from test_generation import small_model
 
 from eval.routing import record_routing
-from eval.scoring import CACHED, Score, Scorer, make_batches, split_group
+from eval.scoring import CACHED, Scorer, make_batches, split_group
 
 MARGIN = 1e-3  # of logits and router scores: more than rounding can change, so ranks are certain
 
@@ -88,13 +88,6 @@ def test_continuation_longer_than_the_block():
     assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
 
 
-@pytest.mark.parametrize("flags", [[True] * 5, [False, True, True, True, True], [True] * 4 + [False]])
-def test_continuation_is_greedy_only_if_all_its_pieces_are(flags, monkeypatch):
-    scorer = Scorer(small_model())
-    monkeypatch.setattr(scorer, "_score_pieces", lambda pairs, progress: [Score(-1.0, flag) for flag in flags])
-    assert scorer.score([([1], [2] * 37)]) == [(-5.0, all(flags))]
-
-
 def test_shared_context_is_computed_once(monkeypatch):
     model, seen = small_model(), []
     hidden = model.hidden
@@ -121,12 +114,3 @@ def test_context_shared_by_many_is_split_into_batches():
     model = small_model(**{"model.router": "dense"})
     wanted = [by_hand(model, *pair) for pair in pairs[:20]]
     assert_as_by_hand(Scorer(model, tokens=64).score(pairs)[:20], wanted, "shared")
-
-
-def test_batches_hold_little_padding():
-    pairs = [([0] * length, [1] * 3) for length in random.Random(0).choices(range(1, 200), k=500)]
-    groups = [(tuple(context), [i]) for i, (context, _) in enumerate(pairs)]
-    made = list(make_batches(groups, pairs, 4096))
-    assert sorted(i for batch in made for _, (i,) in batch) == list(range(500))
-    held = [len(batch) * max(len(context) + 3 for context, _ in batch) for batch in made]
-    assert sum(held) < 1.1 * sum(len(context) + 3 for context, _ in pairs) and max(held) <= 4096

@@ -10,25 +10,19 @@ import pytest
 import torch
 from conftest import write_tiny
 from corpora import write_ids
-from fake_runs import make_run
 from numerics import SEED, assert_near, tolerance
 from runs import column
 from runs import run as train_run
-from test_generation import small_model
 
 import configure
-from data.bins import Tokens
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
 from eval.trained import load_model, load_run
 from eval.val_loss import (
-    Corpus,
     main,
     make_windows,
-    measure_loss,
     open_prepared,
     open_text,
-    read_logged,
     token_lengths,
 )
 from runtime import folder
@@ -89,10 +83,9 @@ def assert_close(found, wanted, name):
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(trained, score):
     steps = {line["step"]: line for line in read_metrics(trained / "metrics.jsonl", ARRAYS) if "val/loss" in line}
-    (line,), out = score()
+    (line,), _ = score()
     losses = np.array(steps[4]["val/window_losses"])
     assert_close(line["loss"], losses.mean(), "loss")
-    assert line["logged"] == steps[4]["val/loss"]
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
     labels = np.unique(steps[4]["val/window_documents"], return_inverse=True)[1]
     apart = losses - losses.mean()  # windows of equal length: the variance of a mean over documents
@@ -100,18 +93,10 @@ def test_loss_equals_the_logged_one(trained, score):
     variance = sum(square / (1 - share) for square, share in parts) / 6**2
     assert line["stderr"] == pytest.approx(math.sqrt(variance), rel=1e-3)
     assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
-    assert f"logged in training at step 4: {losses.mean():.4f} (6 windows" in out
     assert abs(steps[2]["val/loss"] - steps[4]["val/loss"]) > 1e-3  # so step and checkpoint matter
     assert main([str(trained), "--checkpoint", "2"]) == 0
     line = json.loads((trained / "eval/step_00000002/val_loss.json").read_text())
     assert_close(line["loss"], steps[2]["val/loss"], "loss of step 2")
-    assert line["logged"] == steps[2]["val/loss"]
-
-
-def test_average_has_a_separate_file(trained):
-    assert main([str(trained), "--average", "2"]) == 0
-    line = json.loads((trained / "eval/step_00000004_mean2/val_loss.json").read_text())
-    assert line["average"] == 2 and 1e-6 < abs(line["loss"] - line["logged"])
 
 
 @pytest.mark.numerics
@@ -131,7 +116,7 @@ def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride
         assert line["tokens"] == line["bytes"] == len(nats) == size
         assert_close(line["loss"], np.mean(nats), "loss")
         assert_close(line["bits_per_byte"], sum(nats) / math.log(2) / size, "bits per byte")
-        assert line["split"] is None and line["logged"] is None
+        assert line["split"] is None
     few, _ = score("--data", tmp_path / "many.jsonl", "--stride", 8, "--windows", 3)
     assert few[0]["tokens"] == 32 + 8 + 8  # the first three
     few, _ = score("--data", tmp_path / "many.jsonl", "--windows", 3)
@@ -156,17 +141,12 @@ def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
 def test_all_windows_of_a_split(trained, score, corpus):
     tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
     found, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
-    assert [line["data"] for line in found] == [str(corpus / "tiny")]  # one and the same
-    assert found[0]["windows"] == (len(tokens) - 1) // 32 and found[0]["logged"] is None
-    assert out.count("tiny (train)") == 2 and "logged" not in out
+    assert [line["data"] for line in found] == [str(corpus / "tiny")] * 2
+    assert found[0]["windows"] == (len(tokens) - 1) // 32
+    assert out.count("tiny (train)") == 2
     (few,), _ = score("--windows", 3)
     losses = column(read_metrics(trained / "metrics.jsonl", ARRAYS), "val/window_losses")[-1]
     assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_logged_loss_of_runs_with_arrays_in_their_metrics(tmp_path, old):
-    assert len(read_logged(make_run(tmp_path / "run", old=old, windows=7), 500)["val/window_losses"]) == 7
 
 
 @pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])
@@ -180,22 +160,12 @@ def test_each_token_is_scored_once_after_enough_context(block, stride):
             assert first == 0 or first + 1 - start >= block - stride  # tokens before the first one scored
 
 
-def test_batches_hold_little_padding():
-    stop = np.random.default_rng(0).integers(1, 2000, 300)
-    windows = np.stack([np.zeros_like(stop), stop, np.zeros_like(stop)], 1)
-    made = list(val_loss.batch_windows(windows))
-    assert sorted(i for batch in made for i in batch) == list(range(300))
-    assert all(len(batch) * stop[batch].max() <= val_loss.TOKENS for batch in made)
-    assert sum(len(batch) * stop[batch].max() for batch in made) < 1.05 * stop.sum()
-
-
-def test_results_are_added_or_replaced(trained, score):
+def test_results_are_added(trained, score):
     (first,), _ = score()
+    assert main([str(trained), "--stride", "16", "--windows", "6"]) == 0
     file = trained / "eval/step_00000004/val_loss.json"
-    for arguments, lines in ((["--stride", "16", "--windows", "6"], 2), ([], 2), (["--windows", "2"], 3)):
-        assert main([str(trained), *arguments]) == 0
-        kept = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(kept) == lines and first in kept
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert kept[0] == first and [line["stride"] for line in kept] == [None, 16]
 
 
 def test_bytes_of_gpt2_tokens(fake_ranks, monkeypatch):
@@ -229,39 +199,27 @@ def test_documents_of_scored_windows(trained, tmp_path, score, corpus):
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2")
     for stride in (None, 8):
         args = SimpleNamespace(split="val", stride=stride, windows=math.inf)
-        found = open_prepared(corpus / "tiny", trained_model, args)
+        found = open_prepared(corpus / "tiny", trained_model, args, 6)
         middles = [(first + stop + 1) // 2 for _, stop, first in found.windows.tolist()]
         wanted = [int(np.count_nonzero(tokens[:middle] == EOT)) for middle in middles]
         assert (np.diff(found.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist() and wanted[-1] > 2
     (tmp_path / "two.jsonl").write_text(json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": "x" * 40}) + "\n")
-    args = SimpleNamespace(stride=8, windows=None, text_field="text")
+    args = SimpleNamespace(stride=8, windows=None)
     found = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, args)
     assert found.documents.tolist() == sorted(found.documents.tolist()) and {*found.documents.tolist()} == {0, 1}
     assert len(found.documents) == len(found.windows)
 
 
-def test_head_sees_only_scored_positions(monkeypatch):
-    model, rows = small_model(), []
-    loss = val_loss.linear_cross_entropy
-    monkeypatch.setattr(val_loss, "linear_cross_entropy", lambda x, *rest: (rows.append(len(x)), loss(x, *rest))[1])
-    tokens = Tokens([np.arange(41, dtype=np.uint16)])
-    result = measure_loss(
-        model, Corpus("", tokens, rows_of := make_windows(41, 16, 4), np.arange(len(rows_of))), np.ones(64, np.int64)
-    )
-    assert sum(rows) == 40 == result.tokens
-
-
 def test_changed_data_set_is_noted(trained, score, tmp_path):
+    assert "no longer" not in score()[1]
     config = (trained / "config.toml").read_text()
     write_set(tmp_path / "tiny", ByteTokenizer())
     try:
         lines = [f'dir = "{tmp_path.as_posix()}"' if line.startswith("dir = ") else line for line in config.split("\n")]
         (trained / "config.toml").write_text("\n".join(lines))
-        (line,), out = score()
+        assert f"note: {tmp_path}/tiny is no longer the data that tiny was trained on" in score()[1]
     finally:
         (trained / "config.toml").write_text(config)
-    assert line["logged"] is None and "logged" not in out
-    assert f"note: {tmp_path}/tiny is no longer the data that tiny was trained on" in out
 
 
 def write_set(path, tokenizer, length=99):
@@ -269,45 +227,25 @@ def write_set(path, tokenizer, length=99):
     write_ids(path, ids, ids, tokenizer=tokenizer)
 
 
-def test_bad_input(trained, tmp_path, capsys, fake_ranks):
-    def error(*arguments, run=trained):
-        assert main([str(run), *map(str, arguments)]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and len(said.err.splitlines()) == 1 and said.err.startswith("error: ")
-        return said.err
-
-    assert "not a run" in error(run=tmp_path)
-    assert "--data tiny2: no such file" in (said := error("--data", "tiny2")) and "which holds tiny;" in said
-    for stride in (0, 33):
-        assert f"--stride {stride}: expected 1 to 32" in error("--stride", stride)
-    for text, count in (("", 0), (" \n\n ", 0), ("x", 1)):
-        (tmp_path / "short.txt").write_text(text)
-        assert f"short.txt: {count} token(s), expected at least 2" in error("--data", tmp_path / "short.txt")
-    (tmp_path / "latin.txt").write_bytes("Ünder".encode("latin-1"))
-    assert "latin.txt is not UTF-8 at byte 0" in error("--data", tmp_path / "latin.txt")
-    (tmp_path / "rows.jsonl").write_text('{"body": "some text"}\n')
-    assert "line 1 has no field 'text'; it has 'body'" in error("--data", tmp_path / "rows.jsonl")
-    assert main([str(trained), "--data", str(tmp_path / "rows.jsonl"), "--text-field", "body"]) == 0
-    capsys.readouterr()
-    (tmp_path / "picture.png").write_bytes(b"x")
-    assert "picture.png: not a file of a known kind" in error("--data", tmp_path / "picture.png")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data tiny2", "--data tiny2: no such file"),
+        ("--stride 33", "--stride 33: expected 1 to 32"),
+        ("--data {}/short.txt", "short.txt: 1 token(s), expected at least 2"),
+        ("--data {}/other", "other: its tokenizer ('gpt2') is not that of tiny"),
+        ("--data {}/small", "20 tokens, but one window of block_size 32 needs 33"),
+        ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
+    ],
+)
+def test_bad_input(trained, tmp_path, capsys, fake_ranks, words, message):
+    (tmp_path / "short.txt").write_text("x")
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))
-    assert "other: its tokenizer ('gpt2') is not that of tiny" in error("--data", tmp_path / "other")
     write_set(tmp_path / "small", ByteTokenizer(), 20)
-    assert "20 tokens, but one window of block_size 32 needs 33" in error("--data", tmp_path / "small")
     write_set(tmp_path / "damaged", ByteTokenizer())
     (tmp_path / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
-    assert "damaged/val-00000.bin: expected sha256" in error("--data", tmp_path / "damaged")
-    (tmp_path / "half.partial").mkdir()
-    assert "half-prepared" in error("--data", tmp_path / "half")
-    file = trained / "eval/step_00000004/val_loss.json"
-    file.write_text("not JSON\n")
-    assert "val_loss.json: not written by eval.val_loss" in error()
-    file.unlink()
-    for wrong in ("0", "some"):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(trained), "--windows", wrong])
-        assert f"--windows: '{wrong}': expected 1 or more, or all" in capsys.readouterr().err
-    (trained / "checkpoints").rename(trained / "away")
-    assert "no checkpoint, it has none yet; train it first" in error()
-    (trained / "away").rename(trained / "checkpoints")
+    assert main([str(trained), *words.format(tmp_path).split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and message in said.err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(trained), "--windows", "0"])

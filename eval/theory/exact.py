@@ -14,32 +14,13 @@ from scipy import special
 from scipy.integrate import simpson
 from scipy.stats import binom, norm
 
-from gate_norm import RELU, Array, P, Z, chosen, gate_sum, integrate, mean_norm, top_sum
+from gate_norm import Array, Z, gate_sum, mean_norm, top_sum
 
 # The derivatives of gates without norms, as functions of the logit
 DERIVATIVES: dict[str, Callable[[Array], Array]] = {
     "sigmoid": lambda s: special.expit(s) * special.expit(-s),
     "tanh": lambda s: np.cosh(s) ** -2.0,
 }
-
-
-def kern_squared_sum(n_expert: int, top_k: int) -> float:
-    """E (Σ g)² of KERN's gates: Σ g² plus all pairs.
-
-    Both of a pair are chosen if the lower one is, with the higher among the k - 1 above it; ∫ of z' p(z') above z is
-    p(z).
-    """
-    pairs = 2 * n_expert * (n_expert - 1) * integrate(P * RELU * P * chosen(n_expert, top_k, others=2))
-    return gate_sum("kern", n_expert, top_k, 1, power=2) + pairs / n_expert
-
-
-def kern_limit(share: float) -> float:
-    """E Σ g² of KERN for large M and k = share · M: q p(q) + share, where q has the upper tail `share`, at most ½.
-
-    From a half on the rest of TopK are zeros. For small shares it goes as 2 share · ln(1 / share).
-    """
-    q = norm.isf(min(share, 0.5))
-    return float(q * norm.pdf(q) + min(share, 0.5))
 
 
 def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> float:
@@ -85,9 +66,3 @@ def monte_carlo(n_expert: int, top_k: int) -> float:
     density = norm.pdf(x) * np.exp(others - special.betaln(k, M - k + 1) - k / 2 * np.log1p(2 * t))  # (W, X)
     enough = 2 / math.sqrt(math.pi) * (np.exp(w) * simpson(density, x=x)).sum() * 0.05
     return float((few + enough) / (1 - (M + 1) / 2**M) / mean_norm(M, -1))
-
-
-def expert_squares(n_embd: int, expert_hidden: int, std_in: float, std_out: float) -> float:
-    """E ‖E_m(x)‖² of an untrained expert, ‖x‖² = n_embd: C H std_out² E gelu(h)², h ~ N(0, C std_in²)."""
-    h = math.sqrt(n_embd) * std_in * Z
-    return n_embd * expert_hidden * std_out**2 * integrate(P * (h * special.ndtr(h)) ** 2)
