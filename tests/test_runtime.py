@@ -169,7 +169,8 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     plan = memory.estimate_memory(CONFIG, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
     assert LAYER == 10240 and LOGITS == 1472
-    with_mean = memory.estimate_memory(SHAPES, MODEL, 2, "bfloat16", parallel, shards, checkpointing, ema=True)
+    averaged = SimpleNamespace(**vars(CONFIG) | {"train": SimpleNamespace(micro_batch_size=2, ema_decay=0.9)})
+    with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
 
 
