@@ -155,7 +155,7 @@ class Train(Section):
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="torch.compile every block; auto: on CUDA, unless compiling fails",
+        description="torch.compile every block; auto: on CUDA",
     )
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
