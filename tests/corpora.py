@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import random
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from data.writer import Writer
 
 BYTES = ByteTokenizer()
 REPO_ROOT = Path(__file__).parents[1]
-BLANK = ("", " \n", "\t")
 
 
 def jsonl(texts, **more) -> bytes:
@@ -109,19 +107,6 @@ def run(tmp_path, capsys, monkeypatch):
         return printed.out + printed.err
 
     return run
-
-
-@pytest.fixture
-def run_alone(run, tmp_path):
-    """A function: the files of a set that one command makes undisturbed. They are removed again."""
-
-    def run_alone(*args) -> dict[str, bytes]:
-        run(*args)
-        files = snapshot(tmp_path / "out")
-        shutil.rmtree(tmp_path / "out")
-        return files
-
-    return run_alone
 
 
 @pytest.fixture

@@ -65,20 +65,6 @@ def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatc
 
 
 # the command
-def test_a_folder_becomes_a_set(run, tmp_path):
-    files = {"b.txt": b"bee\n", "a.md": "# naïve\r\n".encode(), "deep/c.txt.gz": gzip.compress(b"sea")}
-    files |= {"empty.txt": b" \n", "ignored.pdf": b"\xff"}
-    files["rows.jsonl.gz"] = gzip.compress(jsonl(["one", "two", "", "<|endoftext|>"]))
-    source = write_tree(tmp_path / "in", files)
-    out = run("text", "--source", source, "--name", "mine", "--val-fraction", 0.4)
-    assert "prepared:" in out and "left out: 2 empty documents, 0 that cannot be read" in out
-    found = documents_of(tmp_path / "out/mine")
-    assert found["train"] and found["val"]
-    assert found == split_of(["# naïve\r\n", "bee\n", "sea", "one", "two", "<|endoftext|>"], 0.4)
-    meta = check_dataset(tmp_path / "out/mine", 257)
-    assert meta.name == "mine" and (meta.source["empty"], meta.source["bad"]) == (2, 0)
-    assert meta.prepare.startswith(f"python -m data.prepare text --source {source} --name mine")
-    assert os.listdir(tmp_path / "out") == ["mine"]
 
 
 def test_python_sources_below_other_roots(run, tmp_path):
