@@ -194,7 +194,7 @@ def train(
                 if due.evaluate:
                     values = evaluate(state, plan, step, ranks, stop)
                     if values is None:
-                        due = cadence.interrupt(step)
+                        due = cadence.at(step)  # some rank was asked to stop meanwhile
                     else:
                         report.log_evaluation(step, values)
                         guard.check_val_loss(step, values["val/loss"])
@@ -212,13 +212,14 @@ def train(
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
             state.update_selection_bias(stats.loads, taken)
-            state.update_average(taken)
-            state.interval.add_step(stats)
+            if state.average:
+                state.average.update(taken)
+            state.interval.vector += stats.vector
             report.count_step()
             if cadence.is_log_due(step + 1):
                 counters = guard.check()  # waits for the device
                 report.log_steps(step + 1, lr, counters, state.interval.mean(), state.gammas())
-                state.interval.reset()
+                state.interval.vector.zero_()
 
     if due.stop:
         raise Stopped(f"{plan.folder}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it")
@@ -241,10 +242,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         return EXIT_CODE
     except (RunError, DataError, configure.ConfigError, OSError) as error:
         configure.tell_torchrun(str(error))
-        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
+        rank = os.environ.get("RANK", "0")
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError | RankError) or (isinstance(error, DataError) and first_of_node):
+        elif isinstance(error, OSError | RankError):
             print(f"error on rank {rank}: {error}", file=sys.stderr)  # other errors come to rank 0 alike
         code = 2
     except Exception as error:  # most often another rank is lost

@@ -5,18 +5,15 @@ for bit, a run of the branch's settings that trained all steps itself. One trunk
 """
 
 import json
-import shlex
 import shutil
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import write_atomic
 from configure import Config
-from configure.check import format_value
 from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks
-from runtime.folder import RunFolder, key_of, refused_changes
+from runtime.folder import RunFolder, refused_changes
 from runtime.metrics import list_arrays, read_metrics
 
 # What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the branch's step on.
@@ -38,8 +35,7 @@ class Branch(NamedTuple):
         try:
             metadata = checkpoint.verify(path, ranks)["facts"]
         except checkpoint.DamagedError as error:
-            other = _list_other_steps(self.trunk, self.step)
-            raise RunError(f"{error}; restore a copy of {path}, or branch at another step{other}") from None
+            raise RunError(f"{error}; restore a copy of {path}, or set another train.branch_step") from None
         return {key: value for key, value in metadata.items() if key != "wandb"}
 
     def copy_metrics(self, own: Path) -> None:
@@ -75,56 +71,28 @@ def find_branch(config: Config) -> Branch | None:
             f"no other decay can follow; train a trunk with --optim.schedule=wsd"
         )
     if refused := refused_changes(recorded, trunk.keep_recorded(config), OF_DECAY):
-        values = {key: format_value(attrgetter(key)(recorded)) for key in map(key_of, refused)}
-        remedy = " ".join(f"--{key}={shlex.quote(value)}" for key, value in values.items())
         raise RunError(
             f"{name}: the trunk's config is another:\n  "
             + "\n  ".join(refused)
-            + f"\nA branch may change its decay and where it runs alone. Add {remedy}"
+            + "\nSet these as the trunk has them: a branch may change only its decay and where it runs"
         )
-    start, last = recorded.optim.decay_start(recorded.train.max_steps), trunk.last_step
-    if step > start:
+    start = recorded.optim.decay_start(recorded.train.max_steps)
+    saved = [other for other in checkpoint.steps(trunk.checkpoints) if other <= start]
+    if step not in saved:
         raise RunError(
-            f"{name}: train.branch_step = {step} is after step {start}, where the trunk's own decay begins; branch "
-            f"there or before{_list_other_steps(trunk, step)}"
-        )
-    if step > last:
-        raise RunError(
-            f"{name}: the trunk is at step {last}, and the decay of this run is to begin at step {step}; continue the "
-            f"trunk with --train.keep_steps={step} first"
-        )
-    if step not in checkpoint.steps(trunk.checkpoints):
-        raise RunError(
-            f"{name}: no checkpoint of step {step}, where the decay of this run is to begin; branch at another "
-            f"step{_list_other_steps(trunk, step)}; or train the trunk anew with --train.keep_steps={step}"
+            f"{name}: no checkpoint of step {step}, where this run's decay would begin, up to step {start}, where "
+            f"the trunk's own begins. Its steps: {', '.join(map(str, saved)) or 'none'}. Set --train.branch_step to "
+            f"one of them, or train a trunk with --train.keep_steps={step}"
         )
     return Branch(trunk, step, recorded.train.dtype)
 
 
-def _list_other_steps(trunk: RunFolder, step: int) -> str:
-    """`: the trunk has 400, 800 (--train.branch_step=800)`: other steps up to its decay, and the one nearest `step`."""
-    assert trunk.recorded is not None  # checked by `find_branch`
-    start = trunk.recorded.optim.decay_start(trunk.recorded.train.max_steps)
-    others = [other for other in checkpoint.steps(trunk.checkpoints) if other <= start and other != step]
-    if not others:
-        return ": the trunk has no checkpoint before its decay"
-    nearest = min(others, key=lambda other: abs(other - step))
-    return f": the trunk has {', '.join(map(str, others))} (--train.branch_step={nearest})"
-
-
 def check_length(run: RunFolder, config: Config) -> None:
-    """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay of the run in `run`.
+    """Check, with schedule "wsd", train.max_steps against the decay of the run in `run`.
 
     Raises:
-        RunError: a step to keep is after the end; or the run's decay has begun, or would have, so that its rate would
-            jump. A branch gives the other length.
+        RunError: its decay has begun, or would have, so that its rate would jump. A branch gives the other length.
     """
-    last = max(config.train.kept_steps, default=0)
-    if last > config.train.max_steps:
-        raise RunError(
-            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {last}, at train.max_steps = "
-            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={last}"
-        )
     if not run.last_step or run.recorded is None or config.optim.schedule != "wsd":
         return
     old, new = run.recorded.train.max_steps, config.train.max_steps

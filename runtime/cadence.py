@@ -42,10 +42,6 @@ class Cadence:
             stop=stop,
         )
 
-    def interrupt(self, step: int) -> Due:
-        """What is due when a rank was asked to stop during the evaluation at `step`."""
-        return Due(evaluate=False, save=step > self.saved_step, stop=True)
-
     def is_log_due(self, step: int) -> bool:
         """Whether step number `step` (from 1) ends an interval of metrics."""
         return step % self.config.log.interval == 0 or step == self.config.train.max_steps

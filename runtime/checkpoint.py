@@ -173,12 +173,9 @@ class Saver:
         except (Exception, CheckpointException) as error:
             if self.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            last = max(steps(self.folder), default=None)
-            intact = "There is none yet" if last is None else f"That of step {last} is intact"
-            then = ", and start the run again; train.on_save_error = warn would continue without"
             raise RunError(
-                f"{path}: the checkpoint could not be written ({_last_line(error)}). {intact}. Make room on the disk"
-                + (then if self.on_error == "stop" else "")
+                f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are intact. Make room "
+                f"on the disk and start the run again; train.on_save_error = warn would continue without"
             ) from error
 
     def _hash_own_files(self, folder: Path) -> dict[str, dict]:
@@ -258,11 +255,8 @@ def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     try:
         manifest = read_manifest(path)
         for name in sorted(manifest["files"])[rank::world_size]:
-            written, now = manifest["files"][name], _describe(path / name)
-            if now != written:
-                sizes = f"{written['bytes']:,} bytes were written, it has {now['bytes']:,}"
-                why = "checksum mismatch" if now["bytes"] == written["bytes"] else sizes
-                raise DamagedError(f"{path / name}: damaged, {why}")
+            if _describe(path / name) != manifest["files"][name]:
+                raise DamagedError(f"{path / name}: damaged, checksum mismatch")
     except DamagedError as error:
         fault = str(error)
     except OSError as error:
@@ -323,9 +317,7 @@ def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = Fals
     try:
         metadata = verify(path)["facts"]
     except DamagedError as error:
-        older = max((other for other in steps(folder) if other < step), default=None)
-        other = "" if older is None else f"use that of step {older}, or "
-        raise RunError(f"{error}; {other}remove {path} and start the run again, to train what is missing") from None
+        raise RunError(f"{error}; use another step, or remove {path} and start the run again") from None
     weights = get_model_state_dict(model)
     _read(path, {"run": {"ema": weights}} if ema else {"model": weights})
     model.load_state_dict(weights)

@@ -1,15 +1,10 @@
 """A run's folder runs/<name>/: its config, who may write there, and which folder the run of a config goes to."""
 
-import difflib
 import fcntl
-import hashlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import count
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,6 @@ MAY_CHANGE |= {"train.device", "train.deterministic", "train.timeout_minutes"}
 MAY_CHANGE |= {"train.checkpoint_interval", "train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps"}
 MAY_CHANGE |= {"train.on_save_error", "eval.interval"}
 MAY_CHANGE |= {"eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"}
-MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
 def path_of(config: Config) -> Path:
@@ -45,12 +39,7 @@ def refused_changes(old: Config, new: Config, more: frozenset[str] = frozenset()
     allowed = MAY_CHANGE | more
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
         allowed = allowed - {"train.micro_batch_size"}  # the loss depends on how large micro-batches are
-    return [line for line in configure.differences(old, new) if key_of(line) not in allowed]
-
-
-def key_of(line: str) -> str:
-    """The key in a line of `configure.differences`."""
-    return line.split(":")[0]
+    return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
 
 
 class RunFolder:
@@ -114,9 +103,6 @@ class RunFolder:
         if refused := refused_changes(self.recorded, config):
             message = f"{self} holds a run with another config:\n  " + "\n  ".join(refused)
             message += "\nGive this one another name (--run.name=NAME), or let it choose one (--fresh)"
-            if missing := ", ".join(str(data) for data in config.data.folders if not data.is_dir()):
-                key = "data.mix" if config.data.mix else "data.name"
-                message += f"\n{missing}: no such data set either: prepare it, or correct {key}"
             raise RunError(message)
         return configure.differences(self.recorded, config)
 
@@ -203,8 +189,7 @@ def find_or_rename(config: Config) -> Config:
     """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
 
     The same config always finds its own folder, be it one of a shorter name (its sweep had fewer axes then). If
-    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001, or by a hash
-    of that where it is long; one line says so.
+    another config's run is in NAME, this one goes to NAME-2, NAME-3 …; one line says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -220,16 +205,9 @@ def find_or_rename(config: Config) -> Config:
     if own.recorded is None:
         own.find_changes(config)  # refuses checkpoints without a config
         return config
-    new = own.keep_recorded(config)
-    differing = {key: attrgetter(key)(new) for key in map(key_of, refused_changes(own.recorded, new))}
-    parts = [
-        value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}" for key, value in differing.items()
-    ]
-    suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))
-    if len(suffix) > MAX_SUFFIX or Path(config.run.dir, f"{name}-{suffix}").exists():
-        suffix = hashlib.sha256(repr(differing).encode()).hexdigest()[:8]
-    config = replace(config, "run", name=f"{name}-{suffix}")
-    print_once(f"{own} holds a run with another config; this one goes to {path_of(config)}")
+    changes = "; ".join(refused_changes(own.recorded, own.keep_recorded(config)))
+    config = _under_free_name(config)
+    print_once(f"{own} holds a run with another config ({changes}); this one goes to {path_of(config)}")
     return config
 
 
@@ -239,21 +217,21 @@ def renamed(config: Config) -> Config:
     Raises:
         RunError: the job was restarted by its launcher: it would begin yet another run each time.
     """
-    names = (config.run.name if number == 1 else f"{config.run.name}-{number}" for number in count(1))
-    name = next(name for name in names if not Path(config.run.dir, name).exists())
     for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if os.environ.get(key, "0") != "0":
-            raise RunError(
-                f"{key} = {os.environ[key]}: this job was restarted; --fresh would begin yet another run, {name}. "
-                f"Name the run instead (--run.name=NAME)"
-            )
-    return replace(config, "run", name=name)
+            raise RunError(f"{key} = {os.environ[key]}: --fresh would begin another run; name it (--run.name=NAME)")
+    return _under_free_name(config)
+
+
+def _under_free_name(config: Config) -> Config:
+    name, number = config.run.name, 1
+    while path_of(config).exists():
+        number += 1
+        config = replace(config, "run", name=f"{name}-{number}")
+    return config
 
 
 def explain_missing(folder: Path) -> str:
-    """Why `folder` is not a run's, and which may be meant."""
+    """Why `folder` is not a run's."""
     fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
-    runs = [other.name for other in folder.parent.glob("*") if (other / "config.toml").is_file()]
-    close = difflib.get_close_matches(folder.name, runs, 1)
-    remedy = f"did you mean {folder.parent / close[0]}?" if close else "give a run's, such as runs/quickstart-kern"
-    return f"{folder}: {fault}; {remedy}"
+    return f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern"

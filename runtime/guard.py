@@ -4,18 +4,13 @@ The dump, runs/<name>/crash-step_00001234.json, shows what led to a loss that is
 """
 
 import json
-import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.files import write_atomic
-from model import GPT
 from runtime import RunError, distributed
 from runtime.batches import first_row
 from runtime.distributed import Ranks
@@ -50,8 +45,8 @@ class Guard:
             file = self._dump_crash(step, counters)
             raise RunError(
                 f"{folder}: train loss {counters.loss} in step {step + 1}, before its update: the weights are those of "
-                f"step {step}. {file} has its windows and, computed once more, its losses and the norms of layers and "
-                f"gradients. {self.remedy}"
+                f"step {step}. {file} has its windows and, computed once more, its losses and the norms of weights "
+                f"and gradients. {self.remedy}"
             )
         if counters.halted != RUNNING:
             why = "a loss spike" if counters.halted == SPIKES else "gradients that are NaN or Inf"
@@ -71,27 +66,22 @@ class Guard:
 
     @torch.no_grad()
     def _dump_crash(self, step: int, counters: Counters[float]) -> Path:
-        """Compute step number `step` (from 0) once more and write what is known of it; returns the file's path.
-
-        The first micro-batch whose loss is NaN or Inf, or the first of all, goes through the model a third time, to
-        see in which layer numbers grow.
-        """
-        plan, model, size = self.plan, self.state.model, self.plan.config.train.micro_batch_size
+        """Compute step number `step` (from 0) once more and write what is known of it; returns the file's path."""
+        plan, size = self.plan, self.plan.config.train.micro_batch_size
         with torch.enable_grad():
             tensors, rate = self.recompute(step)
         losses = [loss.item() for loss in tensors]
-        rows = [first_row(micro, size, self.ranks) for micro in range(plan.accumulation)]
+        rows = (first_row(micro, size, self.ranks) for micro in range(plan.accumulation))
         windows = [plan.loader.locate(step, row, size) for row in rows]
-        worst = next((micro for micro, loss in enumerate(losses) if not math.isfinite(loss)), 0)
         of_rank = {
             "rank": self.ranks.rank,
             "micro_batches": [{"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)],
-            "layers_of_micro_batch": worst,
-            "layers": measure_layers(plan, model, plan.loader.batch(step, rows[worst], size)),
         }
         dump = {"step": step, "loss": counters.loss, "loss_scale": counters.scale, "learning_rate": rate}
         dump |= {"ranks": distributed.gather(of_rank, self.ranks.control)}
-        dump |= {"parameters": {name: measure_norms(p, counters.scale) for name, p in model.named_parameters()}}
+        dump |= {
+            "parameters": {name: measure_norms(p, counters.scale) for name, p in self.state.model.named_parameters()}
+        }
         path = plan.folder / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
@@ -101,29 +91,6 @@ class Guard:
             except OSError as error:  # must not hide what went wrong
                 print(f"warning: {path} could not be written ({error.strerror})", flush=True)
         return path
-
-
-def measure_layers(plan: Plan, model: GPT, batch: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:
-    """Root mean square and largest magnitude of each layer's output, in order of the forward pass.
-
-    `batch` is inputs and targets, (B, T) int64. The model is left in training mode. Returns {module: {"rms", "max"}}.
-    """
-    sizes = {}
-
-    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        output = (output[0] if isinstance(output, tuple) else output).double()
-        sizes[name] = {"rms": output.square().mean().sqrt().item(), "max": output.abs().max().item()}
-
-    blocks = [f"blocks.{i}{part}" for i in range(len(model.blocks)) for part in (".attn", ".mlp", "")]
-    hooks = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in ["wte", *blocks, "ln_f"]]
-    model.eval()
-    x, y = (torch.from_numpy(part).to(plan.device) for part in batch)
-    with plan.autocast:
-        model(x, y)
-    model.train()
-    for hook in hooks:
-        hook.remove()
-    return sizes
 
 
 def measure_norms(parameter: nn.Parameter, scale: float) -> dict[str, float]:

@@ -19,7 +19,6 @@ from runtime import RunError, distributed
 from runtime.muon import is_for_muon
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
-STATE_BYTES = 16  # per parameter, over all ranks that share it: weight, gradient and two moments in fp32
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2}  # per element of a copy in autocast's compute type
 
 Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
@@ -44,43 +43,35 @@ class Memory(NamedTuple):
 
 
 def estimate_memory(
-    shapes: Shapes,
-    model: Model,
-    micro_batch_size: int,
-    dtype: str,
-    parallel: str,
-    shards: int,
-    checkpointing: bool,
-    muon: bool = False,
-    ema: bool = False,
-    tasks: bool = False,
-    masks: bool = False,
+    config: Config, shapes: Shapes, dtype: str, parallel: str, shards: int, checkpointing: bool
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
+    What Muon works with comes when activations are gone, and is not counted. The mask of data.document_mask is, though
+    compiled blocks on CUDA have no such tensor.
+
     Args:
+        config: the run's; train.parallel, dtype and activation_checkpointing are replaced by what follows.
         shapes: the model's parameters.
-        model: the config's [model].
-        micro_batch_size: sequences per rank per forward pass.
         dtype: the type autocast computes in: "float32", "float16" or "bfloat16".
         parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp".
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
-        muon: whether the optimizer is Muon. What it works with comes when activations are gone, and is not counted.
-        ema: whether a running mean of the weights is kept.
-        tasks: whether the model is scored on tasks while it trains.
-        masks: whether documents are masked (data.document_mask). Compiled blocks on CUDA have no such tensor.
     """
+    model, muon = config.model, config.optim.name == "muon"
     owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # by this rank
     parameters = sum(owned.values())
     by_muon = sum(size for name, size in owned.items() if muon and is_for_muon(name, len(shapes[name])))
-    tokens = micro_batch_size * model.block_size
+    tokens = config.train.micro_batch_size * model.block_size
     copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing)
-    activations = kept_activation_bytes(model, tokens, dtype, checkpointing)
-    if masks:
+    n_dense = dense_layers(model)
+    layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
+    inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
+    activations = inputs + max(layers) if checkpointing else sum(layers)
+    if config.data.document_mask:
         activations += (CAST_BYTES[dtype] or 4) * tokens * model.block_size
     logits = logits_bytes(model, tokens, dtype)
-    gathered = 4 * sum(map(prod, shapes.values())) if tasks and parallel != "ddp" else 0
+    gathered = 4 * sum(map(prod, shapes.values())) if config.eval.task_names and parallel != "ddp" else 0
     return Memory(
         weights=4 * parameters,
         gradients=4 * parameters,
@@ -88,17 +79,20 @@ def estimate_memory(
         copies=copies,
         activations=activations,
         logits=logits,
-        ema=4 * parameters if ema else 0,
+        ema=4 * parameters if config.train.ema_decay else 0,
         scoring=max(0, gathered - copies - activations - logits),
     )
 
 
 def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool) -> int:
     """Bytes of `Memory.copies`; the arguments are those of `estimate_memory`."""
-    sizes = {name: prod(shape) for name, shape in shapes.items()}
-    mlps = [sum_sizes(sizes, f"blocks.{i}.mlp.") for i in range(n_layer)]
-    rests = [sum_sizes(sizes, f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]  # of each block
-    outside = sum(sizes.values()) - sum(mlps) - sum(rests)
+
+    def count(prefix: str) -> int:
+        return sum(prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
+
+    mlps = [count(f"blocks.{i}.mlp.") for i in range(n_layer)]
+    rests = [count(f"blocks.{i}.") - mlp for i, mlp in enumerate(mlps)]  # of each block
+    outside = count("") - sum(mlps) - sum(rests)
     kept = max if checkpointing else sum  # autograd keeps the casts of one block, or of all
     b = CAST_BYTES[dtype]
     casts = b * (outside + kept(rests))
@@ -113,15 +107,6 @@ def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkp
     return casts + arriving + 2 * g * max(mlps) + 2 * 4 * max(rests)  # FSDP2 holds two
 
 
-def kept_activation_bytes(model: Model, tokens: int, dtype: str, checkpointing: bool) -> int:
-    """Bytes that autograd saves of all blocks; with checkpointing each block's fp32 input and one whole block."""
-    n_dense = dense_layers(model)
-    layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
-    if checkpointing:
-        return model.n_layer * 4 * tokens * model.n_embd + max(layers)
-    return sum(layers)
-
-
 def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     """Bytes that the LM head and its loss take besides the head's weight and input (kernels/cross_entropy.py)."""
     b = CAST_BYTES[dtype] or 4
@@ -129,11 +114,6 @@ def logits_bytes(model: Model, tokens: int, dtype: str) -> int:
     chunk = chunk_rows(tokens, V, b) * V * b
     gradient = 4 * V * C  # of the weight; later a copy scaled by the loss's own gradient is beside it
     return b * tokens * C + gradient + max(chunk, gradient)
-
-
-def sum_sizes(sizes: Mapping[str, int], prefix: str) -> int:
-    """Elements of the parameters whose names begin with `prefix`."""
-    return sum(size for name, size in sizes.items() if name.startswith(prefix))
 
 
 def activation_bytes(model: Model, tokens: int, dtype: str, dense: bool) -> int:
@@ -159,12 +139,9 @@ def attention_bytes(model: Model, b: int) -> int:
     C, kv = model.n_embd, model.n_embd // model.n_head * kv_heads(model)
     normed, rotated = model.qk_norm != "off", model.pos == "rope"
     saved = b * (C + C + 2 * kv)  # output; qkv, which queries, values or the norms' inputs are parts of
-    if normed or rotated:
-        saved += b * (C + kv)  # queries and keys, no longer a part of the product qkv
-    if rotated:
-        saved += b * C  # the output in the order of tokens: rotated queries lie in that of heads
-    if normed and b != 4:
-        saved += 4 * (C + kv)  # the norms' inputs in fp32
+    saved += b * (C + kv) if normed or rotated else 0  # queries and keys, no longer a part of the product qkv
+    saved += b * C if rotated else 0  # the output in the order of tokens: rotated queries lie in that of heads
+    saved += 4 * (C + kv) if normed and b != 4 else 0  # the norms' inputs in fp32
     return saved
 
 
@@ -208,28 +185,13 @@ def choose_parallelism(
     if train.parallel != "auto":
         possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
     name = str(dtype).removeprefix("torch.")
-    estimates = estimate_each(config, shapes, name, possible, train.activation_checkpointing)
+    estimates = {
+        parallel: estimate_memory(config, shapes, name, parallel, shards, train.activation_checkpointing)
+        for parallel, shards in possible.items()
+    }
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)
     return chosen, estimates[chosen]
-
-
-def estimate_each(
-    config: Config, shapes: Shapes, dtype: str, possible: Mapping[str, int], checkpointing: bool
-) -> dict[str, Memory]:
-    """`estimate_memory` of a config under each of the `possible` values of train.parallel (`list_parallelisms`)."""
-    options = {
-        "checkpointing": checkpointing,
-        "muon": config.optim.name == "muon",
-        "ema": config.train.ema_decay > 0,
-        "tasks": bool(config.eval.task_names),
-        "masks": config.data.document_mask,
-    }
-    size = config.train.micro_batch_size
-    return {
-        parallel: estimate_memory(shapes, config.model, size, dtype, parallel, shards, **options)
-        for parallel, shards in possible.items()
-    }
 
 
 def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str:
@@ -241,7 +203,7 @@ def select_fitting(estimates: Mapping[str, Memory], capacity: int | None) -> str
 def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> None:
     """Raises RunError if weights, gradients and optimizer state alone exceed `capacity` bytes (None: unknown)."""
     if capacity is not None and memory.state > capacity:
-        per_parameter = STATE_BYTES + 4 if memory.ema else STATE_BYTES
+        per_parameter = 20 if memory.ema else 16  # bytes over all ranks that share it, all in fp32
         least = per_parameter * sum(map(prod, shapes.values())) / (USABLE * capacity)
         mean = ", the running mean of weights (train.ema_decay)" if memory.ema else ""
         raise RunError(

@@ -10,8 +10,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ class Metrics:
         self.trackers, self.on_error = [*trackers], on_error
         self.pending_lines = b""
         self.pending_arrays: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}
-        self.failing: set[str] = set()  # of "lines" and "arrays": what could not be written
+        self.failing = False  # to write: one warning is enough
         lines = read_metrics(self.path)
         kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
         first, last = max(resume_step, 0) + 1, max((line["step"] for line in lines), default=0)
@@ -92,15 +91,13 @@ class Metrics:
         line |= {name: value if isinstance(value, int | float) else value.tolist() for name, value in values.items()}
         for name in line.keys() & ARRAYS:
             self.pending_arrays.setdefault(_section(name), {}).setdefault(step, {})[name] = line[name]
-        if "val" in self.pending_arrays:
-            self._write_arrays()  # before its line, which says that this evaluation is done
-        self._write(json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n")
+        self.pending_lines += json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n"
+        self._write(arrays="val" in self.pending_arrays)  # before its line, which says that this evaluation is done
         self._tell("log", line)
 
     def sync(self) -> None:
         """Make every line and array so far survive a power failure."""
-        self._write_arrays()
-        self._write(b"", sync=True)
+        self._write(arrays=True, sync=True)
 
     def close(self, failed: bool = False) -> None:
         """Write what is pending, close the file and end the trackers' run, which is marked as `failed`."""
@@ -114,48 +111,46 @@ class Metrics:
             self.file.close()
             self._tell("finish", int(failed))
 
-    @contextmanager
-    def _warn_once(self, kind: str) -> Iterator[None]:
-        """With on_error "warn" print a RunError raised within, unless the last attempt to write this `kind` failed."""
+    def _write(self, arrays: bool, sync: bool = False) -> None:
+        """Write the pending lines, and with `arrays` those before; where that fails they stay pending."""
         try:
-            yield
-            self.failing.discard(kind)
+            if arrays:
+                self._write_arrays()
+            self._write_lines(sync)
+            self.failing = self.failing and not arrays
         except RunError as error:
             if self.on_error == "stop":
                 raise
-            if kind not in self.failing:
+            if not self.failing:
                 tqdm.write(f"warning: {error}")
-            self.failing.add(kind)
+            self.failing = True
 
     def _write_arrays(self) -> None:
-        """Write the pending arrays, a file per section; where that fails they stay pending."""
-        with self._warn_once("arrays"):
-            for section, rows in [*self.pending_arrays.items()]:
-                file, data = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
-                names = {name for row in rows.values() for name in row}
-                arrays = {name: np.array([row[name] for row in rows.values()]) for name in sorted(names)}
-                np.savez_compressed(data, allow_pickle=False, step=[*rows], **arrays)
-                with describe_write_errors(file):
-                    self.arrays.mkdir(exist_ok=True)
-                    write_atomic(file, data.getvalue(), durable=True)
-                del self.pending_arrays[section]
+        """Write the pending arrays, a file per section."""
+        for section, rows in [*self.pending_arrays.items()]:
+            file, data = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
+            names = {name for row in rows.values() for name in row}
+            arrays = {name: np.array([row[name] for row in rows.values()]) for name in sorted(names)}
+            np.savez_compressed(data, allow_pickle=False, step=[*rows], **arrays)
+            with describe_write_errors(file):
+                self.arrays.mkdir(exist_ok=True)
+                write_atomic(file, data.getvalue(), durable=True)
+            del self.pending_arrays[section]
 
-    def _write(self, line: bytes, sync: bool = False) -> None:
-        """Append the pending lines and this one, all or nothing; where that fails they stay pending."""
-        self.pending_lines += line
+    def _write_lines(self, sync: bool) -> None:
+        """Append the pending lines, all or nothing."""
         length = os.fstat(self.file.fileno()).st_size
-        with self._warn_once("lines"):
-            try:
-                with describe_write_errors(self.path):
-                    rest = memoryview(self.pending_lines)
-                    while rest:
-                        rest = rest[self.file.write(rest) :]
-                    if sync:
-                        os.fsync(self.file.fileno())
-            except RunError:
-                self.file.truncate(length)  # no half of a line
-                raise
-            self.pending_lines = b""
+        try:
+            with describe_write_errors(self.path):
+                rest = memoryview(self.pending_lines)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+                if sync:
+                    os.fsync(self.file.fileno())
+        except RunError:
+            self.file.truncate(length)  # no half of a line
+            raise
+        self.pending_lines = b""
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for tracker in [*self.trackers]:
@@ -231,14 +226,10 @@ def _section(name: str) -> str:
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
-    """Two numbers that summarise expert loads; empty for a dense model.
+    """Two numbers that summarise expert loads (L, E), tokens per expert; empty for a dense model, L = 0.
 
-    Args:
-        loads: (L, E), tokens per expert; L = 0 for a dense model.
-
-    Returns:
-        `load_imbalance`: the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
-        worst. `dead_experts`: the number, over all layers, of experts that no token chose.
+    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
+    worst. `dead_experts` is the number, over all layers, of experts that no token chose.
     """
     if not len(loads):
         return {}

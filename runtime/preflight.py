@@ -13,7 +13,6 @@ from model import parameter_shapes
 from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
-from runtime.tracker import require_tensorboard
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
 
@@ -86,13 +85,9 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         open_tasks: `eval.in_loop.open_tasks`; needed with eval.tasks.
 
     Raises:
-        RunError: the folder holds another run or a broken metrics.jsonl, the device or the ranks do not suffice,
-            train.init_from or train.branch_from does not fit, train.max_steps changes in a decay or is before one of
-            train.keep_steps, a task of eval.tasks is unknown or has no documents, or a package is missing.
-        DataError: a data set is missing, damaged, too small, has more ids than model.vocab_size, or another tokenizer
-            than the others of its mixture.
+        RunError: the run's folder, device, ranks, other weights or tasks do not fit its settings.
+        DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
     """
-    require_tensorboard(config)
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes, last_step = run.find_changes(config), run.last_step
@@ -114,6 +109,14 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
     parallel, needed = memory.choose_parallelism(
         config, parameter_shapes(config.model), dtype, distributed.world_size(), distributed.local_size(), device
     )
+    tasks = initial_weights = None
+    if config.eval.task_names:
+        assert open_tasks, "train(…, open_tasks=eval.in_loop.open_tasks) is needed with eval.tasks"
+        tasks = open_tasks(config)
+    if config.train.init_from and not (last_step or branch):
+        from hf.init_from import read_initial_weights  # the only use of the package hf here
+
+        initial_weights = read_initial_weights(config)
     return Plan(
         config=config,
         run=run,
@@ -127,24 +130,8 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         dtype=dtype,
         parallel=parallel,
         memory=needed,
-        initial_weights=None if last_step or branch else _read_initial_weights(config),
+        initial_weights=initial_weights,
         branch=branch,
-        tasks=_open_tasks(config, open_tasks),
+        tasks=tasks,
         document_token=metas[0].tokenizer["eot"] if config.data.document_mask else None,
     )
-
-
-def _open_tasks(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None) -> ScoreTasks | None:
-    if not config.eval.task_names:
-        return None
-    assert open_tasks, "train(…, open_tasks=eval.in_loop.open_tasks) is needed with eval.tasks"
-    return open_tasks(config)
-
-
-def _read_initial_weights(config: Config) -> "Weights | None":
-    """The weights of train.init_from, which alone needs the package hf."""
-    if not config.train.init_from:
-        return None
-    from hf.init_from import read_initial_weights
-
-    return read_initial_weights(config)

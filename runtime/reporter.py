@@ -18,7 +18,7 @@ from runtime.metrics import Metrics, gate_metrics, load_metrics
 from runtime.preflight import Plan
 from runtime.state import TrainState
 from runtime.statistics import Statistics
-from runtime.tracker import start_tensorboard, start_wandb
+from runtime.tracker import WandbTracker, start_trackers
 from runtime.updates import Counters
 
 BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
@@ -40,10 +40,7 @@ class SilentReporter:
     def __exit__(self, *error: object) -> None:
         pass
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Nothing to time."""
-        yield
+    pause = nullcontext
 
     def ignore(self, *_: object) -> None:
         """In place of every method that reports."""
@@ -73,9 +70,9 @@ class Reporter:
         sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
         tags = (config.model.router, *config.data.sets, sizes[0], f"{sizes[1]} active")
         resume_step = state.step or -1
-        wandb = start_wandb(config, plan.folder, state.metadata.get("wandb"), tags)
-        self.metadata = {"wandb": wandb.id} if wandb else {}
-        trackers = [tracker for tracker in (wandb, start_tensorboard(config, plan.folder, resume_step)) if tracker]
+        trackers = start_trackers(config, plan.folder, resume_step, state.metadata.get("wandb"), tags)
+        ids = [tracker.id for tracker in trackers if isinstance(tracker, WandbTracker)]
+        self.metadata = {"wandb": ids[0]} if ids else {}
         self.metrics = Metrics(plan.folder, resume_step, trackers, config.train.on_save_error)
         total = config.train.max_steps
         self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
@@ -192,17 +189,10 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
-    if plan.device.type == "cpu" and plan.dtype == torch.float16:
-        print(
-            f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32; start again with "
-            f"--train.dtype=auto, under another run.name"
-        )
     if config.data.mix:
         epochs = plan.loader.count_epochs(config.train.max_steps)
-        parts = [
-            f"{name} {part:.1%} ({epoch:.2g} epochs)"
-            for (name, part), epoch in zip(config.data.sets.items(), epochs, strict=True)
-        ]
-        print(f"{plan.folder}: data: {', '.join(parts)}")
+        parts = zip(config.data.sets.items(), epochs, strict=True)
+        text = ", ".join(f"{name} {part:.1%} ({epoch:.2g} epochs)" for (name, part), epoch in parts)
+        print(f"{plan.folder}: data: {text}")
     if plan.changes:
         print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")

@@ -14,7 +14,7 @@ from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
-from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
+from runtime.parallel import distribute, full_tensor, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics
 from runtime.updates import Updates
@@ -89,8 +89,6 @@ class TrainState:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         shape = (config.train.micro_batch_size, config.model.block_size)
         compile = distributed.pick_compile(config.train.compile, plan.device)
-        if compile and config.train.compile == "auto":
-            compile = try_compiling(self.model, shape, plan.autocast, ranks)
         self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, compile)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(
@@ -137,11 +135,6 @@ class TrainState:
         if self._bias_update_rate:
             for router, load in zip(self._routers, loads, strict=True):
                 update_selection_bias(router.selection_bias, load, self._bias_update_rate * taken)
-
-    def update_average(self, taken: Tensor) -> None:
-        """Move the mean of the weights (train.ema_decay) by a step, if there is one and it was `taken`, () bool."""
-        if self.average:
-            self.average.update(taken)
 
     def gammas(self) -> Tensor | None:
         """KERN's scales γ, (L,), None if the router has none. Under FSDP2 every rank must call it."""

@@ -10,7 +10,7 @@ class Statistics:
     """Sums over micro-batches, ranks and steps, as named views of one float64 vector on the device.
 
     A step's own sums count its micro-batches; `to_step_means` turns them into means, so that `steps` is then 1. Loads
-    stay sums: they are tokens per step. Adding up several steps and dividing by `steps` gives their mean.
+    stay sums: they are tokens per step. The sum of several steps' vectors, divided by `steps`, is their mean.
 
     Attributes:
         vector: (3 + 4 L + L E,) float64, all of the below one after the other.
@@ -50,14 +50,6 @@ class Statistics:
         """Divide all but the loads by the number of micro-batches of a step over all ranks, in place."""
         means = len(self.vector) - self.loads.numel()
         self.vector[:means] *= 1 / micro_batches
-
-    def add_step(self, step: "Statistics") -> None:
-        """Add one step's means."""
-        self.vector += step.vector
-
-    def reset(self) -> None:
-        """Forget everything added so far."""
-        self.vector.zero_()
 
     def mean(self) -> "Statistics":
         """The mean over the steps that were added; NaN if there were none."""

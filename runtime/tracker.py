@@ -6,22 +6,15 @@ nothing here can stop a run that has begun. docs/wandb.md lists the names.
 """
 
 import math
-import netrc
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
-from tqdm import tqdm
 
 from common.text import first_line
 from configure import Config
-from runtime import RunError
-from runtime.load_pictures import draw_loads
 from runtime.metrics import imbalance_and_dead
 
 Line = dict[str, Any]  # of metrics.jsonl: numbers, or lists of them by layer, expert or window
@@ -38,7 +31,7 @@ class WandbTracker:
         """Take what wandb.init returned, the module, the run's folder, and the first layer with experts."""
         self.remedy = f"; `wandb sync {folder}/wandb/*run-*` sends what wandb has got of them"
         self.run, self.id, self.wandb, self.first_layer = run, run.id, wandb, first_layer
-        self.best, self.draws = math.inf, True
+        self.best = math.inf
 
     def recall(self, lines: Sequence[Line]) -> None:
         """Update the summary with `lines`: the least val loss of the run so far, and the last."""
@@ -48,17 +41,8 @@ class WandbTracker:
             self.run.summary.update({"val/loss_best": self.best, "val/loss_final": losses[-1]})
 
     def log(self, line: Line) -> None:
-        """Send one line, with pictures if it has `val/loads`. If drawing fails, print one line and stop drawing."""
-        values = flatten_line(line, self.first_layer)
-        if self.draws and "val/loads" in line:
-            try:
-                pictures = draw_loads(line["step"], line["val/loads"], self.first_layer)
-                values |= {name: self.wandb.Image(pixels) for name, pixels in pictures.items()}
-            except Exception as error:
-                self.draws = False
-                remedy = "; pip install -r requirements-report.txt" if isinstance(error, ImportError) else ""
-                tqdm.write(f"wandb: no pictures of loads ({first_line(error)}{remedy}); arrays/ has the loads")
-        self.run.log(values, step=line["step"])
+        """Send one line."""
+        self.run.log(flatten_line(line, self.first_layer), step=line["step"])
         self.recall([line])
 
     def summarize(self, values: Line, name: str, head: list[str], rows: list[list[str]], step: int) -> None:
@@ -81,13 +65,10 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.first_layer = first_layer
-        self.is_first = not any(folder.glob("events.*"))
         self.writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def recall(self, lines: Sequence[Line]) -> None:
-        """Write the `lines` of earlier starts, if those wrote no files."""
-        for line in lines if self.is_first else ():
-            self.log(line)
+        """Nothing: earlier starts wrote their lines."""
 
     def log(self, line: Line) -> None:
         """Write one line, so that a kill does not lose it."""
@@ -101,39 +82,33 @@ class TensorBoardTracker:
         self.writer.close()
 
 
-def require_tensorboard(config: Config) -> None:
-    """Raise RunError with the remedy if log.tensorboard needs a package that is missing."""
-    if config.log.tensorboard and find_spec("tensorboard") is None:
-        raise RunError("log.tensorboard = true: tensorboard not installed: pip install tensorboard")
-
-
-def start_tensorboard(config: Config, folder: Path, resume_step: int) -> TensorBoardTracker | None:
-    """Begin a file in `folder`/tensorboard; None without log.tensorboard, or if that fails, which costs a printed line.
+def start_trackers(
+    config: Config, folder: Path, resume_step: int, id: str | None, tags: Sequence[str]
+) -> list[WandbTracker | TensorBoardTracker]:
+    """Start what [log] asks for; what fails is left out, which costs a printed line.
 
     Args:
         config: the run's.
-        folder: the run's folder.
+        folder: the run's folder; the files go to `folder`/wandb and `folder`/tensorboard.
         resume_step: of the checkpoint that the run resumes from; -1 at the start.
+        id: of the wandb run to resume; None for a new run.
+        tags: of the run in wandb.
     """
-    if not config.log.tensorboard:
-        return None
-    try:
-        return TensorBoardTracker(folder / "tensorboard", resume_step, config.model.n_dense_layer)
-    except Exception as error:
-        print(f"tensorboard: no files ({first_line(error)}): continuing without; metrics.jsonl has every number")
-        return None
+    trackers: list[WandbTracker | TensorBoardTracker] = []
+    if wandb := start_wandb(config, folder, id, tags):
+        trackers.append(wandb)
+    if config.log.tensorboard:
+        try:
+            trackers.append(TensorBoardTracker(folder / "tensorboard", resume_step, config.model.n_dense_layer))
+        except Exception as error:
+            print(f"tensorboard: no files ({first_line(error)}): continuing without; metrics.jsonl has every number")
+    return trackers
 
 
 def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Sequence[str] = ()) -> WandbTracker | None:
     """Start or resume a wandb run; None if log.wandb is "disabled" or wandb fails, which costs one printed line.
 
     Without an API key or a network "online" becomes "offline". Under a wandb agent, project and id are the agent's.
-
-    Args:
-        config: the run's.
-        folder: the run's folder; wandb's files go to `folder`/wandb.
-        id: of the wandb run to resume; by default a new run.
-        tags: of the run in wandb.
     """
     mode = config.log.wandb
     if mode == "disabled":
@@ -141,7 +116,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
     try:
         import wandb
 
-        if mode == "online" and not _has_wandb_key(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url):
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
             print("wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb sync` sends it later")
             mode = "offline"
         try:
@@ -150,8 +125,7 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
             if mode == "offline":
                 raise
             print(f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends it later")
-            with suppress(Exception):
-                wandb.teardown()  # otherwise it refuses the id as in use
+            wandb.teardown()  # otherwise it refuses the id as in use
             run = _init_wandb(wandb, "offline", config, folder, id, tags)
         return WandbTracker(run, wandb, folder, config.model.n_dense_layer)
     except Exception as error:
@@ -169,15 +143,6 @@ def _init_wandb(wandb: Any, mode: str, config: Config, folder: Path, id: str | N
     run = wandb.init(mode=mode, dir=str(folder), config=config.model_dump(), settings=settings, **names)
     run.define_metric("*", step_metric="tokens")
     return run
-
-
-def _has_wandb_key(base_url: str) -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlparse(base_url).hostname or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def flatten_line(line: Line, first_layer: int = 0) -> Line:

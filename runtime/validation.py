@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data.loader import prefetch, windows
 from runtime import distributed
@@ -45,8 +45,9 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
         stop: whether this rank is asked to stop; looked at between micro-batches.
 
     Returns:
-        Those of `average_losses`; with routers `val/loads` (L, E), tokens, two numbers of them, and the scale of the
-        gates (`gate_metrics`). None if any rank is asked to stop meanwhile.
+        `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture `val/loss` is a weighted mean, beside
+        `val/SET/loss` () of each set and `val/window_weights` (W,). With routers `val/loads` (L, E),
+        tokens, two numbers of them, and the scale of the gates (`gate_metrics`). None if any rank is asked to stop.
     """
     model.eval()
     indices, block_size = plan.validation.windows, plan.config.model.block_size
@@ -73,22 +74,13 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
     model.train()
     losses = distributed.sum_over_ranks(losses)
     total_loads = distributed.sum_over_ranks(torch.stack(loads).sum(0))
-    values = average_losses(losses, plan)
-    square, total = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
-    if len(total_loads):  # no rows for a dense model
-        summaries = load_metrics(total_loads) | gate_metrics(square, total)
-        values |= {"val/loads": total_loads} | {f"val/{name}": value for name, value in summaries.items()}
-    return values
-
-
-def average_losses(losses: Tensor, plan: Plan) -> dict[str, Any]:
-    """`val/loss` () and `val/window_losses` (W,), nats per token, of the plan's validation windows' `losses` (W,).
-
-    Of a mixture `val/loss` is a weighted mean, beside `val/SET/loss` () of each set and `val/window_weights` (W,).
-    """
     values = {"val/loss": losses.mean(), "val/window_losses": losses}
     if plan.config.data.mix:
         sets, weights = (torch.from_numpy(array).to(losses.device) for array in plan.validation[-2:])
         values |= {"val/loss": (losses * weights).mean(), "val/window_weights": weights}
         values |= {f"val/{name}/loss": losses[sets == i].mean() for i, name in enumerate(plan.config.data.sets)}
+    square, total = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
+    if len(total_loads):  # no rows for a dense model
+        summaries = load_metrics(total_loads) | gate_metrics(square, total)
+        values |= {"val/loads": total_loads} | {f"val/{name}": value for name, value in summaries.items()}
     return values

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import configure
@@ -18,7 +19,7 @@ from common.text import text_table
 from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import PEAK_FLOPS
-from runtime.memory import USABLE, Memory, estimate_each, format_bytes, list_parallelisms
+from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
 
 
@@ -46,18 +47,13 @@ def parse_mfu(text: str) -> float:
     try:
         mfu = float(text)
     except ValueError:
-        return measured_mfu(Path(text))
+        values = [line["perf/mfu"] for line in read_metrics(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
+        if not values:
+            raise ConfigError(f"{text} has no perf/mfu in its metrics.jsonl: name another run, or a number") from None
+        return statistics.median(values)
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
     return mfu
-
-
-def measured_mfu(run: Path) -> float:
-    """Median perf/mfu in a run's folder. Raises ConfigError if it has none."""
-    values = [line["perf/mfu"] for line in read_metrics(run / "metrics.jsonl") if "perf/mfu" in line]
-    if not values:
-        raise ConfigError(f"{run} has no perf/mfu in its metrics.jsonl: name another run, or a number")
-    return statistics.median(values)
 
 
 def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
@@ -65,7 +61,6 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     mfu, tokens, steps = parse_mfu(args.mfu), count_tokens(config), config.train.max_steps
     total, active = count_parameters(config.model)
     hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
-    ranks = min(args.gpus, args.gpus_per_node)
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
     saved = format_bytes(checkpoint_bytes(config))
     lines = {
@@ -74,35 +69,27 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
         "tokens": f"{tokens / 1e9:.2f} B: {steps:,} steps of {tokens // steps:,}",
         "checkpoint": f"{saved}, {config.train.keep_checkpoints} kept and one being written",
         "time": f"{hours:,.1f} h on {gpus}, {hours * args.gpus:,.0f} GPU hours",
-        "host memory": f"{format_bytes(4 * total * ranks)} per node at the start: {ranks} ranks build the full model",
     }
     yield f"{config.run.name}: router {config.model.router}, {config.train.dtype}"
     yield from (f"  {name:16} {text}" for name, text in lines.items())
     yield ""
 
 
-def estimate_plans(config: Config, args: argparse.Namespace) -> dict[tuple[str, bool], Memory]:
-    """{(parallelism, activation checkpointing): memory of one GPU}, the options that cost least time first."""
+def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
+    """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes, dtype = parameter_shapes(config.model), config.train.dtype
     if dtype == "auto":
         dtype = "float16"  # as on any GPU
     accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
-    plans = {}
-    for checkpointing in (False, True):
-        estimates = estimate_each(config, shapes, dtype, possible, checkpointing)
-        plans |= {(parallel, checkpointing): memory for parallel, memory in estimates.items()}
-    return plans
-
-
-def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
-    plans = estimate_plans(config, args)
+    plans = {}  # the options that cost least time first
+    for checkpointing, (parallel, shards) in product((False, True), possible.items()):
+        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing)
+        plans[parallel, checkpointing] = memory
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     rows = []
-    for part in Memory._fields:
-        sizes = [getattr(memory, part) for memory in plans.values()]
-        if any(sizes) or part not in ("ema", "scoring"):
+    for part, sizes in zip(Memory._fields, zip(*plans.values(), strict=True), strict=True):
+        if any(sizes):
             rows.append([part, *map(format_bytes, sizes)])
     rows.append(["sum", *(format_bytes(sum(memory)) for memory in plans.values())])
     rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits)])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice, product
 from pathlib import Path
 
-import numerics
 import numpy as np
 import pytest
 import torch
@@ -216,28 +215,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-
-
-# ---- the comparison closest to its tolerance, at the end of a test run
-
-CLOSEST = {}
-
-
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Send a test's largest error, as a share of its tolerance, to the process that prints the summary."""
-    if found := numerics.LARGEST.pop(item.nodeid, None):
-        item.user_properties.append(("error", found))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Collect what `pytest_runtest_teardown` sent."""
-    errors = [value for name, value in report.user_properties if name == "error"]
-    if errors and report.when == "teardown":
-        CLOSEST[report.nodeid] = errors[0]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the comparison closest to its tolerance."""
-    if CLOSEST:
-        test, (share, name) = max(CLOSEST.items(), key=lambda item: item[1])
-        terminalreporter.write_line(f"largest error: {share:.2f} of its tolerance, {name} in {test}")

@@ -1,7 +1,7 @@
 """Compare results in floating point on any CPU: tolerances that follow from the format, inputs from numbered seeds.
 
 `TEST_SEED=3` draws every input of `seeded` anew, `TEST_TOLERANCE=0.5` halves every tolerance: scripts/any_cpu.sh runs
-the tests marked `numerics` under many of both. The end of a test run names the comparison closest to its tolerance.
+the tests marked `numerics` under many of both.
 """
 
 import math
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SEED = int(os.environ.get("TEST_SEED", 0))
 SHARE = float(os.environ.get("TEST_TOLERANCE", 1))  # of each tolerance that an error may use
 GUARD = 0x7B  # 61280 in float16, 1e36 in bfloat16 and float32
-LARGEST = {}  # test → (largest error as a share of its tolerance, what was compared)
 
 
 def seeded(number: int = 0) -> torch.Generator:
@@ -52,8 +51,6 @@ def assert_near(
     actual, wanted = actual.detach().double(), wanted.detach().double()
     error, norm = (actual - wanted).norm().item(), (wanted if size is None else size.double()).norm().item()
     share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
-    LARGEST[test] = max(LARGEST.get(test, (0.0, name)), (share, name))
     assert share <= SHARE, (
         f"{name}: error {error / max(norm, 1e-300):.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
     )

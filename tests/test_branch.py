@@ -71,12 +71,10 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["train.max_steps=12", "model.n_embd=64", "run.seed=3"], "run.seed: 0 -> 3\n.*run.seed=0 --model.n_embd=32$"),
-        (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*Add --train.batch_size=8$"),
+        (["train.max_steps=12", "train.batch_size=16"], "train.batch_size: 8 -> 16\n.*as the trunk has them"),
         (["train.max_steps=12", "train.branch_from=runs/gone"], "runs/gone: no config.toml there, so not a run"),
-        (["train.max_steps=4"], "no checkpoint of step 3, .* 6, 9 .--train.branch_step=6.*--train.keep_steps=3$"),
-        (["train.branch_step=13", "train.max_steps=20"], "13 is after step 12, .*: the trunk has 6, 9 .*step=9"),
-        (["train.branch_step=12", "train.max_steps=20"], "no checkpoint of step 12, .* 6, 9 .--train.branch_step=9"),
+        (["train.max_steps=4"], "no checkpoint of step 3, .*6, 9.*--train.keep_steps=3$"),
+        (["train.branch_step=16", "train.max_steps=20"], "no checkpoint of step 16, .* up to step 12, .*6, 9\\."),
     ],
 )
 def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
@@ -86,13 +84,6 @@ def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
     assert content(path_of(trunk).parent) == before
 
 
-def test_a_trunk_that_is_not_there_yet_is_continued(tiny, trunk):
-    for step in (9, 16):
-        shutil.rmtree(checkpoints(trunk) / f"step_{step:08}")
-    with pytest.raises(RunError, match="is at step 6, .* begin at step 9; continue .*--train.keep_steps=9 first"):
-        train.train(branch(tiny, trunk, "train.max_steps=12"))
-
-
 def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
     plan = preflight(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
@@ -100,15 +91,9 @@ def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, 
     assert plan.branch.read_metadata(Ranks(0, 1, plan.device)) == {"data": "a hash"}
 
 
-def test_one_trunk_has_one_name(tiny, trunk):
-    one = branch(tiny, trunk, "train.max_steps=8")
-    assert one == branch(tiny, trunk, "train.max_steps=8", f"train.branch_from={path_of(trunk)}/")
-    assert one.run.name == "trunk-6to8"
-
-
 def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
     next(checkpoints(trunk).glob("step_00000009/__*")).write_bytes(b"")
-    with pytest.raises(RunError, match=r"damaged.*the trunk has 6 \(--train.branch_step=6\)"):
+    with pytest.raises(RunError, match="step_00000009/.*damaged.*another train.branch_step"):
         train.train(branch(tiny, trunk, "train.max_steps=12"))
     file = path_of(trunk) / "config.toml"
     file.write_text(file.read_text().replace('"wsd"', '"cosine"'))
@@ -149,8 +134,6 @@ def test_a_resume_deletes_no_kept_checkpoint(tiny, trunk):
     run(tiny(*forgotten))
     assert steps(trunk) == [6, 9, 11, 20]
     assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,20"
-    with pytest.raises(RunError, match="keep_steps = 17,24: the run ends before step 24, at .*= 20; leave"):
-        train.train(tiny("run.name=short", "train.max_steps=20", "train.keep_steps=17,24"))
 
 
 def be_a_rank(file):

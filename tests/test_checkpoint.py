@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked, content, flip
+from runs import Forked, flip
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -107,13 +107,6 @@ def test_load_restores_everything(tmp_path):
     assert [new.step() for _ in range(3)] == next_losses  # bit for bit
 
 
-def test_metadata_round_trips(tmp_path):
-    metadata = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "text": "ä\n", "none": None, "count": 2**60}
-    with saver_in(tmp_path) as saver:  # which waits at its end
-        Training().save(saver, 3, **metadata)
-    assert checkpoint.latest(tmp_path, ALONE) == (3, metadata)
-
-
 # ---- saving while training continues
 @pytest.fixture
 def slow_disk(monkeypatch):
@@ -146,16 +139,6 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
     assert not any(map(torch.equal, training.model.parameters(), other.model.parameters()))
 
 
-def test_one_save_waits_for_the_one_before(tmp_path, slow_disk):
-    training, saver = Training(), saver_in(tmp_path)
-    training.save(saver, 1)
-    threading.Timer(0.2, slow_disk.set).start()  # nothing is written before the second save waits
-    training.save(saver, 2)
-    assert checkpoint.steps(tmp_path)[0] == 1
-    saver.finish()
-    assert checkpoint.steps(tmp_path) == [1, 2]
-
-
 @pytest.fixture
 def broken_disk(monkeypatch):
     """`broken_disk(True)`: each write fails from now on."""
@@ -177,7 +160,7 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     for next_call in (saver.poll, saver.wait, saver.finish, lambda: training.save(saver, 3)):
         training.save(saver, 2)
         saver.pending.join()
-        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. That of step 1 is.*Make room"):
+        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. Older ones are intact.*Make room"):
             next_call()
         assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
     broken_disk(False)
@@ -186,30 +169,19 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("polled", [False, True])
-def test_failed_last_save_is_an_error_even_with_on_error_warn(tmp_path, broken_disk, capsys, polled):
-    training, saver = Training(), saver_in(tmp_path, on_error="warn")
-    broken_disk(True)
-    training.save(saver, 1)
-    if polled:
-        saver.pending.join()
-        saver.poll()
-    capsys.readouterr()
-    with pytest.raises(RunError, match="step_00000001: the checkpoint could not be written"):
-        saver.finish()
-    assert capsys.readouterr().out == ""  # not also a warning
-
-
-def test_failed_save_before_one_that_succeeds_is_a_warning(tmp_path, broken_disk, capsys):
+def test_failed_save_is_a_warning_and_of_the_last_an_error_with_on_error_warn(tmp_path, broken_disk, capsys):
     training, saver = Training(), saver_in(tmp_path, on_error="warn")
     for step in (1, 2, 3):
         broken_disk(step == 2)
         training.save(saver, step)
-        saver.pending.join()
-    saver.finish()
+        saver.wait()
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: ") and "step_00000002" in line and "step 1 is intact" in line
-    assert checkpoint.steps(tmp_path) == [1, 3]
+    assert line.startswith("warning: ") and "step_00000002" in line and checkpoint.steps(tmp_path) == [1, 3]
+    broken_disk(True)
+    training.save(saver, 4)
+    with pytest.raises(RunError, match="step_00000004: the checkpoint could not be written"):
+        saver.finish()
+    assert capsys.readouterr().out == ""  # not also a warning
 
 
 # ---- which checkpoints stay
@@ -291,60 +263,15 @@ def test_any_flipped_bit_is_detected(copied):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.unlink(),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),  # as a power failure may leave it
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["missing", "empty", "cut short", "grown", "zeros", "a folder"],
-)
-def test_damaged_file_is_named(copied, name, damage):
-    damage(copied / name)
-    with pytest.raises(DamagedError, match="damaged") as caught:
+@pytest.mark.parametrize("change", [None, lambda data: b"", lambda data: data[:-1], lambda data: data + b"\0"])
+def test_damaged_file_is_named(copied, name, change):
+    path = copied / name
+    data = path.read_bytes()
+    path.unlink()
+    if change:
+        path.write_bytes(change(data))
+    with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
         checkpoint.verify(copied)
-    assert name in str(caught.value) and copied.name in str(caught.value)
-
-
-def test_renamed_folder_is_damaged_and_an_extra_file_is_not(copied):
-    (copied / "notes.txt").write_text("mine")
-    assert checkpoint.verify(copied)["step"] == 2
-    other = copied.rename(copied.parent / "step_00000003")
-    with pytest.raises(DamagedError, match="step_00000003/manifest.json: damaged"):
-        checkpoint.verify(other)
-
-
-def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
-    write(tmp_path, 2, 4, 6)
-    flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
-    (tmp_path / "step_00000004" / "manifest.json").unlink()
-    before = content(tmp_path)
-    assert checkpoint.latest(tmp_path, ALONE)[0] == 2
-    newest, older = capsys.readouterr().out.splitlines()
-    assert "step_00000006/__0_0.distcp: damaged" in newest and "quarantined as step_00000006.damaged" in newest
-    assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
-    assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
-    assert sorted(content(tmp_path).values()) == sorted(before.values())
-    assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
-
-
-def test_damage_found_by_another_rank_is_known_to_all_and_renamed_by_the_first(tmp_path, monkeypatch, capsys):
-    write(tmp_path, 2, 4)
-    reports = iter([["step_00000004/.metadata: damaged", None], [None, None]])  # of ranks 0 and 1, by checkpoint
-    monkeypatch.setattr(distributed, "gather", lambda value, group: next(reports))
-    assert checkpoint.latest(tmp_path, distributed.Ranks(1, 2, torch.device("cpu")))[0] == 2
-    assert names(tmp_path) == ["step_00000002", "step_00000004"] and capsys.readouterr().out == ""
-
-
-def test_damaged_checkpoint_is_not_evaluated(tmp_path):
-    write(tmp_path, 1, 2)
-    flip(tmp_path / "step_00000002" / "__0_0.distcp", 1000)
-    with pytest.raises(RunError, match="step_00000002/__0_0.distcp: damaged.* use that of step 1"):
-        checkpoint.load_model(tmp_path, 2, GPT(SMALL))
 
 
 # ---- kills and a full disk before any call to the file system
@@ -456,36 +383,29 @@ def assert_refused(path, canary):
 BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."  # through a module of torch
 
 
-@pytest.mark.parametrize("protocol", [0, 5, "back door"])
-def test_a_pickle_as_metadata_runs_nothing(copied, canary, protocol):
-    evil = BACK_DOOR % bytes(canary) if protocol == "back door" else pickle.dumps(Payload(canary), protocol)
-    forge(copied, **{".metadata": evil})
+@pytest.mark.parametrize("back_door", [False, True])
+def test_a_pickle_as_metadata_runs_nothing(copied, canary, back_door):
+    forge(copied, **{".metadata": BACK_DOOR % bytes(canary) if back_door else pickle.dumps(Payload(canary))})
     with pytest.raises(CheckpointException):
         read_as_torch_does(copied)
     assert_refused(copied, canary)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "other"])
-def test_a_pickle_as_an_entry_runs_nothing(copied, canary, kind):
+def test_a_pickle_as_an_entry_runs_nothing(copied, canary):
     """torch's readers give entries that are not tensors to torch.load(weights_only=False)."""
     torch.save(Payload(canary), evil := io.BytesIO())
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn == "model.wte.weight")
     evil_entry = _StorageInfo("evil.distcp", 0, len(evil.getvalue()))
-    metadata.storage_data |= {index: evil_entry, MetadataIndex(index.fqn): evil_entry}  # of tensors, of other values
-    if kind == "other":
-        metadata.state_dict_metadata["model.wte.weight"] = BytesStorageMetadata()
+    metadata.storage_data |= {index: evil_entry, MetadataIndex(index.fqn): evil_entry}
+    metadata.state_dict_metadata["model.wte.weight"] = BytesStorageMetadata()
     forge(copied, **{"evil.distcp": evil.getvalue(), ".metadata": pickle.dumps(metadata)})
-    if kind == "tensor":
-        torch.load(io.BytesIO(evil.getvalue()), weights_only=False)
-    else:
-        read_as_torch_does(copied)
+    read_as_torch_does(copied)
     assert_refused(copied, canary)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/file"])
-def test_manifest_names_no_file_outside_the_checkpoint(copied, name):
-    write_manifest(copied, {"step": 2, "files": {name: {"bytes": 0, "sha256": ""}}, "facts": {}})
+def test_manifest_names_no_file_outside_the_checkpoint(copied):
+    write_manifest(copied, {"step": 2, "files": {"../outside": {"bytes": 0, "sha256": ""}}, "facts": {}})
     with pytest.raises(DamagedError, match="manifest.json: damaged"):
         checkpoint.verify(copied)
 

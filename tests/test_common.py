@@ -1,22 +1,17 @@
 """common/: how commands end, files written in full or not at all, tables, progress on a terminal and in a file."""
 
 import errno
-import fcntl
 import os
-import pty
-import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 from runs import REPO_ROOT
 
 from common import progress
 from common.command import build_parser, command, require_packages, run_command
-from common.files import short_path, write_atomic
+from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import first_line, format_size, markdown_table, plural, text_table
 
@@ -78,12 +73,6 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     assert (done.stdout, done.stderr) == ("", "141\n")
 
 
-def test_a_command_without_stdout_ends_with_its_code():
-    closed = f"{shlex.join([sys.executable, '-c', PRINTING.format('print(1)')])} >&-"
-    done = subprocess.run(closed, shell=True, cwd=REPO_ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # ---- files
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, disk_calls):
     write_atomic(tmp_path / "file", "ä", durable=True)
@@ -102,12 +91,6 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
-def test_paths_are_short_below_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert short_path(tmp_path / "here/a/b") == "a/b" and short_path("../x") == str(tmp_path / "x")
-
-
 # ---- text
 def test_tables_align_numbers_to_the_right_and_escape_html():
     rows = [["long name", "1"], ["b", "10.25"]]
@@ -123,48 +106,6 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
 
 
 # ---- progress
-@pytest.fixture
-def terminal(monkeypatch):
-    """terminal(columns): make stderr a terminal that wide; returns a function that reads what it shows."""
-    opened = []
-
-    def open_terminal(columns):
-        main, side = pty.openpty()
-        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-        monkeypatch.setattr(sys, "stderr", os.fdopen(side, "w"))
-        opened.extend([main, sys.stderr])
-        return lambda: read_lines(main)
-
-    yield open_terminal
-    for file in opened:
-        file.close() if hasattr(file, "close") else os.close(file)
-
-
-def read_lines(main):
-    """What a terminal shows up to the end of a line; it comes in pieces."""
-    text = ""
-    while not text.endswith("\n"):
-        text += os.read(main, 65536).decode()
-    return text
-
-
-def show(bar):
-    bar.set_postfix_str("loss 2.5", refresh=False)
-    for _ in range(3):
-        bar.update()
-    bar.close()
-
-
-@pytest.mark.parametrize("columns, environment, width", [(0, None, 79), (80, None, 79), (0, "60", 59)])
-def test_a_terminal_shows_a_bar_even_if_it_does_not_know_its_width(terminal, monkeypatch, columns, environment, width):
-    monkeypatch.setenv("COLUMNS", environment) if environment else monkeypatch.delenv("COLUMNS", raising=False)
-    read = terminal(columns)
-    show(progress_bar(every=10, desc="tiny", total=3, bar_format=progress.FORMAT))
-    last = read().rstrip().split("\r")[-1]
-    assert len(last) == width and last.startswith("tiny: 3/3")
-    assert environment or re.fullmatch(r"tiny: 3/3it \|█+\| 00:00, 00:00 left, loss 2.5", last)
-
-
 def test_a_file_gets_lines(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -184,11 +125,3 @@ def test_a_file_gets_lines(capsys, monkeypatch):
         "tiny: step 40/100, 00:30, 01:00 left, loss 40\n"
         "tiny: step 42/100, 00:32, 00:58 left, loss 42\n",
     )
-
-
-def test_a_file_gets_units_or_nothing(capsys):
-    with progress_bar(every=10, desc="books", total=2_000_000, unit="B", unit_scale=True) as bar:
-        bar.update(1_500_000)
-    assert capsys.readouterr().err == "books: 1.50M/2.00MB, 00:00, 00:00 left\n"
-    show(progress_bar(desc="scored", total=3, disable=False))  # without `every`
-    assert capsys.readouterr().err == ""

@@ -20,6 +20,7 @@ import configure
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
+from configure.schema import Data, Model, Train
 from data import DataError
 from data.writer import Writer
 from eval import generation, val_loss
@@ -154,12 +155,12 @@ def test_autograd_keeps_one_mask_for_all_layers(dtype):
             model(*torch.zeros(2, 3, 256, dtype=torch.int64))
         return sum(kept.values())
 
-    config = Config().model.model_copy(update={**SIZES, "router": "dense", "block_size": 256})
-    shapes = parameter_shapes(config)
-    planned = [
-        estimate_memory(shapes, config, 3, dtype, "ddp", 1, checkpointing=False, masks=masks).activations
-        for masks in (True, False)
-    ]
+    parts = {"model": Model(**SIZES | {"router": "dense", "block_size": 256}), "train": Train(micro_batch_size=3)}
+    shapes = parameter_shapes(parts["model"])
+    planned = []
+    for masked in (True, False):
+        config = Config().model_copy(update=parts | {"data": Data(document_mask=masked)})
+        planned.append(estimate_memory(config, shapes, dtype, "ddp", 1, checkpointing=False).activations)
     assert measure(END) - measure(None) == pytest.approx(planned[0] - planned[1], rel=0.03)
 
 

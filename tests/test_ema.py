@@ -14,8 +14,7 @@ import configure
 import train
 from eval import downstream, val_loss
 from eval.trained import load_model
-from model import GPT, parameter_shapes
-from runtime import RunError, memory
+from model import GPT
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
 from runtime.folder import path_of
@@ -167,23 +166,3 @@ def test_commands_take_the_mean(trained, tmp_path, call, capsys):
     assert "--ema with --average 2: the weights can be one mean" in call(
         sample.main, trained, "--ema", "--average", 2, code=2
     )
-
-
-@pytest.mark.parametrize("main", [sample.main, val_loss.main, downstream.main])
-def test_commands_refuse_a_mean_that_is_not_there(tiny, call, main):
-    run(tiny("train.max_steps=2"))
-    error = call(main, path_of(tiny()), "--ema", code=2)
-    assert "runs/tiny has no EMA of its weights (train.ema_decay = 0); leave --ema out" in error
-
-
-@pytest.mark.parametrize("parallel, shards", [("ddp", 1), ("fsdp", 4)])
-def test_memory_plan_counts_the_mean(tiny, parallel, shards):
-    """A copy of the weights in fp32, on each rank its part."""
-    shapes, model = parameter_shapes(tiny().model), tiny().model
-    without, with_mean = (
-        memory.estimate_memory(shapes, model, 8, "float32", parallel, shards, False, ema=ema) for ema in (False, True)
-    )
-    assert with_mean == without._replace(ema=without.weights) and with_mean.state == without.state + without.weights
-    small = memory.Memory(2**30, 2**30, 2**31, 0, 0, 0, ema=2**30)
-    with pytest.raises(RunError, match=r"running mean of weights \(train.ema_decay\) need 5.0 GiB a GPU"):
-        memory.check_state_fits(small, 4 * 2**30, {"wte.weight": (2**14, 2**14)})

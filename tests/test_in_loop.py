@@ -233,12 +233,15 @@ def test_one_rank_that_is_asked_to_stop_stops_the_scores_of_both(tiny_file, fold
 
 def test_memory_plan_counts_gathered_weights(tiny, call):
     """Each rank gathers all weights, when what a step needs besides its state is free again."""
-    model = tiny("model.n_layer=12", "model.expert_hidden=512").model
+    sizes = ("model.n_layer=12", "model.expert_hidden=512", "train.batch_size=1000")
+    model = tiny(*sizes).model
     shapes, full = parameter_shapes(model), 4 * count_parameters(model)[0]
     for parallel, shards, size in (("ddp", 1, 1), ("zero2", 4, 1), ("fsdp", 4, 1), ("fsdp", 4, 1000)):
         without, plan = (
-            memory.estimate_memory(shapes, model, size, "bfloat16", parallel, shards, False, tasks=tasks)
-            for tasks in (False, True)
+            memory.estimate_memory(
+                tiny(*sizes, f"train.micro_batch_size={size}", tasks), shapes, "bfloat16", parallel, shards, False
+            )
+            for tasks in ("eval.tasks=[]", 'eval.tasks=["sciq"]')
         )
         more = full - without.copies - without.activations - without.logits
         assert plan == without._replace(scoring=0 if parallel == "ddp" or size == 1000 else more)

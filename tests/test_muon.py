@@ -76,24 +76,6 @@ def test_steps_equal_an_svd_in_float64(scaled):
     assert_near(bias, twin, tolerance(torch.float32, 60, roundings=20), "bias")
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_matrices_move_as_by_torch(decay):
-    """Which iterates in bfloat16, so the steps agree within a few percent."""
-    shape, steps = (16, 24), 4
-    p, other = (torch.nn.Parameter(torch.randn(shape, generator=seeded())) for _ in range(2))
-    mine = Muon([{"params": [p], "weight_decay": decay, "momentum": 0.95}], lr=0.1, fused=True)
-    mine.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros(shape)}
-    mine.grad_scale, mine.found_inf = torch.ones(()), torch.zeros(())
-    theirs = torch.optim.Muon([other], lr=0.1, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    for step in range(steps):
-        before = p.detach().clone(), other.detach().clone()
-        p.grad = torch.randn(shape, generator=seeded(step))
-        other.grad = p.grad.clone()
-        mine.step()
-        theirs.step()
-        assert_near(p.detach() - before[0], other.detach() - before[1], 0.05)
-
-
 def test_which_parameters_muon_takes():
     shape = Model(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_expert=4, top_k=2, bias=True, tie_embeddings=False)
     model = GPT(shape)

@@ -233,7 +233,7 @@ def test_bad_input(tmp_path, capsys):
     page.mkdir()
     (page / "report.md").write_text("# My own\n")
     for arguments, said in [
-        ([tmp_path / "kernel"], "no such folder; did you mean"),
+        ([tmp_path / "kernel"], "no such folder"),
         ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
         ([kern, "--experiment", "books"], "--experiment books: not a file in config/paper"),
         ([kern, "--out", tanh], "a run's folder; name another"),

@@ -276,7 +276,7 @@ def test_command_takes_another_set_and_a_mean(made, corpus):
         ("{runs}/kern --other-checkpoint 3", "no checkpoint of step 3, it has 2, 4"),
         ("{runs}/kern --data nothing", "nothing: no such data set"),
         ("{runs}/kern --data {runs}/other-set", "tokenizer .'bytes'. is not that of kern; name a set"),
-        ("{runs}/kren", "kren: no such folder; did you mean "),
+        ("{runs}/kren", "kren: no such folder"),
     ],
 )
 def test_bad_input_is_named(made, words, message, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""runtime/tensorboard.py: the files by TensorBoard's own reader, a stand-in where it is not installed."""
+"""runtime/tracker.py: TensorBoard's files by TensorBoard's own reader, a stand-in where it is not installed."""
 
 import sys
 from collections import defaultdict
@@ -28,87 +28,40 @@ def read():
     return call
 
 
-def wanted(lines):
+def wanted(lines, first_layer=0):
     found = defaultdict(list)
-    for line in map(flatten_line, lines):
+    for line in (flatten_line(line, first_layer) for line in lines):
         for name in line.keys() - {"step", "tokens"}:
             found[name].append((line["step"], pytest.approx(line[name])))  # TensorBoard has float32
     return found
 
 
-def test_tensorboard_reads_what_metrics_have(tiny, read):
-    config = tiny(*ON)
-    lines = run(config)
-    found = read(config)
-    assert found == wanted(lines)
-    assert {"train/loss", "val/loss", "router/gate_norm", "router/load_imbalance/layer_01"} <= found.keys()
-
-
 def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    """A run that dies between checkpoints, and resumes."""
-    config = tiny(*ON)
+    """A run that dies between checkpoints, and resumes; its first layer is dense."""
+    config = tiny(*ON, "model.n_dense_layer=1")
     before_steps(lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
         train.train(config)
     assert read(config)["train/loss"][-1][0] == 3  # step 3 was written; the checkpoint is of step 2
     before_steps(None)
     lines = run(config)
-    assert read(config) == wanted(lines) and column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
-
-
-def test_a_run_that_turns_it_on_later_has_all_steps(tiny, read):
-    run(tiny("train.max_steps=2", "optim.warmup_steps=0"))
-    lines = run(tiny(*ON, "train.max_steps=3", "optim.warmup_steps=0"))
-    found = read(tiny())
-    assert [step for step, _ in found["train/loss"]] == [1, 2, 3]
-    assert len(found["val/loss"]) == len(column(lines, "val/loss"))
-
-
-def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert train.main([str(tiny_file), "--log.tensorboard=true"]) == 2
-    words = "error: log.tensorboard = true: tensorboard not installed: pip install tensorboard\n"
-    assert capsys.readouterr().err == words and not path_of(tiny()).exists()
-    assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Install a stand-in for torch.utils.tensorboard and tensorboard; the list of calls of its writer."""
-    calls = []
-
-    def record(name):
-        return lambda *values: calls.append((name, *values))
-
-    def make(folder, purge_step):
-        calls.append(("open", purge_step))
-        return SimpleNamespace(**{name: record(name) for name in ("add_scalar", "flush", "close")})
-
-    package = ModuleType("tensorboard")
-    package.__spec__ = ModuleSpec("tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", package)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
-    return calls
-
-
-def test_the_writer_is_told_what_to_purge(tiny, stand_in):
-    run(tiny(*ON, "train.max_steps=2"))
-    assert stand_in[0] == ("open", 0) and stand_in[-1] == ("close",)
-    assert [call[0] for call in stand_in].count("flush") == 4  # after each line
-    assert ("add_scalar", "val/loss") in [call[:2] for call in stand_in]
-    stand_in.clear()
-    run(tiny(*ON))
-    assert stand_in[0] == ("open", 3)
+    found = read(config)
+    assert found == wanted(lines, 1) and column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
+    assert {"train/loss", "val/loss", "router/gate_norm", "router/load_imbalance/layer_01"} <= found.keys()
+    assert not any("layer_00" in name for name in found)
 
 
 @pytest.mark.parametrize("broken", ["SummaryWriter", "add_scalar"])
-def test_a_failure_costs_one_line(tiny, stand_in, monkeypatch, capsys, broken):
+def test_a_failure_costs_one_line(tiny, monkeypatch, capsys, broken):
     def fail(*args, **options):
         raise OSError("disk full\nand more")
 
     writer = SimpleNamespace(add_scalar=fail, flush=fail, close=fail)
     make = fail if broken == "SummaryWriter" else lambda *args, **options: writer
-    monkeypatch.setattr(sys.modules["torch.utils.tensorboard"], "SummaryWriter", make)
+    package = ModuleType("tensorboard")
+    package.__spec__ = ModuleSpec("tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
     assert column(run(tiny(*ON)), "train/loss")[3:]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")]
     assert "disk full): continuing without" in line and "has every number" in line

@@ -143,18 +143,6 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_step_of_the_weights_reads_no_number(scaled):
-    mine, updates = two_parameters(scaled, loss_spike="skip", max_skipped_steps=3)
-    with HostReads() as reads:
-        torch.ones(()).item()
-    assert reads.found  # it sees them
-    for step in range(3):
-        with HostReads() as reads:
-            take_step(updates, mine, step)
-        assert not reads.found
-
-
 EAGER = ["log.interval=100", "eval.interval=100", "train.max_steps=9", "train.bias_update_rate=0.01"]
 EAGER += ["train.loss_spike=skip", "train.balance_loss_coef=0.01", "train.z_loss_coef=0.001"]
 
@@ -178,7 +166,9 @@ def in_steady_steps(before_steps):
 @pytest.mark.parametrize("router, dtype", [("dense", "float32"), ("kern", "float16"), ("softmax-renorm", "float16")])
 def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype):
     """But for the loads that the experts of a CPU go by, which they read as a list."""
-    reads = HostReads()
+    with HostReads() as reads:
+        torch.ones(()).item()
+    assert reads.found.pop()  # it sees them
     begun = in_steady_steps(reads.__enter__, lambda: reads.__exit__(None, None, None))
     run(tiny(*EAGER, f"model.router={router}", f"train.dtype={dtype}", "model.backend=torch", "train.ema_decay=0.9"))
     assert {4, 7} < set(begun) and not reads.found
@@ -253,24 +243,21 @@ def test_step_that_is_not_finite_is_skipped(tiny, poison, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype, most, message",
+    "dtype, most, factor, message",
     [
-        ("float32", 3, r"3 steps in a row skipped, the last for gradients .*\(step 4, .*lower optim\.lr"),
-        ("float16", 20, r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"),
+        ("float32", 3, None, r"3 steps in a row skipped, the last for gradients .*\(step 9, .*lower optim\.lr"),
+        ("float16", 20, None, r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"),
+        ("float32", 4, 50, r"4 steps in a row skipped, the last for a loss spike \(step 10"),
     ],
 )
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, poison, dtype, most, message):
-    weights = poison(range(1, 100))
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, short_history, poison, dtype, most, factor, message):
+    """Of infinite gradients, or losses that stay high; two such gradients apart do not."""
+    weights = poison({*range(6, 100)} if factor else {1, 3, *range(6, 100)}, factor)
+    own = [f"train.max_skipped_steps={most}", f"train.dtype={dtype}", "train.loss_spike=skip", "eval.interval=50"]
     with pytest.raises(RunError, match=message):
-        run(tiny("train.max_steps=50", f"train.max_skipped_steps={most}", f"train.dtype={dtype}"))
-    assert len(weights) == 1 + most
-    assert torch.equal(weights[1], weights[-1]) and weights[-1].isfinite().all()
-
-
-def test_skipped_steps_apart_do_not_stop_the_run(tiny, poison):
-    poison({0, 2, 4})
-    lines = run(tiny("train.max_steps=6", "train.max_skipped_steps=2"))
-    assert lines[-1]["step"] == 6 and column(lines, "optim/skipped_steps")[-1] == 3
+        run(tiny("train.max_steps=50", *own))
+    assert len(weights) == 6 + most
+    assert torch.equal(weights[6], weights[-1]) and weights[-1].isfinite().all()
 
 
 def test_loss_scale_has_a_floor(tiny, poison):
@@ -333,10 +320,6 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, model, sa
     loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
     assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
     assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)
-    assert rank["layers_of_micro_batch"] == 1
-    blocks = [f"blocks.{i}{part}" for i in range(2) for part in (".attn", ".mlp", "")]
-    assert list(rank["layers"]) == ["wte", *blocks, "ln_f"]
-    assert all(0 < layer["rms"] <= layer["max"] < 100 for layer in rank["layers"].values())
     named = dict(model().named_parameters())
     assert report["parameters"].keys() == named.keys()
     for name, p in named.items():
@@ -357,16 +340,6 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
     norm = torch.tensor([norms["gradient_norm"] for norms in dump["parameters"].values()]).norm()
     limit = tolerance(torch.float32, 257 * 32)  # the longest tensor
     assert_near(norm, torch.tensor(third["optim/grad_norm"]), limit, "gradient norm")
-
-
-def test_layers_whose_numbers_overflow_are_seen_in_the_dump(tiny, model, before_steps):
-    config = tiny("train.max_steps=3")
-    before_steps(lambda step: step == 1 and model().blocks[1].mlp.experts.w_out.data.fill_(math.inf))
-    with pytest.raises(RunError, match="crash-step_00000001.json"):
-        run(config)
-    layers = crash_report(config, 1)["ranks"][0]["layers"]
-    bad = [name for name, layer in layers.items() if isinstance(layer["rms"], str)]
-    assert bad[0] == "blocks.1.mlp" and "blocks.1.attn" not in bad and "blocks.0" not in bad
 
 
 # ---- spikes of the loss
@@ -430,11 +403,3 @@ def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(t
         run(tiny(*LONG, "train.loss_spike=skip", "log.interval=6", f"train.max_steps={last}"))
         lines = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
         assert [report in line for report, line in zip(reports, lines, strict=True)] == [True] * len(reports)
-
-
-def test_losses_that_stay_high_stop_the_run_that_skips_them(tiny, short_history, poison):
-    weights = poison(range(6, 50), 50)
-    own = ["train.max_steps=50", "train.loss_spike=skip", "train.max_skipped_steps=4"]
-    with pytest.raises(RunError, match=r"4 steps in a row skipped, the last for a loss spike \(step 10"):
-        run(tiny("eval.interval=50", *own))
-    assert len(weights) == 10 and torch.equal(weights[6], weights[9])
