@@ -131,7 +131,7 @@ class Train(Section):
         "auto", description="autocast; auto: float16 on CUDA, on a CPU the faster of bfloat16 and float32"
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
-    compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile; auto: on CUDA, unless it fails")
+    compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile every block; auto: on CUDA")
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
         description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
