@@ -1,6 +1,7 @@
 """data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
 
 import errno
+import gzip
 import itertools
 import json
 import multiprocessing
@@ -8,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from corpora import BYTES, jsonl, snapshot, write_tree
+from corpora import BYTES, REPO_ROOT, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
 
 from data import DataError, prepare, verify, workers
@@ -324,3 +326,66 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
     assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
+    """A file takes no more: its flush fails, and so does its close."""
+    if name == LAST:
+        name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
+    real = Path.open
+
+    def open_(path, mode="r", *args, **more):
+        file = real(path, mode, *args, **more)
+        if path.name.startswith(name) and "w" in mode:
+            file.write(b"what did fit")
+            file.close()
+            return real(Path("/dev/full"), mode, *args, **more)
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        out = run(*books, code=2)
+    assert "No space left on device" in out and "make room and start again to resume" in out
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    recorded = (tmp_path / "out/text.partial/progress.json").exists()
+    assert recorded == (name not in ("train-00000.bin", "progress.json"))
+    assert ("resuming after" in run(*books)) == recorded
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
+    texts = [f"{i}: " + "green bottles " * 700 for i in range(6000)]  # 10 kB each
+    for name, part in {"small": texts[:200], "large": texts}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(part), 1))
+        parquet(folder / "rows.parquet", part, rows_a_group=500, compression="none", use_dictionary=False)
+        (folder / "texts.tar").write_bytes(tar({f"{i}.txt": text.encode() for i, text in enumerate(part)}))
+    code = f"""
+import resource, sys
+from pathlib import Path
+from data import prepare, workers
+
+workers.BATCH_BYTES = 2**20
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
+    peaks = []
+    for size in ("small", "large"):
+        name = size + "-" + file
+        args = ["--source", f"{tmp_path}/" + size + "/" + file, "--out", f"{tmp_path}/out", "--name", name]
+        assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *args]) == 0
+        peaks.append(peak())
+    print(file, *peaks, file=sys.stderr)
+    print(peaks[1] - peaks[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
+    assert len(growth) == 3 and max(growth) < 40, done.stderr  # MB; the ids alone are 120
