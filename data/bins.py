@@ -7,6 +7,7 @@ data/<name>/gpt2.tiktoken: GPT-2's BPE file, which decodes them, if that is the 
 
 import hashlib
 import json
+import mmap
 import resource
 import shlex
 from bisect import bisect_left, bisect_right
@@ -29,6 +30,8 @@ DATA_DIR = Path(__file__).parent  # where prepared sets go by default
 SHARD_TOKENS = 100_000_000  # 200 MB
 HASHED_BYTES = 2**30  # sets up to 1 GiB are read completely at each check
 CHUNK_BYTES = 2**22
+RELEASE_BYTES = 2**28  # mapped memory that the reader of a split may hold
+FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
 
 # meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as true, 7.0 or "7".
@@ -89,6 +92,9 @@ class Meta:
 class Tokens:
     """Shards of uint16 ids as one logical array.
 
+    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page cache, so that the
+    process does not grow.
+
     Args:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
         name: of these tokens, for messages.
@@ -105,6 +111,7 @@ class Tokens:
     ) -> None:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
+        self._touched = 0  # bytes since the last release
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -117,6 +124,12 @@ class Tokens:
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
+        self._touched += FAULT_BYTES + 2 * count
+        if self._touched > RELEASE_BYTES:
+            self._touched = 0
+            for shard in self._shards:
+                if isinstance(shard.base, mmap.mmap):
+                    shard.base.madvise(mmap.MADV_DONTNEED)
         stop = start + count
         shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
         parts = [self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]] for i in shards]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import short_path
 from data import DataError
-from data.bins import Meta, Tokens, check_dataset, fingerprint, read_meta, sha256_of
+from data.bins import Meta, Tokens, check_dataset, describe_set, fingerprint, read_meta, sha256_of
 
 UNIT = 2**30  # of weights: products of two parts fit an int64
 
@@ -133,3 +134,15 @@ def split_windows(count: int, weights: Sequence[float], limits: Sequence[int]) -
 def list_sets(folder: Path) -> list[str]:
     """Names of the complete sets in a folder."""
     return sorted(meta.parent.name for meta in folder.glob("*/meta.json"))
+
+
+def describe_sets(folder: Path) -> str:
+    """Which sets are in a folder, a line each with tokenizer and tokens: those of one tokenizer may be mixed."""
+    lines = [f"prepared sets in {short_path(folder)}:"]
+    for name in list_sets(folder):
+        try:
+            meta = read_meta(folder / name)
+            lines.append(f"    {name}: tokenizer {meta.tokenizer['name']}, {describe_set(meta, folder / name)}")
+        except DataError as error:
+            lines.append(f"    {name}: {error}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "    none"])

@@ -26,14 +26,15 @@ from common.command import build_parser, command, run_command
 from common.progress import progress_bar
 from common.text import format_size, plural
 from data import DataError
-from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, read_meta
+from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoded, Encoder
+from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.split import choose_split, explain_empty_split, validation_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
-from data.writer import PROGRESS_FILE, Writer, describe_changes, remove_leftovers, resume_progress
+from data.writer import PROGRESS_FILE, Writer, describe_changes, find_revision, remove_leftovers, resume_progress
 
 LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
 END_BYTES = 2**20  # of each end of a large input that are hashed
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
     if args.list:
-        print(describe_sources())
+        print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
         return 0
     try:
         prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
@@ -66,9 +67,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
     add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
-    add("--list", action="store_true", help="print the corpora with sources, sizes and licences")
+    add("--list", action="store_true", help="print the corpora with sources, sizes and licences; the sets in --out")
     add("--config", help="variant of a corpus (see --list; default: the first)")
-    add("--revision", help="commit, branch or tag of the hub's data set (default: newest)")
+    add("--revision", help="commit, branch or tag of the hub's data set (default: newest, or that begun with)")
     add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
     add("--val-source", nargs="+", default=[], metavar="PATH", help="validation files; all of --source is for training")
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
@@ -142,7 +143,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
         remove_leftovers(folder)
         return
-    made_from, inputs, encoder = _open_inputs(args, made_from)
+    made_from, inputs, encoder = _open_inputs(args, made_from, partial_folder(folder))
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
         left_out = _tokenize(writer, inputs, encoder, made_from, args)
         _check_documents(writer, args.val_fraction)
@@ -150,7 +151,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     print(f"prepared: {describe_set(meta, folder)}")
 
 
-def _open_inputs(args: argparse.Namespace, made_from: dict) -> tuple[dict, list[Input], Encoder]:
+def _open_inputs(args: argparse.Namespace, made_from: dict, partial: Path) -> tuple[dict, list[Input], Encoder]:
     """The files to read, what turns them into ids, and `made_from` with what identifies both."""
     hub = SOURCES[args.corpus].hub.get(args.config)
     streamed = hub if not args.source else None
@@ -158,7 +159,7 @@ def _open_inputs(args: argparse.Namespace, made_from: dict) -> tuple[dict, list[
     val_inputs = validation_inputs(args.val_source, inputs)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)
     if streamed:
-        revision, inputs = hub_inputs(streamed, args.revision)
+        revision, inputs = hub_inputs(streamed, args.revision or find_revision(partial, made_from))
         made_from = made_from | {"revision": revision}
     made_from = made_from | {"inputs": hash_inputs(inputs), "tokenizer": args.tokenizer}
     made_from |= {"val_inputs": hash_inputs(val_inputs)} if val_inputs else {}
@@ -175,6 +176,11 @@ def _tokenize(
 ) -> dict[str, int]:
     """Write the documents of `inputs` from where an earlier process stopped. Returns the numbers of those left out."""
     progress = resume_progress(writer.partial, made_from, args.force)
+    if progress.bad and not args.skip_bad:
+        raise DataError(
+            f"{writer.partial} was begun with --skip-bad and lacks {plural(progress.bad, 'bad document')}: add "
+            f"--skip-bad, or remove it"
+        )
     writer.resume(progress.splits)
     total, saved = sum(file.size for file in inputs), 0  # bytes
     workers = min(args.workers, 1 + total // WORKER_BYTES)

@@ -223,16 +223,27 @@ class Progress:
         write_atomic(folder / PROGRESS_FILE, json.dumps(asdict(self)), durable=True)
 
 
+def read_progress(partial: Path) -> Progress | None:
+    """What is recorded in `partial`; None if nothing is, or it is damaged."""
+    try:
+        return TypeAdapter(Progress).validate_python(json.loads((partial / PROGRESS_FILE).read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def find_revision(partial: Path, made_from: dict) -> str | None:
+    """The revision of the hub's files that the set in `partial` was begun with; None if it was not."""
+    begun = read_progress(partial)
+    return begun.made_from.get("revision") if begun and made_from.items() <= begun.made_from.items() else None
+
+
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """The progress to go on from: what is recorded in `partial`, else none.
 
     Raises:
         DataError: it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
     """
-    try:
-        was = TypeAdapter(Progress).validate_python(json.loads((partial / PROGRESS_FILE).read_bytes()))
-    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
-        was = None
+    was = read_progress(partial)
     if was and was.made_from == made_from:
         return was
     if (partial / PROGRESS_FILE).exists() and not force:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import requests
-from corpora import write_ids
+from corpora import edit_meta, write_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
-from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens
+from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import windows
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer, identity, load_tokenizer
 from data.writer import Writer
@@ -125,6 +125,23 @@ def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
+def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
+    size = 2**25  # 64 MB
+    write_ids(tmp_path / "set", np.arange(16, dtype=np.uint16).repeat(size // 16), shard_tokens=size // 4)
+    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**22)
+    tokens = open_tokens(tmp_path / "set", "train")
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, most = resident(), 0
+    for start in range(0, size, 2**14):
+        assert tokens.read(start, 2**14).sum(dtype=np.int64) == start * 16 // size * 2**14
+        most = max(most, resident() - before)
+    assert most < 2**24
+
+
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setattr(requests, "head", None)  # no network
@@ -161,6 +178,27 @@ def test_check_finds_damage(tmp_path, damage, message):
         path.write_bytes(damage(data))
     with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
         check_dataset(tmp_path / "set", 257)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
+        (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
+        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0), "splits.train.files.0.tokens: Input"),
+        (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
+        (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
+        (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
+        (lambda meta: meta.update(dtype="int32"), "dtype: Input should be 'uint16'"),
+    ],
+)
+def test_meta_of_another_form(tmp_path, change, says):
+    write_set(tmp_path / "set")
+    edit_meta(tmp_path / "set", change)
+    with pytest.raises(DataError) as caught:
+        check_dataset(tmp_path / "set", 257)
+    assert str(caught.value).startswith(f"{tmp_path}/set/meta.json: ") and says in str(caught.value)
+    assert re.search("--name set.*--force$", str(caught.value))
 
 
 def test_sets_that_are_not_there(tmp_path, monkeypatch):
@@ -206,6 +244,28 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(beyond, monkeypa
 
 
 # fingerprints, which checkpoints store
+def prepared(folder: Path, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:
+    write_ids(folder, list(train), list(val), 7, name)
+    return fingerprint(check_dataset(folder, 257))
+
+
+def test_fingerprint_identifies_tokens_and_tokenizer(tmp_path):
+    once = prepared(tmp_path / "a")
+    assert once == prepared(tmp_path / "b/c", name="other")
+    others = [
+        {"train": b"to beor nor"},
+        {"train": b"or notto be"},
+        {"val": b"that iz"},
+        {"train": b"that is", "val": b"to beor not"},
+        {"train": b"to beor no", "val": b"tthat is"},
+    ]
+    prints = [prepared(tmp_path / f"{i}", **other) for i, other in enumerate(others)]
+    assert len({once["data"], *(other["data"] for other in prints)}) == 6
+    assert {once["tokenizer"]} == {other["tokenizer"] for other in prints}
+    for change in ({"name": "utf8"}, {"hash": "0" * 64}, {"eot": 0}, {"vocab_size": 256}):
+        edit_meta(tmp_path / "a", lambda meta, change=change: meta["tokenizer"].update(change))
+        other = fingerprint(read_meta(tmp_path / "a"))
+        assert once["data"] == other["data"] and once["tokenizer"] != other["tokenizer"]
 
 
 def test_a_set_of_commit_11388ef(tmp_path):

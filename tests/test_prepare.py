@@ -144,6 +144,25 @@ def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder):
     assert snapshot(tmp_path / "out") == before
 
 
+# durability
+def test_everything_is_on_the_disk_before_a_set_has_its_name(run, tmp_path, disk_calls):
+    """So that a power cut leaves a complete set or one that resumes."""
+    texts = corpus_texts()
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    size = sum(len(text.encode()) + 1 for text in split_of(texts, 0.2)["train"])
+    (tmp_path / "out").mkdir()
+    disk_calls.clear()
+    args = ("text", "--source", tmp_path / "in.jsonl", "--val-fraction", 0.2)
+    run(*args, "--shard-tokens", size // 2 + 1)
+    assert disk_calls == [
+        *("sync train-00000.bin", "sync train-00001.bin", "sync val-00000.bin"),
+        *("sync progress.json.tmp", "rename progress.json", "sync text.partial"),
+        *("sync train-00001.bin", "sync val-00000.bin"),  # again: they may have grown
+        *("sync meta.json.tmp", "rename meta.json", "sync text.partial"),
+        *("rename text", "sync out"),
+    ]
+
+
 # the hub
 
 
@@ -235,8 +254,9 @@ def test_a_corpus_that_changes_resumes_with_its_revision(run, hub, tmp_path, sma
     stop_at(13, *args)
     hub.newest = "newer"
     upload(hub, *PROOF_PILE[:2], ["another"] * 4, write_zst, revision="newer")
-    assert f"revision '{REVISION}', now 'newer'" in run(*args, code=2)
-    assert "resuming after" in run(*args, "--revision", REVISION)
+    assert f"revision '{REVISION}', now 'newer'" in run(*args, "--revision", "newer", code=2)
+    assert "resuming after" in run(*args) and hub.asked[-1] == (PROOF_PILE[0], REVISION)
+    assert read_meta(tmp_path / "out/arxiv").source["revision"] == REVISION
     assert documents_of(tmp_path / "out/arxiv") == split_of(corpus_texts(), 0.2)
 
 

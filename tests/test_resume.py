@@ -1,25 +1,31 @@
 """data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
 
 import errno
+import gzip
 import itertools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from corpora import BYTES, jsonl, snapshot, write_tree
+from corpora import BYTES, REPO_ROOT, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
 
 from data import DataError, prepare, verify, workers
-from data.bins import check_dataset
+from data.bins import check_dataset, read_meta
 from data.writer import Writer
 
 pytest_plugins = ["corpora"]  # its fixtures
+LAST = "the last shard"
 
 
 @pytest.fixture
@@ -69,11 +75,13 @@ def test_files_that_are_tokenized_are_not_read_again(run, books, tmp_path, undis
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin"])
-@pytest.mark.parametrize("size", [10, None])
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "val-00000.bin"])
+@pytest.mark.parametrize("size", [0, 10, None])
 def test_shards_that_lack_tokens_are_not_resumed(run, books, tmp_path, undisturbed, stop_at, name, size):
     stop_at(22, *books)
     path = tmp_path / "out/text.partial" / name
+    if name == LAST:
+        path = max(path.parent.glob("train-*.bin"))
     if size is None:
         path.unlink()
     else:
@@ -93,6 +101,31 @@ def test_what_commit_11388ef_left_unfinished_is_started_over(run, books, tmp_pat
     }
     write_tree(tmp_path / "out/text.partial", files)
     assert "resuming" not in run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("damage", ["other arguments", "progress.json"])
+def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
+    stop_at(13, *books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
+    if damage == "progress.json":
+        (tmp_path / "out/text.partial/progress.json").write_text("{")
+        out = run(*books, code=2)
+        assert "progress.json cannot be read" in out and "--force" in out
+    assert "resuming" not in run(*books, "--force")
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+def test_skip_bad_belongs_to_an_unfinished_set(run, stop_at, books, tmp_path, small_batches):
+    with (tmp_path / "in/a.jsonl").open("ab") as file:
+        file.write(b"not JSON\n")
+    run(*books, "--skip-bad")
+    undisturbed = snapshot(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    assert "--skip-bad" in run(*books, code=2)
+    stop_at(3, *books, "--skip-bad")  # in b.jsonl
+    assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in run(*books, code=2)
+    assert "resuming after" in run(*books, "--skip-bad")
+    assert read_meta(tmp_path / "out/text").source["bad"] == 1
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -199,6 +232,15 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
             assert "No space left on device" in printed and "start again to resume" in printed, printed
         resume(f"step {k}: {printed}")
     steps = k - 1
+
+    rng = random.Random(0)
+    for round_ in range(2 if how == "kill" else 0):  # killed again and again
+        begin_again()
+        for _ in range(100):
+            code, printed = start(argv, out, rng.randint(1, steps), how)
+            if code == 0:
+                break
+        resume(f"round {round_}")
     print(steps)
 
 
@@ -222,6 +264,49 @@ def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
     assert int(printed.split()[-1]) >= least
 
 
+def state_and_parent(stat: Path) -> tuple[str, int]:
+    """Of a process; one that is gone is a zombie of nobody."""
+    with suppress(OSError):
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "Z", 0
+
+
+def prepare_and_pause(paused, argv):
+    """Begin to prepare a set, and make the file `paused` when 12 batches are cut."""
+
+    def cut_and_pause(*args):
+        for number, batch in enumerate(cut(*args)):
+            if number == 12:
+                paused.touch()
+                time.sleep(3600)
+            yield batch
+
+    workers.BATCH_BYTES, prepare.SAVE_BYTES, prepare.WORKER_BYTES = 50, 1, 500
+    cut, workers.cut_batches = workers.cut_batches, cut_and_pause
+    sys.exit(prepare.main(list(map(str, argv))))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux' /proc")
+def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_workers):
+    """No worker outlives the command, and a later start resumes."""
+    arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
+    command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
+    while not ((tmp_path / "paused").exists() and (tmp_path / "out/text.partial/progress.json").exists()):
+        assert command.process.is_alive(), Path(command.printed).read_text()
+        time.sleep(0.01)
+    children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
+    assert command.wait(0)[0] == -signal.SIGKILL and len(children) >= 2
+    deadline = time.monotonic() + 60
+    while any(state_and_parent(stat)[0] != "Z" for stat in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (tmp_path / "out/text").exists()
+    assert "resuming after" in run(*books)
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
 @pytest.mark.integration
 def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
     """By the kernel, for instance, when memory is short."""
@@ -241,3 +326,66 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
     assert not (tmp_path / "out/text").exists() and not multiprocessing.active_children()
     assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
+def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
+    """A file takes no more: its flush fails, and so does its close."""
+    if name == LAST:
+        name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
+    real = Path.open
+
+    def open_(path, mode="r", *args, **more):
+        file = real(path, mode, *args, **more)
+        if path.name.startswith(name) and "w" in mode:
+            file.write(b"what did fit")
+            file.close()
+            return real(Path("/dev/full"), mode, *args, **more)
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        out = run(*books, code=2)
+    assert "No space left on device" in out and "make room and start again to resume" in out
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    recorded = (tmp_path / "out/text.partial/progress.json").exists()
+    assert recorded == (name not in ("train-00000.bin", "progress.json"))
+    assert ("resuming after" in run(*books)) == recorded
+    assert snapshot(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
+    texts = [f"{i}: " + "green bottles " * 700 for i in range(6000)]  # 10 kB each
+    for name, part in {"small": texts[:200], "large": texts}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(part), 1))
+        parquet(folder / "rows.parquet", part, rows_a_group=500, compression="none", use_dictionary=False)
+        (folder / "texts.tar").write_bytes(tar({f"{i}.txt": text.encode() for i, text in enumerate(part)}))
+    code = f"""
+import resource, sys
+from pathlib import Path
+from data import prepare, workers
+
+workers.BATCH_BYTES = 2**20
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
+    peaks = []
+    for size in ("small", "large"):
+        name = size + "-" + file
+        args = ["--source", f"{tmp_path}/" + size + "/" + file, "--out", f"{tmp_path}/out", "--name", name]
+        assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *args]) == 0
+        peaks.append(peak())
+    print(file, *peaks, file=sys.stderr)
+    print(peaks[1] - peaks[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
+    assert len(growth) == 3 and max(growth) < 40, done.stderr  # MB; the ids alone are 120
