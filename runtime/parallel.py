@@ -3,6 +3,7 @@
 ZeRO-2 (arXiv 1910.02054) is FSDP2 that gathers its weights once a step and keeps them for the backward pass.
 """
 
+import copy
 import inspect
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.text import first_line
 from model import GPT, MoE
-from runtime.distributed import Ranks
+from runtime.distributed import Ranks, gather, print_once
 
 # Rank 0's buffers must not overwrite the others' in every forward pass; torch 2.13 renamed the option that does it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters
@@ -58,6 +60,41 @@ def compile_blocks(model: GPT) -> None:
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for block in model.blocks:
         block.compile()
+
+
+def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, ranks: Ranks) -> bool:
+    """Whether blocks compile on every rank; one warning is printed if not. Every rank must call it.
+
+    A copy of each kind of block runs forward, backward and without gradients, before the model is distributed: no
+    collective waits then for a rank that failed, and the model, its gradients and random numbers stay as they are.
+
+    Args:
+        model: not distributed yet, on any device.
+        shape: (B, T) of a micro-batch.
+        autocast: in which the model will run.
+        ranks: this rank.
+    """
+    problem = ""
+    kinds = {type(block.mlp): block for block in model.blocks}
+    try:
+        with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
+            for block in kinds.values():
+                trial = copy.deepcopy(block).to(ranks.device)
+                trial.compile()
+                x = torch.zeros(*shape, model.config.n_embd, device=ranks.device, requires_grad=True)
+                with autocast:
+                    documents = model.find_documents(torch.zeros(shape, dtype=torch.int64, device=ranks.device), True)
+                    trial(x, None, documents)[0].float().sum().backward()
+                with torch.no_grad(), autocast:
+                    trial.eval()(x, None, documents)
+    except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]
+    if failed:
+        torch._dynamo.reset()
+        rank, problem = failed[0]
+        print_once(f"warning: train.compile = auto: compiling failed on rank {rank}, so nothing is compiled: {problem}")
+    return not failed
 
 
 def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:

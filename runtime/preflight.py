@@ -1,6 +1,7 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,9 +87,11 @@ def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None 
         open_tasks: `eval.in_loop.open_tasks`; needed with eval.tasks.
 
     Raises:
-        RunError: the run's folder, device, ranks, other weights or tasks do not fit its settings.
+        RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit its settings.
         DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
     """
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes, last_step = run.find_changes(config), run.last_step

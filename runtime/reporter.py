@@ -189,6 +189,8 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    if plan.device.type == "cpu" and plan.dtype == torch.float16:
+        print(f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
     if config.data.mix:
         epochs = plan.loader.count_epochs(config.train.max_steps)
         parts = zip(config.data.sets.items(), epochs, strict=True)

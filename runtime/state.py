@@ -14,7 +14,7 @@ from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
-from runtime.parallel import distribute, full_tensor, warm_up_ddp_buckets
+from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics
 from runtime.updates import Updates
@@ -89,6 +89,8 @@ class TrainState:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         shape = (config.train.micro_batch_size, config.model.block_size)
         compile = distributed.pick_compile(config.train.compile, plan.device)
+        if compile and config.train.compile == "auto":
+            compile = try_compiling(self.model, shape, plan.autocast, ranks)
         self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, compile)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(

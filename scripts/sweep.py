@@ -12,6 +12,7 @@ stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and the sweep e
 """
 
 import argparse
+import ctypes
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +49,7 @@ SCALED = (
     *("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps"),
     *("eval.interval", "eval.windows", "log.interval"),
 )
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Point(NamedTuple):
@@ -96,12 +99,21 @@ class Job(NamedTuple):
                 os.kill(int(pid), number)
 
 
+def end_with_parent(parent: int) -> None:
+    """Have Linux send this process SIGTERM when its `parent` dies, however it does: train.py then saves and ends."""
+    with suppress(OSError, AttributeError):  # no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The sweep's own options, and the rest for train.py."""
     parser = build_parser("scripts.sweep", __doc__)
     parser.usage, parser.allow_abbrev = "python -m scripts.sweep FILE [--section.key=value ...] [options]", False
     parser.add_argument("--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs")
     parser.add_argument("--scale", type=float, metavar="X", help="a rehearsal: steps and intervals times X, 0 < X < 1")
+    parser.add_argument("--fresh", action="store_true", help="start every point over, in a new folder")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and totals, run nothing")
     parser.add_argument("--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point")
     parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for the estimate of hours (%(default)s)")
@@ -114,7 +126,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     """The command; returns the exit status."""
     args, rest = parse_arguments(argv)
     file, overrides = configure.split_command_line(rest)
-    points = list_points(file, overrides, args.scale)
+    points = list_points(file, overrides, args.scale, args.fresh)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
     if not args.slurm:
@@ -150,8 +162,8 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
         check_sets(data, vocab_size)
 
 
-def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
-    """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError.
+def list_points(file: str, overrides: list[str], scale: float | None = None, fresh: bool = False) -> list[Point]:
+    """Every point of the sweep, made smaller by `scale` if it is given, in new folders if `fresh`. Raises ConfigError.
 
     A point is in the folder that train.py would take for it: another one if a run of an edited config has its own.
     """
@@ -163,11 +175,14 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
         if scale is not None:
             point = [*point, *scale_down(configure.load(file, point), scale)]
         config = configure.load(file, point)
-        if not configure.is_name_chosen(file, point):
+        name = config.run.name
+        if fresh:
+            config = folder.renamed(config)
+        elif not configure.is_name_chosen(file, point):
             with suppress(RunError, ConfigError):  # train.py explains it better
-                name, config = config.run.name, folder.find_or_rename(config)
-                if config.run.name != name:
-                    point = [*point, f"--run.name={config.run.name}"]
+                config = folder.find_or_rename(config)
+        if config.run.name != name:
+            point = [*point, f"--run.name={config.run.name}"]
         points.append(Point(f"{number}/{len(combinations)}", point, config))
     return points
 
@@ -278,7 +293,14 @@ class Pool:
                 output = stack.enter_context((point.folder / "train.log").open("ab"))
             command = [*launch, TRAIN, self.file, *point.overrides]
             # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, process_group=0)
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=partial(end_with_parent, os.getpid()),
+            )
         self.running.append(Job(point, gpus, process))
 
 

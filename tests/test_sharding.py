@@ -1,18 +1,25 @@
-"""runtime/parallel.py on rank 0 of a fake process group, in which nothing is sent: sharding, its bytes, compiling."""
+"""runtime/parallel.py on rank 0 of a fake process group, in which nothing is sent: sharding, its bytes, compiling.
 
+Where one rank cannot compile two real ranks are started.
+"""
+
+import copy
+import os
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from numerics import Operators
+from runs import column, meet_in, run, start_ranks
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from model import GPT, parameter_shapes
-from runtime import memory, parallel
+from runtime import distributed, memory, parallel
 from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.parallel import local_part
@@ -100,11 +107,14 @@ def test_compile_compiles_each_block(tiny, monkeypatch, way, world_size):
         assert list(map(id, compiled)) == list(map(id, model.blocks))
 
 
-def compile_by(backend):
-    """In place of Module.compile: dynamo with `backend`."""
+def compile_by(backend, fails_on=()):
+    """In place of Module.compile: dynamo with `backend`; a forward pass that fails on some ranks."""
 
     def compile(module):
-        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+        if int(os.environ.get("RANK", 0)) in fails_on:
+            module.forward = mock.Mock(side_effect=RuntimeError("no C compiler\nset CC"))
+        else:
+            module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
 
     return compile
 
@@ -149,6 +159,55 @@ def test_dynamo_compiles_all_that_a_run_needs(tiny, monkeypatch):
             with torch.no_grad():
                 model(x, x)
             model(x, x).loss.backward()
+
+
+@pytest.mark.parametrize("router, more", [("kern", ["model.n_dense_layer=1"]), ("dense", [])])
+def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
+    """It runs with gradients and without, with a block of each kind."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    torch._dynamo.reset()  # another test's graphs would be taken
+    torch._dynamo.utils.counters.clear()
+    one = Ranks(0, 1, torch.device("cpu"))
+    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), one)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
+    assert capsys.readouterr().out == ""
+
+
+def test_compiling_that_fails_leaves_the_run_eager(tiny, monkeypatch, capsys):
+    """With one warning, and the losses of a run that does not try."""
+    eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
+    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[0]))
+    capsys.readouterr()
+    assert column(run(tiny("run.name=auto")), "train/loss") == eager
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "compiling failed on rank 0" in warning and warning.endswith("RuntimeError: no C compiler")
+
+
+def train_where_one_rank_has_no_compiler(file, folder, way):
+    meet_in(folder / f"meet-{way}")
+    own = [f"--train.parallel={way}", f"--run.name={way}", "--train.compile=auto", "--train.micro_batch_size=4"]
+    with (
+        mock.patch.object(distributed, "pick_compile", lambda name, device: True),
+        mock.patch.object(torch.nn.Module, "compile", compile_by("aot_eager", fails_on=[1])),
+    ):
+        assert train.main([str(file), *own]) == 0
+    print("done")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_rank_that_cannot_compile_leaves_all_eager(tiny_file, tmp_path, way):
+    first, second = start_ranks(2, train_where_one_rank_has_no_compiler, tiny_file, tmp_path, way)
+    (code, log), (other_code, other_log) = first.wait(120), second.wait(120)
+    assert (code, other_code) == (0, 0), log + other_log
+    assert log.count("warning: ") == 1 and "compiling failed on rank 1" in log and "no C compiler" in log
+    assert "warning: " not in other_log and "done" in other_log
 
 
 def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):

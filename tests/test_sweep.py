@@ -123,6 +123,8 @@ def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
     assert edited.folder.name == f"{point.folder.name}-2"
     assert edited.overrides[-1] == f"--run.name={edited.folder.name}"
     assert not any("--run.name" in word for other in others for word in other.overrides)
+    (fresh, *_) = sweep.list_points(str(sweep_file), [], fresh=True)
+    assert fresh.folder == edited.folder and configure.load(str(sweep_file), fresh.overrides) == fresh.config
 
 
 def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
@@ -354,6 +356,27 @@ def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monk
     assert {note["gpus"] for note in notes} == ({"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")})
     assert "failed: " not in said.err
     assert gpus or said.out.count(f"exit code {EXIT_CODE}: ") == 2
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGKILL, -signal.SIGKILL)])
+def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number, code):
+    """However it ends, the point that it trains is asked to stop: then nobody holds their stdout any more."""
+    script = "import sys; from runtime.signals import Stop; from scripts import sweep; sweep.TRAIN = sys.argv.pop(1); "
+    script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)],
+        cwd=REPO_ROOT,
+        env=os.environ | {"WAIT_FOR": str(tmp_path / "never")},
+        stdout=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + HANG
+    while not fake_trainer():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=HANG)
+    assert process.returncode == code and [note["point"] for note in fake_trainer()] == ["dense 0"]
 
 
 @pytest.mark.integration

@@ -51,6 +51,14 @@ def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
     assert not any("layer_00" in name for name in found)
 
 
+def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert train.main([str(tiny_file), "--log.tensorboard=true", "--data.name=absent"]) == 2
+    error = capsys.readouterr().err
+    assert "log.tensorboard" in error and "pip install tensorboard" in error and not path_of(tiny()).exists()
+    assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
+
+
 @pytest.mark.parametrize("broken", ["SummaryWriter", "add_scalar"])
 def test_a_failure_costs_one_line(tiny, monkeypatch, capsys, broken):
     def fail(*args, **options):

@@ -274,8 +274,9 @@ def test_finished_run_is_left_alone(tiny, capsys):
 
 
 # ---- what a run leaves behind
-def test_metrics_have_the_keys_of_the_vocabulary(tiny):
+def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16"))
+    assert "warning: float16 on a CPU" in capsys.readouterr().out
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
     evaluated = {"val/loss", "val/window_losses", "val/window_documents", "val/loads", "val/load_imbalance"}
