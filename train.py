@@ -242,10 +242,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         return EXIT_CODE
     except (RunError, DataError, configure.ConfigError, OSError) as error:
         configure.tell_torchrun(str(error))
-        rank = os.environ.get("RANK", "0")
+        rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError | RankError):
+        elif isinstance(error, OSError | RankError) or (isinstance(error, DataError) and first_of_node):
             print(f"error on rank {rank}: {error}", file=sys.stderr)  # other errors come to rank 0 alike
         code = 2
     except Exception as error:  # most often another rank is lost

@@ -88,11 +88,18 @@ def find_branch(config: Config) -> Branch | None:
 
 
 def check_length(run: RunFolder, config: Config) -> None:
-    """Check, with schedule "wsd", train.max_steps against the decay of the run in `run`.
+    """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay of the run in `run`.
 
     Raises:
-        RunError: its decay has begun, or would have, so that its rate would jump. A branch gives the other length.
+        RunError: a step to keep is after the end; or the decay of the run has begun, or would have, so that its rate
+            would jump. A branch gives the other length.
     """
+    last = max(config.train.kept_steps, default=0)
+    if last > config.train.max_steps:
+        raise RunError(
+            f"train.keep_steps = {config.train.keep_steps}: the run ends before step {last}, at train.max_steps = "
+            f"{config.train.max_steps}; leave that step out, or set --train.max_steps={last}"
+        )
     if not run.last_step or run.recorded is None or config.optim.schedule != "wsd":
         return
     old, new = run.recorded.train.max_steps, config.train.max_steps

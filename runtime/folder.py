@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ MAY_CHANGE |= {"train.device", "train.deterministic", "train.timeout_minutes"}
 MAY_CHANGE |= {"train.checkpoint_interval", "train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps"}
 MAY_CHANGE |= {"train.on_save_error", "eval.interval"}
 MAY_CHANGE |= {"eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"}
+MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
 
 
 def path_of(config: Config) -> Path:
@@ -189,7 +192,8 @@ def find_or_rename(config: Config) -> Config:
     """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
 
     The same config always finds its own folder, be it one of a shorter name (its sweep had fewer axes then). If
-    another config's run is in NAME, this one goes to NAME-2, NAME-3 …; one line says so.
+    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001; one line
+    says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -205,9 +209,14 @@ def find_or_rename(config: Config) -> Config:
     if own.recorded is None:
         own.find_changes(config)  # refuses checkpoints without a config
         return config
-    changes = "; ".join(refused_changes(own.recorded, own.keep_recorded(config)))
-    config = _under_free_name(config)
-    print_once(f"{own} holds a run with another config ({changes}); this one goes to {path_of(config)}")
+    new = own.keep_recorded(config)
+    refused, parts = refused_changes(own.recorded, new), []
+    for key in (line.split(":")[0] for line in refused):
+        value = attrgetter(key)(new)
+        parts.append(value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}")
+    suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))[:MAX_SUFFIX]
+    config = _under_free_name(replace(config, "run", name=f"{name}-{suffix}"))
+    print_once(f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}")
     return config
 
 

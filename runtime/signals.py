@@ -1,11 +1,14 @@
 """Requests to stop: SIGTERM (of a scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (the terminal was closed)."""
 
+import ctypes
 import os
 import signal
+import sys
 from types import FrameType
 from typing import Self
 
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
+PR_SET_PDEATHSIG = 1
 
 
 class Stop:
@@ -23,6 +26,11 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
             signal.signal(signal.SIGHUP, self._note)
             self.terminals = [number for number in (1, 2) if os.isatty(number)]
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            launcher = os.getppid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent if torchrun is killed
+            if os.getppid() != launcher:  # it already was
+                self.asked = True
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

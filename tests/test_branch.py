@@ -116,6 +116,8 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
     else:
         with pytest.raises(RunError, match=f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch"):
             check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
+    with pytest.raises(RunError, match="the run ends before step 9, .*--train.max_steps=9"):
+        check_length(run_folder, tiny("train.max_steps=8", "train.keep_steps=2,9"))
     check_length(RunFolder("runs/none"), tiny(*wsd, f"train.max_steps={new}"))
     check_length(run_folder, tiny(f"train.max_steps={new}"))  # a cosine follows
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked, flip
+from runs import Forked, content, flip
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -272,6 +272,20 @@ def test_damaged_file_is_named(copied, name, change):
         path.write_bytes(change(data))
     with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
         checkpoint.verify(copied)
+
+
+def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
+    write(tmp_path, 2, 4, 6)
+    flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
+    (tmp_path / "step_00000004" / "manifest.json").unlink()
+    before = content(tmp_path)
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 2
+    newest, older = capsys.readouterr().out.splitlines()
+    assert "step_00000006/__0_0.distcp: damaged" in newest and "quarantined as step_00000006.damaged" in newest
+    assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
+    assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
+    assert sorted(content(tmp_path).values()) == sorted(before.values())
+    assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
 
 
 # ---- kills and a full disk before any call to the file system

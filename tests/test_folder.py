@@ -41,15 +41,15 @@ def begin(config):
 
 
 # ---- which folder
-def test_another_config_goes_to_the_next_free_folder(config_of, capsys):
+def test_another_config_goes_to_a_folder_named_by_what_differs(config_of, capsys):
     assert begin(config_of()) == "mine-kern" and capsys.readouterr().out == ""
-    assert begin(config_of("optim.lr=1e-3")) == "mine-kern-2"
+    assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("runs/mine-kern-2") and "another config (optim.lr: 0.0006 -> 0.001)" in line
-    neighbour = path_of(config_of()).with_name("mine-kern-3")
+    assert line.endswith("runs/mine-kern-lr0.001") and "another config (optim.lr: 0.0006 -> 0.001)" in line
+    neighbour = path_of(config_of()).with_name("mine-kern-none")
     neighbour.mkdir()
     (neighbour / "config.toml").write_text("[model]\nno_such_key = 1\n")  # no obstacle
-    assert begin(config_of("data.name=arxiv")) == "mine-kern-4"
+    assert begin(config_of("data.name=arxiv")) == "mine-kern-arxiv"
 
 
 def test_the_same_config_finds_its_own_folder_again(config_of):
@@ -59,7 +59,7 @@ def test_the_same_config_finds_its_own_folder_again(config_of):
         for more in ([], ["log.interval=3", "train.max_steps=9000"]):
             assert find_or_rename(config_of(*keys, *more)).run.name == name
     shutil.rmtree(path_of(config_of()))  # the folder that the others are named after
-    assert find_or_rename(config_of("optim.lr=1e-2")).run.name == "mine-kern-3"
+    assert find_or_rename(config_of("optim.lr=1e-2")).run.name == "mine-kern-lr0.01"
     assert find_or_rename(config_of("optim.lr=2")).run.name == "mine-kern"
 
 
@@ -79,7 +79,7 @@ def test_checkpoints_without_a_config_are_refused(config_of):
 def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(tiny_file, capsys):
     assert is_name_chosen(tiny_file) and is_name_chosen(tiny_file, ["--run.name=other"])
     text = tiny_file.read_text().replace('name = "tiny"\ndir', "dir", 1)
-    for lr, said in (("3e-3", "runs/tiny-kern: kern"), ("1e-3", "runs/tiny-kern-2: kern")):
+    for lr, said in (("3e-3", "runs/tiny-kern: kern"), ("1e-3", "runs/tiny-kern-lr0.001: kern")):
         tiny_file.write_text(text.replace("lr = 3e-3", f"lr = {lr}"))
         assert not is_name_chosen(tiny_file) and train.main([str(tiny_file)]) == 0
         assert said in capsys.readouterr().out

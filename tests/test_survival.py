@@ -1,17 +1,27 @@
-"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process."""
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process.
+
+This file is the program of torchrun's ranks, too.
+"""
 
 import hashlib
 import json
+import math
 import os
+import pty
 import shutil
 import signal
+import sys
+import time
 from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
 
 import pytest
 import runs
 import torch
+import torch.distributed as dist
 from conftest import write_tiny
-from runs import checkpoints, content, end, flip, metrics, run, steps
+from runs import checkpoints, column, content, end, flip, metrics, run, steps
 
 import configure
 import train
@@ -56,6 +66,7 @@ def main(tiny_file, monkeypatch):
         raise AssertionError(f"signal {number} is not listened to")
 
     before = {number: signal.signal(number, unheard) for number in STOPPING}
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("os.isatty", lambda number: False)  # SIGHUP must not silence pytest
     yield lambda *keys, fresh=(): train.main([str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen())
     for number, handler in before.items():
@@ -119,20 +130,203 @@ def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_
     assert end(tiny(*HARD)) == undisturbed
 
 
-def test_other_signals_stop_too_and_a_second_interrupt_at_once(main, tiny, at, saves_end_first):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_other_signals_that_ask_to_stop(main, tiny, at, number):
+    at("step", kill(number), after=1)
+    assert main(*HARD) == EXIT_CODE
+    assert steps(tiny(*HARD)) == [2]
+
+
+def test_second_interrupt_ends_at_once(main, tiny, at, saves_end_first):
     saves_end_first()
-    for saved, number in enumerate((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), 1):
-        at("step", kill(number))
-        assert main(*HARD) == EXIT_CODE
-        assert steps(tiny(*HARD))[-1] == saved
-    for _ in range(2):
-        at("step", kill(signal.SIGINT))
+    at("step", kill(signal.SIGINT), after=4)
+    at("step", kill(signal.SIGINT), after=4)
     with pytest.raises(KeyboardInterrupt):
         main(*HARD)
-    assert steps(tiny(*HARD))[-1] == 3
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
-    at("step", kill(signal.SIGHUP))
+    assert steps(tiny(*HARD)) == [3]
+
+
+def test_signals_that_nohup_ignores_stay_ignored(main, tiny, at):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at("step", kill(signal.SIGHUP), after=1)
     assert main(*HARD) == 0
+
+
+@pytest.mark.integration
+def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(runs.REPO_ROOT)
+        os.execv(sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"])
+    written = b""
+    while b"val loss" not in written:
+        written += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE, written
+    assert steps(tiny())
+
+
+# ---- being asked to stop: two ranks
+
+
+LAUNCHER = ("SIGUSR1", "SIGKILL")  # what torchrun is sent in step 4
+TWO = [*HARD, "train.micro_batch_size=2", "train.timeout_minutes=5"]
+
+
+def config_of(file, name, *overrides):
+    return configure.load(file, [*TWO, f"run.dir={(file.parent / name).as_posix()}", *overrides], 2)
+
+
+def call_in_step_4(action):
+    def learning_rate(optim, max_steps, step):
+        if step == 4:
+            action()
+        return RATE(optim, max_steps, step)
+
+    train.learning_rate = learning_rate
+
+
+def signal_launcher(file, name):
+    """A rank of torchrun, to which rank 0 sends the signal `name`. Writes and ends with train.py's exit code."""
+    stop, rank = Stop().listen(), os.environ["RANK"]
+
+    def send_and_wait():
+        if rank == "0":
+            os.kill(os.getppid(), getattr(signal, name))
+            hung = time.monotonic() + 300
+            while not stop.asked and time.monotonic() < hung:  # until it has come back to here
+                time.sleep(0.01)
+
+    call_in_step_4(send_and_wait)
+    code = train.main([str(file), *(f"--{key}" for key in TWO), f"--run.dir={file.parent / name}"], stop)
+    (file.parent / f"{name}.{rank}.code").write_text(str(code))
+    sys.exit(code)
+
+
+def be_a_rank(file):
+    """Resume the runs whose launcher was sent a signal, and do what else takes two ranks. Writes errors."""
+    rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
+
+    def case(name, *overrides, stop=None):
+        runs.meet_in(file.parent / f"{next(meetings)}.store")
+        try:
+            train.train(config_of(file, name, *overrides), stop)
+        except Exception as error:
+            (file.parent / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    for name in ("undisturbed", *LAUNCHER):
+        case(name)
+    stop = Stop()
+    call_in_step_4(lambda: setattr(stop, "asked", rank == 1))
+    case("step", stop=stop)
+    train.learning_rate = RATE
+    case("step")
+    damaged = config_of(file, "damaged")
+    if rank == 0:
+        shutil.copytree(file.parent / "step", file.parent / "damaged")
+        forget_the_last_evaluation(damaged)
+        flip(checkpoints(damaged) / "step_00000007/.metadata", 999)
+        flip(checkpoints(damaged) / "step_00000006/__0_0.distcp", 999)
+        (file.parent / "damaged.ready").touch()
+    while not (file.parent / "damaged.ready").exists():
+        time.sleep(0.01)
+    case("damaged")
+    stop, passes = Stop(), []
+
+    def asked(model, *args):
+        passes.extend([] if model.training else [1])
+        stop.asked = rank == 1 and len(passes) == 10 + 8
+        return forward(model, *args)
+
+    GPT.forward = asked
+    case("evaluation", stop=stop)
+    assert len(passes) == 10 + 8  # of 10 each
+    GPT.forward = forward
+    case("evaluation")
+
+    def poisoned(model, *args):
+        out = forward(model, *args)
+        bad = rank == 1 and model.training and torch.is_grad_enabled()
+        return out._replace(loss=out.loss * math.nan) if bad else out
+
+    GPT.forward = poisoned
+    case("nan")
+    GPT.forward = forward
+    with RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE) if rank == 0 else nullcontext():
+        case("locked", "train.parallel=fsdp")
+
+
+@pytest.fixture(scope="module")
+def jobs(module_file):
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    words = ["--standalone", "--nproc_per_node=2", signals, __file__, module_file]
+    return runs.run_torchrun({name: [*words, name] for name in LAUNCHER})
+
+
+@pytest.fixture(scope="module")
+def resumed(jobs, module_file):
+    """What the first of two ranks prints that resume the runs of `jobs`, among other things."""
+    (code, output), (other_code, _) = (rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file))
+    assert (code, other_code) == (0, 0), output
+    return output
+
+
+def assert_resumed(module_file, name, saved):
+    config = config_of(module_file, name)
+    assert end(config) == end(config_of(module_file, "undisturbed"))
+    assert steps(config) == saved
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", LAUNCHER)
+def test_all_ranks_stop_when_their_launcher_is_told_to(jobs, resumed, module_file, name):
+    code, output = jobs[name]
+    codes = [(module_file.parent / f"{name}.{rank}.code").read_text() for rank in range(2)]
+    assert codes == ["75", "75"], output
+    assert "saved at step 5" in output
+    assert code == -signal.SIGKILL if name == "SIGKILL" else code not in (0, 2)
+    assert not list(module_file.parent.glob(f"{name}.*.error"))
+    assert f"{name}/tiny: kern" in resumed and "from step 5" in resumed
+    assert_resumed(module_file, name, [3, 5, 6, 7])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("place, saved, kept", [("step", 5, [3, 5, 6, 7]), ("evaluation", 3, [3, 6, 7])])
+def test_all_ranks_stop_at_the_same_step_and_resume(resumed, module_file, place, saved, kept):
+    for rank in range(2):
+        error = (module_file.parent / f"{place}.{rank}.error").read_text()
+        assert error.startswith("Stopped") and f"saved at step {saved}" in error
+    assert_resumed(module_file, place, kept)
+
+
+@pytest.mark.integration
+def test_ranks_take_the_newest_intact_checkpoint(resumed, module_file):
+    assert not list(module_file.parent.glob("damaged.*.error"))
+    for step, name in ((7, ".metadata"), (6, "__0_0.distcp")):
+        assert resumed.count(f"/damaged/tiny/checkpoints/step_{step:08d}/{name}: damaged") == 1
+    assert_resumed(module_file, "damaged", [3, 5, 6, 7])
+    assert (checkpoints(config_of(module_file, "damaged")) / "step_00000007.damaged").is_dir()
+
+
+@pytest.mark.integration
+def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
+    for rank in range(2):
+        error = (module_file.parent / f"nan.{rank}.error").read_text()
+        assert error.startswith("RunError") and "train loss nan in step 1" in error
+    (file,) = folder.path_of(config_of(module_file, "nan")).glob("crash-*.json")
+    report = json.loads(file.read_text())
+    losses = [[micro["loss"] for micro in rank["micro_batches"]] for rank in report["ranks"]]
+    assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
+
+
+@pytest.mark.integration
+def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
+    """Otherwise the others would wait for it where they next meet."""
+    for rank in range(2):
+        error = (module_file.parent / f"locked.{rank}.error").read_text()
+        assert error.startswith("RunError") and "another process trains this run" in error
 
 
 # ---- checkpoints that are damaged, and not written
@@ -150,6 +344,18 @@ def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main,
     assert "step_00000007/__0_0.distcp: damaged" in output and "from step 3" in output
     assert end(tiny(*HARD)) == undisturbed
     assert main(*HARD) == 0 and "finished already, 7 steps" in capsys.readouterr().out
+
+
+def test_run_that_went_beyond_its_end_is_finished(tiny, capsys):
+    """It shows the loss of its last step. Damage is named, and the checkpoint before, if beyond the end too, counts."""
+    lines = run(tiny("train.checkpoint_interval=1", "train.max_steps=5", "eval.interval=1"))
+    for step in (5, 4):
+        capsys.readouterr()
+        train.train(tiny("train.max_steps=3"))
+        printed = capsys.readouterr().out
+        assert printed.endswith(f"finished already, {step} steps, val loss {column(lines, 'val/loss')[step]:.4f}\n")
+        assert ("step_00000005/.metadata: damaged" in printed) == (step == 4)
+        (checkpoints(tiny()) / "step_00000005/.metadata").unlink(missing_ok=True)
 
 
 def test_run_whose_checkpoints_are_all_damaged_is_left_alone(main, tiny, capsys):
@@ -189,6 +395,7 @@ def test_full_disk_stops_the_run_or_is_a_warning(
     said = capsys.readouterr()
     *_, line = [line for line in (said.out + said.err).splitlines() if "the checkpoint could not be written" in line]
     assert line.startswith("error" if code else "warning") and f"step_{step:08d}" in line
+    assert "Older ones are intact" in line
     assert sorted(path.name for path in checkpoints(tiny()).iterdir()) == [f"step_{done:08d}" for done in left]
     full_disk.clear()
     assert main(*HARD) == 0
@@ -199,13 +406,14 @@ def test_full_disk_stops_the_run_or_is_a_warning(
 def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, capsys):
     run(tiny("train.max_steps=2"))
     path = folder.path_of(tiny())
-    before, (read, write) = content(path), os.pipe()
+    read, write = os.pipe()
     if not (holder := os.fork()):
         with RunFolder(path).claim(ALONE):
             signal.alarm(600)
             os.write(write, b"locked")
             signal.pause()
     os.read(read, 6)
+    before = content(path)
     try:
         assert main() == 2
     finally:
@@ -214,7 +422,8 @@ def test_second_process_on_a_run_is_refused_until_the_first_is_dead(tiny, main, 
     error = capsys.readouterr().err
     assert f"another process trains this run (process {holder} on {os.uname().nodename}" in error and "--fresh" in error
     assert content(path) == before
-    assert main() == 0 and steps(tiny())[-1] == 4  # the file is there still, the lock is not
+    assert main() == 0  # the file is there still, the lock is not
+    assert steps(tiny())[-1] == 4
 
 
 # ---- the data set, changed
@@ -244,12 +453,25 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, cor
 # ---- micro-batches, changed
 
 
+@pytest.mark.numerics
+def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
+    """Sums of one micro-batch a step, then of four."""
+    own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
+    seed, at_once = runs.run_with_margin(tiny, *own)
+    own += [seed, "run.name=parts"]
+    run(tiny(*own))
+    shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
+    parts = run(tiny(*own, "train.micro_batch_size=2"))
+    runs.assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
+
+
 # ---- the same bits
-def test_deterministic_asks_torch_for_it(tiny, monkeypatch):
+@pytest.mark.parametrize("backend, router", [("auto", "kern"), ("torch", "softmax"), ("reference", "dense")])
+def test_deterministic_asks_torch_for_it(tiny, monkeypatch, backend, router):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    own = ["model.dropout=0.1", "train.max_steps=2"]
+    own = [f"model.backend={backend}", f"model.router={router}", "model.dropout=0.1", "train.max_steps=2"]
     try:
         run(tiny("run.name=without", *own))
         assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -261,3 +483,7 @@ def test_deterministic_asks_torch_for_it(tiny, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert end(configs[0]) == end(configs[1])
+
+
+if __name__ == "__main__":
+    signal_launcher(Path(sys.argv[1]), sys.argv[2])

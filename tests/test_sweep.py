@@ -120,7 +120,7 @@ def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
     (same, *_) = sweep.list_points(str(sweep_file), [])
     assert same == point
     (edited, *others) = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
-    assert edited.folder.name == f"{point.folder.name}-2"
+    assert edited.folder.name == f"{point.folder.name}-lr0.0001"
     assert edited.overrides[-1] == f"--run.name={edited.folder.name}"
     assert not any("--run.name" in word for other in others for word in other.overrides)
     (fresh, *_) = sweep.list_points(str(sweep_file), [], fresh=True)

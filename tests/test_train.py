@@ -333,6 +333,15 @@ def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error
     assert not path_of(config).exists()
 
 
+@pytest.mark.parametrize("local_rank, printed", [("0", "error on rank 3: "), ("1", "")])
+def test_missing_data_is_named_once_per_node(tiny_file, monkeypatch, capsys, local_rank, printed):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert train.main([str(tiny_file), "--data.name=nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(printed) and bool(error) == bool(printed)
+
+
 def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     command = [sys.executable, "train.py", tiny_file, "--optim.lrr=1"]
