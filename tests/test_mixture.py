@@ -3,9 +3,11 @@
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import WORDS, write_tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,8 @@ from data.tokenizer import ByteTokenizer
 from data.writer import Writer
 from eval import val_loss
 from runtime import RunError
+from runtime.batches import micro_batches
+from runtime.distributed import Ranks
 from runtime.folder import path_of
 
 WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}
@@ -272,3 +276,15 @@ def test_val_loss_of_each_set(trained, call):
     assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
     assert "no longer" not in said
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
+
+
+@pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (2, 2), (4, 1), (4, 2)])
+def test_the_batch_does_not_depend_on_ranks(mixed, sets, ranks, micro_batch):
+    parts = [open_tokens(sets / name, "train") for name in WEIGHTS]
+    loader, accumulation = Loader(parts, 32, 8, 0, [*WEIGHTS.values()]), 8 // (ranks * micro_batch)
+    plan = SimpleNamespace(
+        loader=loader, config=mixed(f"train.micro_batch_size={micro_batch}"), accumulation=accumulation
+    )
+    seen = [list(micro_batches(plan, [300], Ranks(rank, ranks, torch.device("cpu")))) for rank in range(ranks)]
+    rows = torch.cat([seen[rank][micro][0] for micro in range(accumulation) for rank in range(ranks)])
+    assert torch.equal(rows, torch.from_numpy(loader.batch(300)[0]))

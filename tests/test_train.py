@@ -398,3 +398,18 @@ def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, los
     with pytest.raises(RunError, match=rf"val loss {loss} at step 0, the run has diverged. .*lower optim\.lr"):
         run(config)
     assert not steps(config)
+
+
+def test_killed_run_ends_like_an_undisturbed_one(tiny, capsys):
+    own = ["model.dropout=0.1", "train.dtype=float16", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"]
+    config = tiny("train.max_steps=7", "train.checkpoint_interval=2", "train.keep_checkpoints=9", *own)
+    undisturbed = run(config)
+    assert steps(config) == [2, 4, 6, 7]
+    for step in (6, 7):  # killed while it wrote the line of step 7
+        shutil.rmtree(checkpoints(config) / f"step_{step:08d}")
+    metrics = path_of(config) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-200])
+    again = run(config)
+    assert "from step 4" in capsys.readouterr().out
+    assert untimed(again) == untimed(undisturbed)
+    assert steps(config) == [2, 4, 6, 7]

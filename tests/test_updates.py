@@ -403,3 +403,11 @@ def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(t
         run(tiny(*LONG, "train.loss_spike=skip", "log.interval=6", f"train.max_steps={last}"))
         lines = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
         assert [report in line for report, line in zip(reports, lines, strict=True)] == [True] * len(reports)
+
+
+def test_losses_that_stay_high_stop_the_run_that_skips_them(tiny, short_history, poison):
+    weights = poison(range(6, 50), 50)
+    own = ["train.max_steps=50", "train.loss_spike=skip", "train.max_skipped_steps=4"]
+    with pytest.raises(RunError, match=r"4 steps in a row skipped, the last for a loss spike \(step 10"):
+        run(tiny("eval.interval=50", *own))
+    assert len(weights) == 10 and torch.equal(weights[6], weights[9])
