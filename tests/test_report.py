@@ -272,7 +272,7 @@ def test_curves_over_a_key(tmp_path):
     (setting,), notes = load(*runs, key="model.gate_norm")
     assert notes == [] and setting.xs == [1, 2, 8] and [arm.label for arm in setting.arms] == ["tanh", "kern"]
     table = tables.build_loss_table(setting)
-    assert table.head == ["model.gate_norm", "seeds", "1", "2", "8"]
+    assert table.head == ["initial gate norm", "seeds", "1", "2", "8"]
     losses = {(router, x): [loss_of(tmp_path / f"{router}-{x}-{seed}") for seed in range(4)]
               for router in ("kern", "tanh") for x in (1, 2, 8)}  # fmt: skip
     assert [cell.split()[0] for cell in table.rows[1][2:]] == [f"{np.mean(losses['kern', x]):.4f}" for x in (1, 2, 8)]
