@@ -13,7 +13,7 @@ from scipy import stats
 
 from eval.paper import NUMBERS, read_paper_losses
 from scripts.report import tables
-from scripts.report.comparisons import choose_best, compare_setting, find_comparison
+from scripts.report.comparisons import choose_best, compare_setting, find_comparison, judge_pairs
 from scripts.report.runs import expand_folders, find_runs, load_all_evaluated, load_evaluated, load_run
 from scripts.report.settings import group_runs
 from scripts.report.statistics import Verdict
@@ -229,7 +229,31 @@ def test_two_seeds_have_an_interval_over_documents(tmp_path, documents, over):
     oracle = stats.ttest_1samp(means, 0).confidence_interval()
     assert (comparison.difference.over, comparison.verdict.text) == (over, "undecided (2 seeds)")
     assert comparison.difference.low == pytest.approx(oracle.low)
-    assert tables.build_pairs_table([comparison]).rows[0][3:] == [over, "**undecided (2 seeds)**", "-"]
+    assert tables.build_pairs_table([comparison]).rows[0][3:] == [
+        over,
+        "**undecided (2 seeds)**",
+        "-",
+        "lower: undecided",
+    ]
+
+
+@pytest.mark.parametrize(
+    "left, right, gap, norm, said",
+    [
+        ("kern", "tanh", -0.5, 0, "lower: supported"),
+        ("kern", "tanh", 0.5, 0, "lower: contradicted"),
+        ("sigmoid", "kern", 0.5, 0, "higher: supported"),
+        ("kern", "tanh", -0.5, 2, None),  # not the paper's routers
+        ("tanh", "sigmoid", -0.5, 0, None),  # no claim
+    ],
+)
+def test_what_verdicts_say_of_the_papers_claims(tmp_path, left, right, gap, norm, said):
+    runs = make_pair(tmp_path, left, right, gap=gap, noise=0.01, overrides=[f"model.gate_norm={norm}"])
+    (setting,) = load_settings(*runs)
+    comparisons = judge_pairs(setting, [tuple(sorted(setting.arms, key=lambda arm: arm.router != left))])
+    table = tables.build_pairs_table(comparisons)
+    assert ("paper claims" in table.head) == (said is not None)
+    assert table.rows[0][6:] == [*filter(None, [said])]
 
 
 def test_which_arms_are_compared(tmp_path):

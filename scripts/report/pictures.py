@@ -101,13 +101,16 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     width = min(len(drawn), 3) if len(rows) == 1 else len(drawn)
     height = math.ceil(len(rows) * len(drawn) / width)
     figure = Figure((1 + 5 * width, 0.4 + 3.6 * height), layout="constrained")
-    grid = figure.subplots(height, width, squeeze=False, sharey="col" if setting.key and len(rows) > 1 else False)
+    share = "col" if setting.key and len(rows) > 1 else False
+    grid = figure.subplots(height, width, squeeze=False, sharex=share, sharey=share)
+    figure.suptitle(fill(setting.label, 100), fontsize=11)
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
         draw_panel(axes, setting, arms, collect)
         axes.set(xlabel=name_axis(setting.key) or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
+        axes.tick_params(labelbottom=True)  # matplotlib hides those above a shared axis
         if axes.get_lines():
             axes.legend(fontsize=8, framealpha=0.7)
     for axes in grid.flat[len(cells) :]:
