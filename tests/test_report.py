@@ -73,6 +73,15 @@ def test_losses_that_are_not_finite(tmp_path, last, said):
         load_evaluated(folder)
 
 
+def test_the_table_of_runs_has_the_first_and_last_gate_norm(tmp_path):
+    for router, router_has_gates in (("kern", True), ("dense", False)):
+        folder = make_run(tmp_path / router, f"model.router={router}")
+        evaluations = load_run(folder).evaluations
+        cell = dict(zip(tables.RUN_COLUMNS, tables.summarize_run(load_run(folder)), strict=True))["gate norm"]
+        first, last = (evaluations[step].get("val/gate_norm") for step in (0, max(evaluations)))
+        assert cell == (f"{first:.3f} → {last:.3f}" if router_has_gates else "-") and (not first or first != last)
+
+
 def test_folders_stand_for_the_runs_below_them(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a", "deep/er/b")]
     (tmp_path / "report").mkdir()
