@@ -13,7 +13,7 @@ from scipy import stats
 
 from eval.paper import NUMBERS, read_paper_losses
 from scripts.report import tables
-from scripts.report.comparisons import choose_best, compare_setting, find_comparison
+from scripts.report.comparisons import choose_best, compare_setting, find_comparison, judge_pairs
 from scripts.report.runs import expand_folders, find_runs, load_all_evaluated, load_evaluated, load_run
 from scripts.report.settings import group_runs
 from scripts.report.statistics import Verdict
@@ -71,6 +71,15 @@ def test_losses_that_are_not_finite(tmp_path, last, said):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="not evaluated yet; continue with train.py"):
         load_evaluated(folder)
+
+
+def test_the_table_of_runs_has_the_first_and_last_gate_norm(tmp_path):
+    for router, router_has_gates in (("kern", True), ("dense", False)):
+        folder = make_run(tmp_path / router, f"model.router={router}")
+        evaluations = load_run(folder).evaluations
+        cell = dict(zip(tables.RUN_COLUMNS, tables.summarize_run(load_run(folder)), strict=True))["gate norm"]
+        first, last = (evaluations[step].get("val/gate_norm") for step in (0, max(evaluations)))
+        assert cell == (f"{first:.3f} → {last:.3f}" if router_has_gates else "-") and (not first or first != last)
 
 
 def test_folders_stand_for_the_runs_below_them(tmp_path):
@@ -229,7 +238,31 @@ def test_two_seeds_have_an_interval_over_documents(tmp_path, documents, over):
     oracle = stats.ttest_1samp(means, 0).confidence_interval()
     assert (comparison.difference.over, comparison.verdict.text) == (over, "undecided (2 seeds)")
     assert comparison.difference.low == pytest.approx(oracle.low)
-    assert tables.build_pairs_table([comparison]).rows[0][3:] == [over, "**undecided (2 seeds)**", "-"]
+    assert tables.build_pairs_table([comparison]).rows[0][3:] == [
+        over,
+        "**undecided (2 seeds)**",
+        "-",
+        "lower: undecided",
+    ]
+
+
+@pytest.mark.parametrize(
+    "left, right, gap, norm, said",
+    [
+        ("kern", "tanh", -0.5, 0, "lower: supported"),
+        ("kern", "tanh", 0.5, 0, "lower: contradicted"),
+        ("sigmoid", "kern", 0.5, 0, "higher: supported"),
+        ("kern", "tanh", -0.5, 2, None),  # not the paper's routers
+        ("tanh", "sigmoid", -0.5, 0, None),  # no claim
+    ],
+)
+def test_what_verdicts_say_of_the_papers_claims(tmp_path, left, right, gap, norm, said):
+    runs = make_pair(tmp_path, left, right, gap=gap, noise=0.01, overrides=[f"model.gate_norm={norm}"])
+    (setting,) = load_settings(*runs)
+    comparisons = judge_pairs(setting, [tuple(sorted(setting.arms, key=lambda arm: arm.router != left))])
+    table = tables.build_pairs_table(comparisons)
+    assert ("paper claims" in table.head) == (said is not None)
+    assert table.rows[0][6:] == [*filter(None, [said])]
 
 
 def test_which_arms_are_compared(tmp_path):
@@ -272,7 +305,7 @@ def test_curves_over_a_key(tmp_path):
     (setting,), notes = load(*runs, key="model.gate_norm")
     assert notes == [] and setting.xs == [1, 2, 8] and [arm.label for arm in setting.arms] == ["tanh", "kern"]
     table = tables.build_loss_table(setting)
-    assert table.head == ["model.gate_norm", "seeds", "1", "2", "8"]
+    assert table.head == ["initial gate norm", "seeds", "1", "2", "8"]
     losses = {(router, x): [loss_of(tmp_path / f"{router}-{x}-{seed}") for seed in range(4)]
               for router in ("kern", "tanh") for x in (1, 2, 8)}  # fmt: skip
     assert [cell.split()[0] for cell in table.rows[1][2:]] == [f"{np.mean(losses['kern', x]):.4f}" for x in (1, 2, 8)]

@@ -86,13 +86,35 @@ def test_curves_over_a_key(tmp_path):
     figure = pictures.plot_loss(setting, "kern")
     own, minus_own, norm, minus_norm = figure.axes
     assert [axes.get_title() for axes in figure.axes] == ["own norm", "own norm", "norm 2", "norm 2"]
-    assert own.get_xlabel() == "optim.lr"
+    assert (own.get_xlabel(), own.get_xscale()) == ("peak learning rate", "log")
+    assert lines_of(own)["kern, own norm"][0] == pytest.approx([0.001, 0.002, 0.004])
     assert [text.get_text() for text in own.get_legend().get_texts()] == ["tanh, own norm", "kern, own norm"]
     assert [tick.get_text() for tick in own.get_xticklabels()] == ["0.001", "0.002", "0.004"]
     assert list(lines_of(minus_own)) == ["tanh, own norm"] and list(lines_of(minus_norm)) == ["tanh, norm 2"]
     assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2, 0.4, 0.8])
     losses = [load_evaluated(tmp_path / f"tanh0.0022{seed}").evaluations[1000]["val/loss"] for seed in range(3)]
     assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
+
+
+@pytest.mark.parametrize(
+    "values, scale, places",
+    [
+        ((0, 2, 4, 16), "log", [1, 2, 4, 16]),  # own norm, as far from 2 as 2 is from 4
+        ((0, 1, 100), "log", [0.1, 1, 100]),
+        ((1, 2, 3), "linear", [1, 2, 3]),
+        ((0, 2), "linear", [0, 2]),
+    ],
+)
+def test_values_of_a_key_are_at_their_places(tmp_path, values, scale, places):
+    runs = [make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in values]
+    (setting,) = load(*runs, key="model.gate_norm")
+    axes = pictures.plot_loss(setting, "kern").axes[0]
+    (line,) = axes.get_lines()
+    assert axes.get_xscale() == scale and line.get_xdata() == pytest.approx(places)
+    assert axes.get_xticks() == pytest.approx(places)
+    labels = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert labels == [str(x) if x else "own norm" for x in values]
+    assert line.get_linestyle() == ("None" if len(values) == 2 else "-")
 
 
 def test_arms_of_one_router_look_different(tmp_path):
@@ -159,7 +181,7 @@ def test_a_report_over_a_key(tmp_path, call):
     out = tmp_path / "out"
     printed = call(report.main, *runs, "--over", "model.gate_norm", "--choose-on", 0, 1, "--margin", 0.5, "--out", out)
     page = (out / "report.md").read_text()
-    assert "| model.gate_norm | seeds | 1 | 2 |" in page and "| minus kern | 1 | 2 | mean over values" in page
+    assert "| initial gate norm | seeds | 1 | 2 |" in page and "| minus kern | 1 | 2 | mean over values" in page
     assert re.search(r"\| kern, norm 1 \| tanh, norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*lower\*\*", page)
     assert re.search(r"kern +tanh .* 6 seeds +equivalent", printed)
     assert (
@@ -196,6 +218,9 @@ def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
     assert str(report.name_folder(relative[:3])) == "runs/report-mine"
     assert str(report.name_folder(relative[:1])) == "runs/report-mine-kern"
     assert str(report.name_folder(relative)) == "runs/report"
+    two, others = report.name_folder(relative[:2]), report.name_folder(relative[1:3])
+    assert two == report.name_folder(relative[1::-1]) and len({two, others, relative[0].parent / "report-mine"}) == 3
+    assert str(two).startswith("runs/report-mine-")
     call(report.main, "runs/mine-kern")
     assert (tmp_path / "runs/report-mine-kern/report.md").read_text().startswith("# One run\n")
 

@@ -11,6 +11,7 @@ one setting, with tables of its own. Differences are paired by seed; a verdict n
 requirements-report.txt.
 """
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
 from eval.paper import read_paper_losses
-from scripts.report.runs import expand_folders, load_all_evaluated
+from scripts.report.runs import expand_folders, find_runs, load_all_evaluated
 from scripts.report.settings import group_runs
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
     if args.baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    out = args.out or name_folder([run.folder for setting in settings for run in setting.runs])
+    out = args.out or name_folder([run.folder for run in runs])
     if (out / "config.toml").is_file():
         raise ValueError(f"--out {out}: a run's folder; name another")
     out.mkdir(parents=True, exist_ok=True)
@@ -84,11 +85,21 @@ def print_blocks(blocks: Sequence["Block"]) -> None:
 
 
 def name_folder(folders: Sequence[Path]) -> Path:
-    """Where the report of these runs goes by default: beside them, report-NAME, where their names begin with NAME."""
+    """Where the report of these runs goes by default: the same folder for the same runs, and for no others.
+
+    It is beside the runs: report-NAME, where NAME is what their names begin with; then, if other runs there begin so
+    too, a hash of their names.
+    """
     base = Path(os.path.commonpath([folder.absolute().parent for folder in folders]))
-    names = ["-".join(folder.absolute().relative_to(base).parts) for folder in folders]
-    begin = os.path.commonprefix([name.split("-") for name in names])
-    return Path(os.path.relpath(base / "-".join(["report", *begin])))
+    names, others = (
+        {folder.absolute().relative_to(base).as_posix().replace("/", "-") for folder in group}
+        for group in (folders, find_runs([base]))
+    )
+    begin = os.path.commonprefix([name.split("-") for name in sorted(names)])
+    parts = ["report", *begin]
+    if any(name.split("-")[: len(begin)] == begin for name in others - names):
+        parts.append(hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:6])
+    return Path(os.path.relpath(base / "-".join(parts)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ A seed's loss is one observation. Differences are paired by seed, with 95% inter
 seeds. With fewer than {MIN_SEEDS} paired seeds the interval is **over documents** of the validation text (over windows
 where documents were not recorded): it holds for these runs, says nothing of other seeds, and decides nothing. An
 interval is about one difference. **Verdicts** count all pairs of a table as one family, by Holm's p-values: below 0.05
-the first has a **lower** or a **higher** loss, else the pair is **undecided**. Undecided does not mean equal."""
+the first has a **lower** or a **higher** loss, else the pair is **undecided**. Undecided does not mean equal.
+**Paper claims**: what the paper says of the first loss of a pair at the routers' own norms, and whether the verdict
+supports it."""
 HOW_EQUIVALENT = """\
 **Equivalent**: two one-sided t-tests, with Holm's correction, place the difference within ±{} nats."""
 HOW_BEST = "Each arm at the value with its lowest mean loss over seeds {}, compared by its other seeds, one family."

@@ -14,9 +14,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from scripts.report.comparisons import estimate
-from scripts.report.settings import Arm, Setting, label_tick
+from scripts.report.settings import Arm, Setting, label_tick, name_axis
 from scripts.report.style import style
 from scripts.report.tables import find_measures, read_measure
 
@@ -100,13 +101,16 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     width = min(len(drawn), 3) if len(rows) == 1 else len(drawn)
     height = math.ceil(len(rows) * len(drawn) / width)
     figure = Figure((1 + 5 * width, 0.4 + 3.6 * height), layout="constrained")
-    grid = figure.subplots(height, width, squeeze=False, sharey="col" if setting.key and len(rows) > 1 else False)
+    share = "col" if setting.key and len(rows) > 1 else False
+    grid = figure.subplots(height, width, squeeze=False, sharex=share, sharey=share)
+    figure.suptitle(fill(setting.label, 100), fontsize=11)
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
         draw_panel(axes, setting, arms, collect)
-        axes.set(xlabel=setting.key or "step", ylabel=title)
+        axes.set(xlabel=name_axis(setting.key) or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
+        axes.tick_params(labelbottom=True)  # matplotlib hides those above a shared axis
         if axes.get_lines():
             axes.legend(fontsize=8, framealpha=0.7)
     for axes in grid.flat[len(cells) :]:
@@ -115,23 +119,43 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
 
 
 def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect) -> None:
-    """Lines with bands in their colour. Values of the key are at equal distances.
+    """Lines with bands in their colour; one or two values of the key are markers with bars, without a line.
 
     Over steps the y-axis leaves out the first quarter, which is steep.
     """
     late = []
+    places = place_values(axes, setting) if setting.key else {}
     for i, arm in enumerate(arms):
         points = collect(arm)
         if not points:
             continue
-        look, xs = style_arm(setting, arm), [setting.xs.index(x) if setting.key else x for x in points]
+        look, xs = style_arm(setting, arm), [places.get(x, x) for x in points]
         means, lows, highs = zip(*points.values(), strict=True)
+        if setting.key and len(points) <= 2:
+            look["linestyle"] = "none"
+            axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
+        else:
+            axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         every = max(1, len(points) // MARKERS)
         axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
-        axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         late += means[len(means) // 4 :]
-    if setting.key:
-        axes.set_xticks(range(len(setting.xs)), [label_tick(setting.key, x) for x in setting.xs])
-    elif late and max(late) > min(late):
+    if not setting.key and late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
+
+
+def place_values(axes: Axes, setting: Setting) -> dict[Any, float]:
+    """Make the x-axis of a key, with a tick for each value; returns where each is drawn.
+
+    Logarithmic where the largest is at least 4 times the smallest. A value of 0 is then as far left of the smallest
+    other as that is of the next, a tenth of it at least.
+    """
+    places = {x: float(x) for x in setting.xs}
+    positive = [x for x in setting.xs if x > 0]
+    if positive and setting.xs[0] >= 0 and positive[-1] >= 4 * positive[0]:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        if 0 in places:
+            places[0] = positive[0] / min(positive[1] / positive[0], 10)
+    axes.set_xticks([*places.values()], [label_tick(setting.key, x) for x in places])
+    return places

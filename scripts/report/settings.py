@@ -36,10 +36,25 @@ SHORT = {  # names before a value; other keys have their own
     "model.n_expert": "experts",
     "model.top_k": "top-k",
     "model.block_size": "context",
+    "model.n_shared_expert": "shared experts",
     "train.max_steps": "steps",
     "train.balance_loss_coef": "balance",
     "optim.router_lr_ratio": "router lr ×",
     "optim.expert_out_lr_ratio": "w_out lr ×",
+}
+AXES = {  # names of an axis; other keys have their own
+    "model.gate_norm": "initial gate norm",
+    "model.n_embd": "width of the model",
+    "model.n_expert": "experts",
+    "model.top_k": "experts chosen per token",
+    "model.block_size": "tokens of context",
+    "model.n_shared_expert": "shared experts",
+    "train.max_steps": "training steps",
+    "train.batch_size": "sequences per step",
+    "train.balance_loss_coef": "coefficient of the balance loss",
+    "optim.lr": "peak learning rate",
+    "optim.router_lr_ratio": "router's learning rate / that of the rest",
+    "optim.expert_out_lr_ratio": "w_out's learning rate / that of the rest",
 }
 
 
@@ -273,6 +288,11 @@ def label_value(key: str | None, value: Any) -> str:
     return f"{SHORT.get(key, key.split('.')[1])} {value:.12g}"
 
 
+def name_axis(key: str | None) -> str:
+    """A key in words; "" without one."""
+    return AXES.get(key, key) if key else ""
+
+
 def label_tick(key: str | None, value: Any) -> str:
     """A value in a head or on an axis."""
-    return "own" if key == "model.gate_norm" and value == 0 else f"{value:,g}"
+    return "own norm" if key == "model.gate_norm" and value == 0 else f"{value:,g}"

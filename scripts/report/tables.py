@@ -9,9 +9,10 @@ import numpy as np
 
 from scripts.report.comparisons import Comparison, estimate, find_comparison
 from scripts.report.runs import Run
-from scripts.report.settings import Setting, label_tick, label_value
+from scripts.report.settings import Setting, label_tick, label_value, name_axis
+from scripts.report.statistics import HIGHER, LOWER
 
-RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s", "val imbalance")
+RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s", "gate norm", "val imbalance")
 MEASURES = {  # besides the losses: what it is, format
     "val/gate_norm": ("gate norm √(E‖g‖²)", ".3f"),
     "val/load_imbalance": ("load imbalance (busiest / mean)", ".2f"),
@@ -19,6 +20,16 @@ MEASURES = {  # besides the losses: what it is, format
     "val_ema/loss": ("loss of the weights' running mean", ".4f"),
     "router/entropy": ("entropy of the gates in training, nats", ".3f"),
     "router/gamma": ("γ in training", ".3f"),
+}
+LOWER_IN_PAPER = {  # (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
+    ("kern", "dense"),
+    ("kern", "softmax"),
+    ("kern", "sigmoid"),
+    ("kern", "tanh"),
+    ("kern", "kern-after"),
+    ("softmax", "dense"),
+    ("sigmoid", "dense"),
+    ("tanh", "dense"),
 }
 
 
@@ -30,10 +41,11 @@ class Table(NamedTuple):
 
 
 def summarize_run(run: Run) -> list[str]:
-    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run."""
+    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run; gate norm: first → last."""
     from model import count_parameters  # imports torch
 
-    last = list(run.evaluations.values())[-1]
+    first, last = (run.evaluations[choose(run.evaluations)] for choose in (min, max))
+    norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
     step, speeds = last["step"], run.series("perf/tokens_per_sec").values()
     return [
         run.config.run.name + run.trunk,
@@ -43,6 +55,7 @@ def summarize_run(run: Run) -> list[str]:
         f"{step:,}" if run.ended else f"{step:,} of {run.max_steps:,}",
         f"{last['val/loss']:.4f}",
         f"{statistics.median(speeds):,.0f}" if speeds else "-",
+        " → ".join(norms) or "-",
         f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-",
     ]
 
@@ -77,7 +90,7 @@ def build_loss_table(setting: Setting) -> Table:
         printed = [setting.printed.get((arm.router, i), "") for i in setting.tenths]
         if not setting.key and any(printed):
             rows.append(["paper", "", *printed])
-    return Table([setting.key or "validation loss at step", "seeds", *columns], rows)
+    return Table([name_axis(setting.key) or "validation loss at step", "seeds", *columns], rows)
 
 
 def build_difference_table(setting: Setting, baseline: str, comparisons: Sequence[Comparison]) -> Table | None:
@@ -113,8 +126,28 @@ def format_comparison(comparison: Comparison) -> list[str]:
 def build_pairs_table(comparisons: Sequence[Comparison]) -> Table:
     """A row for each pair, the largest difference first."""
     ranked = sorted(comparisons, key=lambda comparison: -abs(comparison.difference.mean))
+    head = ["first", "second", "first minus second, 95%", "interval over", "first is", "Holm's p"]
     rows = [[comparison.left.label, comparison.right.label, *format_comparison(comparison)] for comparison in ranked]
-    return Table(["first", "second", "first minus second, 95%", "interval over", "first is", "Holm's p"], rows)
+    claims = [judge_claim(comparison) for comparison in ranked]
+    if any(claims):
+        head.append("paper claims")
+        rows = [[*row, claim] for row, claim in zip(rows, claims, strict=True)]
+    return Table(head, rows)
+
+
+def judge_claim(comparison: Comparison) -> str:
+    """What the paper claims of the first of a pair, at its routers' own norms, and what the verdict says of it."""
+    left, right, verdict = comparison.left, comparison.right, comparison.verdict.text
+    if left.options.get("model.gate_norm") != 0 or right.options.get("model.gate_norm") != 0:
+        return ""
+    if (left.router, right.router) in LOWER_IN_PAPER:
+        claim = LOWER
+    elif (right.router, left.router) in LOWER_IN_PAPER:
+        claim = HIGHER
+    else:
+        return ""
+    contradicted = verdict in (LOWER, HIGHER)
+    return f"{claim}: {'supported' if verdict == claim else 'contradicted' if contradicted else 'undecided'}"
 
 
 def find_measures(setting: Setting) -> dict[str, tuple[str, str]]:
