@@ -10,6 +10,19 @@ from pydantic import ValidationError
 
 from configure.schema import KEYS, SECTIONS, Config
 
+OTHER_NAMES = {  # what other projects call our keys
+    "learning_rate": "optim.lr",
+    "batch": "train.batch_size",
+    "gradient_accumulation_steps": "train.micro_batch_size",
+    "steps": "train.max_steps",
+    "max_iters": "train.max_steps",
+    "layers": "model.n_layer",
+    "heads": "model.n_head",
+    "hidden": "model.n_embd",
+    "vocab": "model.vocab_size",
+    "wandb_log": "log.wandb",
+}
+
 
 def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
     """List what is wrong with settings by dotted key, each checked alone: `SOURCE: section.key = value: reason`."""
@@ -36,8 +49,11 @@ def _explain(key: str, value: Any, error: Any) -> str:
 
 
 def _suggest_key(key: str) -> str:
-    """`; did you mean 'optim.lr'?` for `train.lr`: a key of that name in another section first, then the nearest."""
-    if same_name := [other for other in KEYS if other.split(".")[1] == key.rpartition(".")[2]]:
+    """`; did you mean 'optim.lr'?` for `train.lr`: another project's or section's name for a key, or the nearest."""
+    name = key.rpartition(".")[2]
+    if name in OTHER_NAMES:
+        return f"; did you mean {OTHER_NAMES[name]!r}?"
+    if same_name := [other for other in KEYS if other.split(".")[1] == name]:
         return _suggest(key, same_name, cutoff=0.0)
     return _suggest(key, [*KEYS, *SECTIONS])
 

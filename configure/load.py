@@ -12,6 +12,7 @@ An override of its keys closes an axis; a run needs all axes closed. A run witho
 router, the axes' values, and the seed where it differs from the file's.
 """
 
+import difflib
 import itertools
 import os
 import re
@@ -245,9 +246,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a TOML file, such as config/quickstart.toml") from None
+        raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
     except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets
         raise ConfigError(f"{path} is not TOML: {error}; strings need quotes, booleans are true or false") from None
+
+
+def _suggest_file(path: Path) -> str:
+    """The remedy for a config file that cannot be read: the file of the nearest name, or those in its folder."""
+    is_folder = os.path.isdir(path)
+    nearby = sorted((path if is_folder else path.parent).glob("*.toml"))
+    by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
+    nearest = [] if is_folder else difflib.get_close_matches(path.stem, by_stem, n=1)
+    if nearest:
+        return f"did you mean {by_stem[nearest[0]]}?"
+    return f"name a TOML file, such as {', '.join(map(str, nearby)) or 'config/quickstart.toml'}"
 
 
 def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:

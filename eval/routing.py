@@ -59,6 +59,7 @@ class LayerCounts:
             all rare ones.
         agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model, [measured, by chance].
         entropy: summed over tokens, nats.
+        zero_gates: gates that are exactly 0.
     """
 
     def __init__(self, n_expert: int, n_rows: int, device: torch.device) -> None:
@@ -67,6 +68,7 @@ class LayerCounts:
         self.by_token = torch.zeros(2, n_rows, n_expert, dtype=torch.int32, device=device)
         self.agreement = torch.zeros(2, n_expert, n_expert, dtype=torch.int64, device=device)
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+        self.zero_gates = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, routing: Routing, rows: Tensor, other: Routing | None = None) -> None:
         """Add the routing of B windows of T tokens, N = B·T, and the other model's routing of the same windows.
@@ -77,6 +79,7 @@ class LayerCounts:
         self.tokens += N
         self.together += count_pairs(routing.experts, routing.experts, E)
         self.entropy += N * entropy(token_distribution(routing))
+        self.zero_gates += (routing.weights == 0).sum()
         for table, places in zip(self.by_token, (rows, shuffled_baseline(rows)), strict=True):
             cells = places.flatten()[:, None] * E + routing.experts  # (N, K)
             table += expert_loads(cells, table.numel()).view_as(table)
@@ -200,6 +203,7 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
         "dead_experts": (loads == 0).sum(),
         "load_entropy": torch.special.entr(torch.from_numpy(loads / loads.sum())).sum().item(),
         "entropy": counts.entropy.item() / N,
+        "zero_gates": counts.zero_gates.item() / loads.sum(),
         "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
         "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
         "vocabulary": vocabulary_specialization(by_token[:-1], seen),
@@ -289,8 +293,9 @@ def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
     for layer in report["layers"]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
         row += [f"{math.exp(layer['load_entropy']):.1f}", f"{math.exp(layer['entropy']):.1f}"]
+        row.append(f"{layer['zero_gates']:.2%}")
         rows.append([*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))])
-    return ["layer", "busiest", "idle", "in use", "per token", "vocabulary", "partner"], rows
+    return ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"], rows
 
 
 def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:

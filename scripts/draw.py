@@ -29,10 +29,11 @@ LITERAL = str.maketrans({"*": "∗", "`": "ˋ"})  # the page would take them for
 ABOUT = """Router {router}, {n_layer} layers of {n_expert} experts, {top_k} per token{mean}; {windows:,} validation
 windows of {data}, {tokens:,} tokens. Layers and experts are numbered from 0."""
 SUMMARY = """**busiest**: highest load over mean load. **idle**: experts that no token chose. **in use**: exp of the
-entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores.
-**vocabulary**: share of a token's occurrences that its most frequent expert has (OLMoE, arXiv
-2409.02060, Sec. 5). **partner**: share of an expert's tokens that its most frequent partner has. In brackets **by
-chance**: each token's choices taken from another token of another window; for partners, independent choices."""
+entropy of the loads. **per token**: exp of the mean entropy of a token's normalised positive scores. **zero gates**:
+share of gates that are exactly 0. **vocabulary**: share of a token's occurrences that its most frequent expert has
+(OLMoE, arXiv 2409.02060, Sec. 5). **partner**: share of an expert's tokens that its most frequent partner has. In
+brackets **by chance**: each token's choices taken from another token of another window; for partners, independent
+choices."""
 EXPERT_TOKENS = """Per layer the experts (with {MIN_LOAD:g} of the mean load or more) whose tokens differ most from the
 text's: KL divergence in nats, less that by chance. Then each expert's most characteristic tokens with their share of
 the expert's load, and how many times their share of the text that is."""

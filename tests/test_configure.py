@@ -154,9 +154,38 @@ def test_a_wrong_override(write, override, names):
     assert text.startswith("command line: ") and names in text
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "x.toml", "No such file or directory")):
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optim.learning_rate", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("train.batch", "train.batch_size"),
+        ("seed", "run.seed"),
+        ("train.steps", "train.max_steps"),
+        ("max_iters", "train.max_steps"),
+        ("model.heads", "model.n_head"),
+        ("model.layers", "model.n_layer"),
+        ("model.hidden", "model.n_embd"),
+        ("model.vocab", "model.vocab_size"),
+        ("gradient_accumulation_steps", "train.micro_batch_size"),
+        ("wandb_log", "log.wandb"),
+    ],
+)
+def test_the_names_of_other_projects_are_known(write, override, key):
+    assert message(write(), f"--{override}=1").endswith(f"unknown key; did you mean {key!r}?")
+
+
+def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypatch):
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "zzzz.toml", "No such file or directory")):
         assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
+    right, other = write(name="right.toml"), write(name="small.toml")
+    assert message(tmp_path / "wright.toml").endswith(f"did you mean {right}?")
+    assert message(tmp_path).endswith(f"Is a directory; name a TOML file, such as {right}, {other}")
+    monkeypatch.chdir(ROOT)
+    for typo in ("quickstart.toml", "config/quickstart.tml", "config/quikstart.toml"):
+        assert message(typo).endswith("did you mean config/quickstart.toml?")
+    long_name = "x" * 5000
+    assert message(long_name).startswith(f"{long_name}: File name too long; name a TOML file")
 
 
 def test_all_errors_are_reported_at_once_with_their_source(write):

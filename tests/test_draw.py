@@ -13,7 +13,7 @@ def make_layer(number, loads, tokens=()):
     """A layer's entry of routing.json."""
     experts = [{"nats": 1.0 - 0.1 * e, "nats_by_chance": 0.25, "tokens": [*tokens]} for e in range(len(loads))]
     layer = {"layer": number, "loads": loads, "load_imbalance": 1.5, "dead_experts": loads.count(0), "entropy": 1.0}
-    layer |= {"load_entropy": 1.0, "experts": experts}
+    layer |= {"load_entropy": 1.0, "zero_gates": 0.25, "experts": experts}
     layer |= {"vocabulary": 0.5, "vocabulary_by_chance": 0.25}
     return layer | {"strongest_partner": 0.5, "strongest_partner_by_chance": 0.25}
 

@@ -4,15 +4,17 @@ Both models compute in fp64, and must agree to the rounding of fp32: an error is
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import modules_in
+from runs import meet_in, modules_in, start_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
@@ -111,6 +113,8 @@ def test_every_model_exports_the_same_model(exported, overrides):
     theirs, info = load(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
+    plan = theirs.config.base_model_tp_plan
+    assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in overrides)
 
 
 @pytest.mark.numerics
@@ -201,6 +205,26 @@ def test_export_is_trained_with_dropout_and_from_scratch(exported):
         assert p.std().item() == pytest.approx(0.3, rel=0.2)
 
 
+def load_in_parallel(out, meeting, modules):
+    """A rank: the model split by its tensor-parallel plan gives the logits of the model in one piece."""
+    meet_in(meeting)
+    with modules_in(modules / os.environ["RANK"]):
+        split, plain = load(out, tp_plan="auto").double(), load(out).double()
+        idx = random_ids(1, 20)
+        assert dist.get_world_size() == 2
+        assert_near(split(idx).logits, plain(idx).logits, NEAR)
+
+
+@pytest.mark.numerics
+@pytest.mark.integration
+@pytest.mark.parametrize("router", ["kern", "dense"])
+def test_tensor_parallel_plan(exported, tmp_path, router):
+    _, out = exported(f"model.router={router}", "model.pos=rope")
+    for rank in start_ranks(2, load_in_parallel, out, tmp_path / "meeting", tmp_path):
+        code, printed = rank.wait(300)
+        assert code == 0, printed
+
+
 @pytest.mark.numerics
 def test_layout_that_vllm_expects(exported):
     """The contract of vLLM's Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
@@ -224,7 +248,9 @@ def test_layout_that_vllm_expects(exported):
     assert calls == [(layer, (1, 4, 9, 8), 8**-0.5, None, 0.0, "it") for layer in range(2)]
     theirs.train().model(idx, **settings)
     assert [dropout for *_, dropout, _ in calls] == [0.0, 0.0, 0.25, 0.25]
-    assert type(theirs)._supports_attention_backend
+    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= {
+        f"layers.*.self_attn.{part}_proj" for part in "qkvo"
+    }
     moe = theirs.model.layers[0].mlp
     assert {tuple(p.shape) for p in moe.experts.parameters()} == {(8, 32, 8), (8, 8, 32)}
     tokens = torch.randn(5, 32, dtype=torch.float64)

@@ -81,6 +81,8 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
         loads, both = Counter(), Counter()
         took, took_by_chance = Counter(), Counter()
         entropies = []
+        zeros = sum(gate == 0 for gates in decided.weights.tolist() for gate in gates)
+        assert layer["zero_gates"] == zeros / 768
         rows = zip(text, others, decided.experts.tolist(), decided.scores.tolist(), strict=True)
         for x, other, chosen, scores in rows:
             loads.update(chosen)
@@ -230,7 +232,7 @@ def test_agreement_table_is_scaled_by_chance():
 
 def test_summary_table():
     layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
-    layer |= {"vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
+    layer |= {"zero_gates": 0.125, "vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
     head, (row,) = routing.summarize_layers({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
-    assert head == ["layer", "busiest", "idle", "in use", "per token", "vocabulary", "partner"]
-    assert row == ["3", "2.00", "3", "5.0", "4.0", "60% (20%)", "50% (10%)"]
+    assert head == ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"]
+    assert row == ["3", "2.00", "3", "5.0", "4.0", "12.50%", "60% (20%)", "50% (10%)"]
