@@ -17,7 +17,8 @@ USAGE = """\
 usage: python train.py FILE [--section.key=value ...]
 
 Trains the model described by FILE (TOML, such as config/quickstart.toml). FILE holds what differs from the defaults
-below; --section.key=value overrides both. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
+below; --section.key=value overrides both. The same command resumes a run; --fresh starts over in a new folder, and
+deletes nothing. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
 
 
 def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:

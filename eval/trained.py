@@ -102,8 +102,9 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""
+        remedy = "name one of these" if steps else "train it first"
         raise RunError(
-            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; train it first"
+            f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; {remedy}"
         )
     if step is None and damaged and damaged[-1] > steps[-1]:
         print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")

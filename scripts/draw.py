@@ -106,7 +106,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="routing.json of eval.routing")
     file = parser.parse_args(argv).file
     require_packages("matplotlib")
-    report = json.loads(file.read_text())
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; python -m eval.routing RUN writes it")
+    try:
+        report = json.loads(file.read_text("utf-8"))
+    except ValueError:  # not JSON, or not text
+        report = None
     if not isinstance(report, dict) or "layers" not in report:
         raise ValueError(f"{file}: not written by eval.routing; run it first")
     from scripts.report.pages import write_page

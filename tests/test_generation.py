@@ -203,7 +203,7 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
         return line
 
     assert "no such folder" in error(tmp_path / "nothing")
-    assert "no checkpoint of step 3, it has 2, 4; train" in error(trained, "--step", 3)
+    assert "no checkpoint of step 3, it has 2, 4; name one of these" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
     for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):

@@ -124,7 +124,10 @@ def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
     assert edited.overrides[-1] == f"--run.name={edited.folder.name}"
     assert not any("--run.name" in word for other in others for word in other.overrides)
     (fresh, *_) = sweep.list_points(str(sweep_file), [], fresh=True)
-    assert fresh.folder == edited.folder and configure.load(str(sweep_file), fresh.overrides) == fresh.config
+    assert (
+        fresh.folder.name == f"{point.folder.name}-2"
+        and configure.load(str(sweep_file), fresh.overrides) == fresh.config
+    )
 
 
 def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
