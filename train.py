@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 
@@ -45,7 +45,7 @@ from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, find_or_rename, path_of, renamed
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import Plan, ScoreTasks, preflight
+from runtime.preflight import OpenTasks, Plan, preflight
 from runtime.reporter import start_reporter
 from runtime.signals import EXIT_CODE, Stop
 from runtime.state import TrainState
@@ -140,11 +140,7 @@ def forward_backward(
     return stats, losses
 
 
-def train(
-    config: configure.Config,
-    stop: Stop | None = None,
-    open_tasks: Callable[[configure.Config], ScoreTasks] | None = None,
-) -> None:
+def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTasks | None = None) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:

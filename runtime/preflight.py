@@ -17,6 +17,7 @@ from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
 
 ScoreTasks = Callable[..., dict[str, float] | None]  # eval.in_loop.TaskScores
+OpenTasks = Callable[[Config], ScoreTasks]  # eval.in_loop.open_tasks
 
 if TYPE_CHECKING:
     from hf.init_from import Weights
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
                 )
 
 
-def preflight(config: Config, open_tasks: Callable[[Config], ScoreTasks] | None = None) -> Plan:
+def preflight(config: Config, open_tasks: OpenTasks | None = None) -> Plan:
     """Read, check and plan a run, without changing anything on disk or on a device.
 
     Args:

@@ -1,14 +1,28 @@
 """Requests to stop: SIGTERM (of a scheduler), SIGUSR1 (Slurm), SIGINT (Ctrl-C), SIGHUP (the terminal was closed)."""
 
 import ctypes
+import errno
+import io
 import os
 import signal
 import sys
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
 PR_SET_PDEATHSIG = 1
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may be closed: what is written between its end and the signal that tells of it is dropped."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(data)
 
 
 class Stop:
@@ -26,6 +40,10 @@ class Stop:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
             signal.signal(signal.SIGHUP, self._note)
             self.terminals = [number for number in (1, 2) if os.isatty(number)]
+            for name, number in ("stdout", 1), ("stderr", 2):
+                if number in self.terminals:
+                    buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+                    setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
         if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent if torchrun is killed
