@@ -238,7 +238,8 @@ def _describe_open_axes(path: str | Path, axes: dict[tuple[str, ...], list[list]
     return (
         f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
         f"  train all: python -m scripts.sweep {path}\n"
-        f"  train one: python train.py {path} {first_point}"
+        f"  train one: python train.py {path} {first_point}\n"
+        f"  plan one: python -m scripts.plan {path} {first_point}"
     )
 
 

@@ -45,7 +45,8 @@ def outcome(file, overrides=(), world_size=1):
         config = load(file, overrides, world_size)
     except ConfigError as error:
         for line in str(error).splitlines():  # its place, or the keys that clash
-            assert line.strip().startswith((str(file), "command line: ", "train all: ", "train one: ", *KEYS))
+            commands = ("train all: ", "train one: ", "plan one: ")
+            assert line.strip().startswith((str(file), "command line: ", *commands, *KEYS))
         return str(error)
     assert Config.model_validate(tomllib.loads(dumps(config))) == config
     return config

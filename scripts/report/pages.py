@@ -68,4 +68,4 @@ def _mark(text: str) -> str:
     """HTML with bold and code; an interval or a deviation stays on one line."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
     text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
-    return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda found: found[0].replace(" ", "\u00a0"), text)
+    return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda number: number[0].replace(" ", "\u00a0"), text)
