@@ -114,6 +114,11 @@ def pickled(canary):
 
 
 def test_pickles_and_code_in_a_data_set_run_nothing(tmp_path, corpus, pickled, canary, capsys):
+    folder = shutil.copytree(corpus / "tiny", tmp_path / "other/tiny")
+    for meta in (pickled, b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"null", b"\xff\xfe", b'"\\ud800"'):
+        (folder / "meta.json").write_bytes(meta)
+        with pytest.raises(DataError, match=f"{folder}.*repare"):
+            check_dataset(folder, 50304)
     folder = shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
     edit_meta(folder, lambda meta: meta["tokenizer"].update(name="gpt2"))
     ranks, shard = folder / "gpt2.tiktoken", folder / "train-00000.bin"
