@@ -55,14 +55,11 @@ def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
 PRINTING = "import sys; from common.command import run_command; run_command(lambda: {})"
 
 
-@pytest.mark.parametrize(
-    "code, unbuffered",
-    [
-        (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
-        (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
-        (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
-    ],
-)
+@pytest.mark.parametrize("code, unbuffered", [
+    (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
+    (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
+    (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
+])  # fmt: skip
 def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     pipeline = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}

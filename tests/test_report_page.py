@@ -81,15 +81,12 @@ def test_curves_over_a_key(tmp_path):
     assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
 
 
-@pytest.mark.parametrize(
-    "values, scale, places",
-    [
-        ((0, 2, 4, 16), "log", [1, 2, 4, 16]),  # own norm, as far from 2 as 2 is from 4
-        ((0, 1, 100), "log", [0.1, 1, 100]),
-        ((1, 2, 3), "linear", [1, 2, 3]),
-        ((0, 2), "linear", [0, 2]),
-    ],
-)
+@pytest.mark.parametrize("values, scale, places", [
+    ((0, 2, 4, 16), "log", [1, 2, 4, 16]),  # own norm, as far from 2 as 2 is from 4
+    ((0, 1, 100), "log", [0.1, 1, 100]),
+    ((1, 2, 3), "linear", [1, 2, 3]),
+    ((0, 2), "linear", [0, 2]),
+])  # fmt: skip
 def test_values_of_a_key_are_at_their_places(tmp_path, values, scale, places):
     runs = [make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in values]
     (setting,) = load_settings(*runs, key="model.gate_norm")

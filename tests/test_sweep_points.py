@@ -39,21 +39,18 @@ def test_load_refuses_open_axes_and_names_the_commands(write):
     assert "sweeps optim.lr," in refuse(load, file, ["--model.router=kern"])
 
 
-@pytest.mark.parametrize(
-    ("axis", "names"),
-    [
-        ("sweep = 3", "sweep = 3: expected a list of values"),
-        ("sweep.model = [{}]", "model = {}: is a section"),
-        ('sweep."model.router" = []', "model.router = []: expected a list of values"),
-        ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
-        ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
-        ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "expected a list of rows of 2 values"),
-        ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of rows of 2 values"),
-        ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
-        ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
-        ('sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: is in the axes more than once"),
-    ],
-)
+@pytest.mark.parametrize(("axis", "names"), [
+    ("sweep = 3", "sweep = 3: expected a list of values"),
+    ("sweep.model = [{}]", "model = {}: is a section"),
+    ('sweep."model.router" = []', "model.router = []: expected a list of values"),
+    ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
+    ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
+    ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "expected a list of rows of 2 values"),
+    ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of rows of 2 values"),
+    ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
+    ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
+    ('sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: is in the axes more than once"),
+])  # fmt: skip
 def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
     file = write(axis)
     for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
@@ -61,15 +58,12 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
     assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more")
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides"),
-    [
-        ("sweep.run.seed = [1, 1]", []),
-        ("", ["--optim.lr=[1e-3,2e-3]"]),
-        ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
-        ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),
-    ],
-)
+@pytest.mark.parametrize(("text", "overrides"), [
+    ("sweep.run.seed = [1, 1]", []),
+    ("", ["--optim.lr=[1e-3,2e-3]"]),
+    ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+    ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 32]]', []),
+])  # fmt: skip
 def test_points_never_share_a_folder(write, text, overrides):
     message = refuse(sweep_points, write(text), overrides)
     assert "two points would write to runs/" in message and "leave run.name unset" in message
