@@ -200,6 +200,17 @@ def test_a_pair_in_both_directions(tmp_path):
         assert row[1][0] == sign and row[3] == ("**higher**" if sign == "+" else "**lower**")
 
 
+def test_two_seeds_have_an_interval_over_documents(tmp_path):
+    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, 2, noise=0.01, documents=4)
+    (comparison,) = compare_setting(load_settings(*runs)[0])
+    windows = [np.array(load_run(run).evaluations[1000]["val/window_losses"]) for run in runs]
+    apart = (windows[0] + windows[1] - windows[2] - windows[3]) / 2
+    oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
+    assert comparison.difference.low == pytest.approx(oracle.low)
+    row = tables.build_pairs_table([comparison]).rows[0][3:]
+    assert row == ["documents", "**undecided (2 seeds)**", "-", "lower: undecided"]
+
+
 @pytest.mark.parametrize("left, right, gap, norm, said", [
     ("kern", "tanh", -0.5, 0, "lower: supported"),
     ("kern", "tanh", 0.5, 0, "lower: contradicted"),
