@@ -1,9 +1,6 @@
 """configure/: values and their precedence, errors and their remedies, writing a Config as TOML, help."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -304,8 +301,3 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys,
         assert says in err if rank == "0" else err == ""
         assert says.removeprefix("error: ") in str(ProcessFailure(1, 7, 2, str(tmp_path / "error.json")).message)
         (tmp_path / "error.json").unlink()
-
-
-def test_no_torch_is_imported():
-    check = "import configure, sys; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, env=os.environ)

@@ -209,7 +209,6 @@ def test_bad_input(tmp_path, capsys):
     for arguments, said in [
         ([tmp_path / "kernel"], "no such folder"),
         ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
-        ([kern, "--experiment", "books"], "--experiment books: not a file in config/paper"),
         ([kern, "--out", tanh], "a run's folder; name another"),
         ([kern, "--out", kern / "config.toml/x"], "Not a directory"),
         ([kern, tanh, "--choose-on", "0"], "name the key with --over"),
