@@ -182,15 +182,12 @@ def test_watching_imports_no_torch(make_run, tmp_path):
 @contextmanager
 def serving(*places):
     """The page's address, served from a thread."""
-    server = make_server(0, lambda: watch.read_runs(places)[0])
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with make_server(0, lambda: watch.read_runs(places)[0]) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def get(address, host=None):
