@@ -8,8 +8,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NoReturn
 
-Main = Callable[..., int | None]
-
 
 def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m MODULE` whose --help begins with `doc`, the module's docstring, as it is written."""
@@ -18,7 +16,7 @@ def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def command(main: Main) -> Callable[..., int]:
+def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate `main(argv) -> int | None`: ValueError and OSError become one line on stderr and the exit code 2.
 
     The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0.

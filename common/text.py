@@ -32,8 +32,10 @@ def format_size(size: int) -> str:
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table: the first column to the left, the others to the right. HTML in cells is escaped."""
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(map(_escape_cell, line))} |" for line in lines)
+    escaped = [[escape_html(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
-def _escape_cell(cell: str) -> str:
-    return cell.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+def escape_html(text: str) -> str:
+    """Without HTML, which Markdown would pass on."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -203,7 +203,10 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
             rows = [[value] for value in rows]
         errors += _find_axis_errors(keys, rows, given, COMMAND_LINE if text in opened else f"{path} [sweep]")
         axes[keys] = rows
-    _raise_if(errors + _find_repeated(axes, path))
+    counts = Counter(itertools.chain(*axes))
+    repeated = [show_key(key) for key, count in counts.items() if count > 1]
+    errors += [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
+    _raise_if(errors)
     return Settings(in_file, given, axes)
 
 
@@ -213,11 +216,6 @@ def _older_behaviour(in_file: dict[str, Any]) -> dict[str, Any]:
         return {}  # a file that a user wrote
     before = {key: schema for key, schema in KEYS.items() if "before" in schema}
     return {key: schema["before"] for key, schema in before.items() if in_file.get(schema.get("with", ""), True)}
-
-
-def _find_repeated(axes: dict[tuple[str, ...], Any], path: str | Path) -> list[str]:
-    repeated = [show_key(key) for key, count in Counter(itertools.chain(*axes)).items() if count > 1]
-    return [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
 
 
 def _find_axis_errors(keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str) -> list[str]:
@@ -238,7 +236,8 @@ def _describe_open_axes(path: str | Path, axes: dict[tuple[str, ...], list[list]
     return (
         f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
         f"  train all: python -m scripts.sweep {path}\n"
-        f"  train one: python train.py {path} {first_point}"
+        f"  train one: python train.py {path} {first_point}\n"
+        f"  plan one: python -m scripts.plan {path} {first_point}"
     )
 
 

@@ -28,9 +28,9 @@ def print_continuations(
     """Print each prompt and its continuation: a single one while it is sampled, several at the end."""
     generator = torch.Generator(model.head.device).manual_seed(args.seed)
     texts = [tokenizer.encode(prompt) for prompt in prompts]
-    rows = [[tokenizer.eot, *ids] for ids in texts]
     end = None if args.ignore_end else tokenizer.eot
     printed, count, begin = "", 0, time.perf_counter()
+    rows = [[tokenizer.eot, *ids] for ids in texts]
     for tokens in generate(model, rows, args.tokens, params, generator, tokenizer.vocab_size, end):
         for text, token in zip(texts, tokens, strict=True):
             if token is not None:
@@ -83,9 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_run_arguments(parser)
     parser.add_argument("--prompt", nargs="+", default=[], help='texts to continue, "" for the start of a document')
     parser.add_argument("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: the most likely token (default: %(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)")
     parser.add_argument(

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -45,10 +45,8 @@ REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
 SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
 # Multiplied by --scale. 0, which disables, and -1, a tenth of the run, stay.
-SCALED = (
-    *("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps"),
-    *("eval.interval", "eval.windows", "log.interval"),
-)
+SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps")
+SCALED += ("eval.interval", "eval.windows", "log.interval")
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
@@ -90,9 +88,9 @@ class Job(NamedTuple):
 
     def stop(self) -> None:
         """Ask it to save and end: the ranks directly, because torchrun would give them only 30 seconds."""
-        pids, number = [str(self.process.pid)], signal.SIGTERM
+        pids, number = [self.process.pid], signal.SIGTERM
         if len(self.gpus) > 1:
-            pgrep = subprocess.run(["pgrep", "-P", *pids], capture_output=True, text=True)
+            pgrep = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
             pids, number = pgrep.stdout.split(), signal.SIGUSR1
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -131,7 +129,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
     if not args.slurm:
         check_points(file, left, len(shares[0]), with_files=not args.dry_run)
-    print(format_totals(points, left, args), flush=True)
+    print(format_totals(points, left, args.gpu, plan.parse_mfu(args.mfu)), flush=True)
     if args.slurm:
         if left:
             write_slurm_array(args.slurm, file, left, args.parallel)
@@ -219,20 +217,19 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     return [gpus[i * each : (i + 1) * each] for i in range(parallel)]
 
 
-def format_totals(points: list[Point], left: list[Point], args: argparse.Namespace) -> str:
-    """What is left to do: tokens, hours, disk. Raises ConfigError for a wrong --mfu."""
+def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) -> str:
+    """What is left to do: tokens, hours on a `gpu` of PEAK_FLOPS, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
         return line
-    mfu = plan.parse_mfu(args.mfu)
     tokens = hours = disk = 0.0
     for point in left:
         train = point.config.train
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, PEAK_FLOPS[args.gpu], mfu)
+        hours += share * plan.estimate_hours(point.config, 1, PEAK_FLOPS[gpu], mfu)
         disk += plan.checkpoint_bytes(point.config) * (train.keep_checkpoints + len(train.kept_steps))
-    line += f"; to do: {tokens / 1e6:,.2f} M tokens, {hours:,.1f} GPU hours ({args.gpu}, MFU {mfu:.2f}), "
+    line += f"; to do: {tokens / 1e6:,.2f} M tokens, {hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), "
     return line + f"{format_bytes(disk)} of checkpoints"
 
 
@@ -244,32 +241,38 @@ class Pool:
         self.parallel = len(shares) > 1
         self.threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
         self.running: list[Job] = []
+        self.failed: list[Job] = []
+        self.stopping = False  # the running points were asked to save and end
 
     def run(self, stop: Stop) -> int:
         """Train all points, or until `stop`; returns the exit status."""
-        failed, passed_on = [], False
         while self.running or (self.waiting and not stop.asked):
-            if stop.asked and not passed_on:
-                passed_on = True
+            if stop.asked and not self.stopping:
+                self.stopping = True
                 for job in self.running:
                     job.stop()
             while self.waiting and self.free and not stop.asked:
                 self._start(self.waiting.pop(0), self.free.pop(0))
             with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points were asked already, so keep waiting
                 time.sleep(0.1)
-            for job in [job for job in self.running if job.process.poll() is not None]:
-                self.running.remove(job)
-                self.free.append(job.gpus)
-                code = job.process.returncode
-                if self.parallel:
-                    print(f"[{job.point.number}] exit code {code}: {job.point.folder}", flush=True)
-                if code == EXIT_CODE:
-                    stop.asked = True
-                elif code and not passed_on:
-                    failed.append(job)
-        for job in failed:
+            if EXIT_CODE in self._collect_codes():
+                stop.asked = True
+        for job in self.failed:
             print(f"failed: {self._describe(job.point, job.gpus)}", file=sys.stderr)
-        return EXIT_CODE if stop.asked else int(len(failed) > 0)
+        return EXIT_CODE if stop.asked else int(len(self.failed) > 0)
+
+    def _collect_codes(self) -> list[int]:
+        """The exit codes of the points that have ended; their GPUs are free again."""
+        ended = [job for job in self.running if job.process.poll() is not None]
+        for job in ended:
+            self.running.remove(job)
+            self.free.append(job.gpus)
+            code = job.process.returncode
+            if self.parallel:
+                print(f"[{job.point.number}] exit code {code}: {job.point.folder}", flush=True)
+            if code not in (0, EXIT_CODE) and not self.stopping:
+                self.failed.append(job)
+        return [job.process.returncode for job in ended]
 
     def _describe(self, point: Point, gpus: list[str]) -> str:
         log = f"    # log: {point.folder}/train.log" if self.parallel else ""
@@ -281,26 +284,17 @@ class Pool:
         launch = [sys.executable]
         if len(gpus) > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-        environment = dict(os.environ)
+        command, env, log = [*launch, TRAIN, self.file, *point.overrides], dict(os.environ), nullcontext()
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         elif self.parallel:
-            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
-        with ExitStack() as stack:
-            output = None
-            if self.parallel:
-                point.folder.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context((point.folder / "train.log").open("ab"))
-            command = [*launch, TRAIN, self.file, *point.overrides]
-            # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-                preexec_fn=partial(end_with_parent, os.getpid()),
-            )
+            env.setdefault("OMP_NUM_THREADS", str(self.threads))
+        if self.parallel:
+            point.folder.mkdir(parents=True, exist_ok=True)
+            log = (point.folder / "train.log").open("ab")
+        follow = partial(end_with_parent, os.getpid())
+        with log as out:  # in a process group of its own Ctrl-C reaches only the sweep, which passes it on once
+            process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow)
         self.running.append(Job(point, gpus, process))
 
 

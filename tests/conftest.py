@@ -112,6 +112,17 @@ def tiny(tiny_file: Path) -> Callable[..., configure.Config]:
 
 
 @pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """A function: `write(text)` writes x.toml, or the file that it is given the name of, and returns its path."""
+
+    def write(text: str = "", name: str = "x.toml") -> Path:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
 def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """A function: `call(main, *words)` runs a command and returns what it prints.
 

@@ -11,6 +11,8 @@ import numpy as np
 import configure
 from runtime import checkpoint
 from runtime.metrics import Metrics
+from scripts.report.runs import load_evaluated
+from scripts.report.settings import Setting, group_runs
 
 CONFIG = Path(__file__).parents[1] / "config"
 
@@ -34,6 +36,22 @@ def make_run(
         metrics.log(**{key: np.array(value) if isinstance(value, list) else value for key, value in line.items()})
     metrics.close()
     return folder
+
+
+def make_seeds(
+    folder: Path, ends: dict[str, float], seeds: int = 3, overrides: Sequence[str] = (), **shape: Any
+) -> list[Path]:
+    """Runs `folder`/ROUTER + SEED of each router in `ends`, which says the loss at its end."""
+    return [
+        make_run(folder / f"{router}{seed}", f"run.seed={seed}", f"model.router={router}", *overrides, end=end, **shape)
+        for router, end in ends.items()
+        for seed in range(seeds)
+    ]
+
+
+def load_settings(*folders: Path, key: str | None = None) -> list[Setting]:
+    """The settings that a report has of these runs."""
+    return group_runs([load_evaluated(folder) for folder in folders], key)[0]
 
 
 def metric_lines(
@@ -67,7 +85,7 @@ def metric_lines(
     shift = 0.1 * config.run.seed + noise * own.standard_normal()
     text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(windows)
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
-    found = []
+    lines = []
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
@@ -77,15 +95,16 @@ def metric_lines(
             line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left, "router/gate_norm": 2 - left}
         if model.router.startswith("kern"):
             line |= {"router/gamma": 1.5 - left / 2}
-        found += [line] * (i > 0)
+        if i:
+            lines.append(line)
         line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
         line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
         line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
             line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left, "val/dead_experts": 5}
             line |= {"val/loads": np.floor(1000 * shares).tolist()}
-        found.append(line)
-    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in found]
+        lines.append(line)
+    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in lines]
 
 
 def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:

@@ -28,12 +28,9 @@ def raising(error):
 def test_an_error_of_a_command_is_one_line_and_exit_code_2(error, capsys):
     assert command(raising(error))([]) == 2
     assert capsys.readouterr() == ("", f"error: {error}\n")
-
-
-@pytest.mark.parametrize("error", [TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()])
-def test_other_exceptions_pass_through_a_command(error):
-    with pytest.raises(type(error)):
-        command(raising(error))([])
+    for other in (TypeError("a bug"), BrokenPipeError(), KeyboardInterrupt()):  # pass through
+        with pytest.raises(type(other)):
+            command(raising(other))([])
 
 
 def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
@@ -58,14 +55,11 @@ def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
 PRINTING = "import sys; from common.command import run_command; run_command(lambda: {})"
 
 
-@pytest.mark.parametrize(
-    "code, unbuffered",
-    [
-        (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
-        (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
-        (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
-    ],
-)
+@pytest.mark.parametrize("code, unbuffered", [
+    (["-c", PRINTING.format("print('word\\n' * 100_000)")], ""),  # more than a pipe holds
+    (["-c", PRINTING.format("(print('word'), sys.exit(3))")], ""),  # fails when it is flushed
+    (["-m", "data.prepare", "--list"], "1"),  # where OSErrors are reported
+])  # fmt: skip
 def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     pipeline = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}

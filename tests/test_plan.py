@@ -1,5 +1,6 @@
 """scripts.plan and runtime/memory.py: sizes and hours by hand, activations against autograd, the parallelism chosen."""
 
+import math
 import re
 from pathlib import Path
 
@@ -55,18 +56,14 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
         assert (table[name]["in 80 GiB"] == "fits") == (gibibytes(table[name]["sum"]) <= 0.92 * 80)
 
 
-@pytest.mark.parametrize(
-    "words, last_line",
-    [
-        ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
-        ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
-        ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
-        ("--gpus=4 --memory=24", "none fits"),
-        # 43.2 GiB without checkpointing are more than 92%
-        ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
-        ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
-    ],
-)
+@pytest.mark.parametrize("words, last_line", [
+    ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
+    ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
+    ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
+    ("--gpus=4 --memory=24", "none fits"),
+    ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),  # 43.2 GiB without it are more than 92%
+    ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
+])  # fmt: skip
 def test_plan_ends_with_what_to_choose(call, words, last_line):
     assert last_line in call(plan.main, LARGE, *words.split()).splitlines()[-1]
 
@@ -98,19 +95,14 @@ def test_plan_takes_the_mfu_of_a_run(tmp_path, call):
     assert "has no perf/mfu" in call(plan.main, file, "--mfu", tmp_path, code=2)
 
 
-@pytest.mark.parametrize(
-    "words, error",
-    [
-        (["--gpus=16"], "set --train.batch_size=512 or --train.micro_batch_size=16"),
-        (["--gpus=0"], "--gpus 0: expected more than 0"),
-        (["--gpus-per-node=-1"], "--gpus-per-node -1: expected more than 0"),
-        (["--memory=nan"], "--memory nan: expected more than 0"),
-        (["--mfu=0"], "--mfu 0: expected a number above 0"),
-        (["--mfu=40"], "--mfu 40: expected a number above 0"),
-    ],
-)
-def test_plan_refuses_bad_input(call, words, error):
-    assert error in call(plan.main, LARGE, *words, code=2)
+@pytest.mark.parametrize("word, error", [
+    ("--gpus=16", "set --train.batch_size=512 or --train.micro_batch_size=16"),
+    ("--gpus=0", "--gpus 0: expected more than 0"), ("--gpus-per-node=-1", "--gpus-per-node -1: expected more than 0"),
+    ("--memory=nan", "--memory nan: expected more than 0"), ("--mfu=0", "--mfu 0: expected a number above 0"),
+    ("--mfu=40", "--mfu 40: expected a number above 0"),
+])  # fmt: skip
+def test_plan_refuses_bad_input(call, word, error):
+    assert error in call(plan.main, LARGE, word, code=2)
 
 
 # ---- activations
@@ -145,50 +137,41 @@ def planned_and_kept(router, more, dtype):
     return memory.activation_bytes(model, 8 * 256, dtype, router == "dense"), two - one
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "router, more",
-    [("dense", []), ("kern", []), ("dense", GATED)]
-    + [("kern", [*GATED, "--model.n_shared_expert=2"]), ("kern", ["--model.n_shared_expert=1"])]
-    + [("dense", HEADS[1:]), ("dense", HEADS[:1]), ("dense", ["--model.qk_norm=all"])]
-    + [("kern", [*HEADS, *GATED, "--model.qk_norm=head"]), ("dense", [HEADS[1], "--model.qk_norm=head"])],
-)
+BLOCKS = [
+    *(("dense", []), ("kern", []), ("dense", GATED), ("kern", [*GATED, "--model.n_shared_expert=2"])),
+    *(("dense", HEADS[1:]), ("dense", ["--model.qk_norm=all"]), ("kern", [*HEADS, *GATED, "--model.qk_norm=head"])),
+]
+CASES = [(*block, dtype) for block in BLOCKS for dtype in ("float32", "bfloat16")]
+CASES.append(("softmax", ["--model.n_expert=256"], "float32"))  # more experts than channels
+
+
+@pytest.mark.parametrize("router, more, dtype", CASES)
 def test_activations_are_what_autograd_keeps(router, more, dtype):
     planned, kept = planned_and_kept(router, more, dtype)
-    assert planned == pytest.approx(kept, rel=0.05)
-
-
-def test_activations_with_more_experts_than_channels():
-    planned, kept = planned_and_kept("softmax", ["--model.n_expert=256"], "float32")
     assert planned == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("router", ["kern-mc", "dense"])
 def test_shapes_without_the_model(router):
     model = configure.load(REPO_ROOT / "config/quickstart.toml", [f"--model.router={router}"]).model
-    gpt = GPT(model)
-    assert parameter_shapes(model) == {name: tuple(p.shape) for name, p in gpt.named_parameters()}
-    assert count_parameters(model)[0] == sum(p.numel() for p in gpt.parameters())
+    shapes = {name: tuple(p.shape) for name, p in GPT(model).named_parameters()}
+    assert parameter_shapes(model) == shapes and count_parameters(model)[0] == sum(map(math.prod, shapes.values()))
 
 
 # ---- the choice of a parallelism
 SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
 
 
-@pytest.mark.parametrize(
-    "world_size, local_size, ddp_first, wanted",
-    [
-        (1, 1, False, {"ddp": 1}),
-        (4, 4, True, {"ddp": 1, "zero2": 4, "fsdp": 4}),
-        (4, 4, False, {"zero2": 4, "ddp": 1, "fsdp": 4}),
-        (16, 8, False, {"ddp": 1, "hsdp": 8, "zero2": 16, "fsdp": 16}),
-        (6, 4, True, {"ddp": 1, "zero2": 6, "fsdp": 6}),  # nodes of unequal size
-        (2, 1, True, {"ddp": 1, "zero2": 2, "fsdp": 2}),  # a node has one rank
-    ],
-)
+@pytest.mark.parametrize("world_size, local_size, ddp_first, wanted", [
+    (1, 1, False, {"ddp": 1}),
+    (4, 4, True, {"ddp": 1, "zero2": 4, "fsdp": 4}),
+    (4, 4, False, {"zero2": 4, "ddp": 1, "fsdp": 4}),
+    (16, 8, False, {"ddp": 1, "hsdp": 8, "zero2": 16, "fsdp": 16}),
+    (6, 4, True, {"ddp": 1, "zero2": 6, "fsdp": 6}),  # nodes of unequal size
+    (2, 1, True, {"ddp": 1, "zero2": 2, "fsdp": 2}),  # a node has one rank
+])  # fmt: skip
 def test_possible_parallelisms_in_order(world_size, local_size, ddp_first, wanted):
-    possible = memory.list_parallelisms(world_size, local_size, ddp_first)
-    assert [*possible.items()] == [*wanted.items()]
+    assert [*memory.list_parallelisms(world_size, local_size, ddp_first).items()] == [*wanted.items()]
 
 
 def test_the_first_parallelism_that_fits_is_chosen():
@@ -199,14 +182,11 @@ def test_the_first_parallelism_that_fits_is_chosen():
     assert memory.select_fitting(plans, None) == "ddp"
 
 
-@pytest.mark.parametrize(
-    "file, device, ranks, batch_size, chosen",
-    [
-        *(("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp")),
-        *(("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2")),
-        ("1b3", "cuda", 16, 512, "hsdp"),
-    ],
-)
+@pytest.mark.parametrize("file, device, ranks, batch_size, chosen", [
+    ("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp"),
+    ("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2"),
+    ("1b3", "cuda", 16, 512, "hsdp"),
+])  # fmt: skip
 def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
     """Eight a node."""
     monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)

@@ -7,7 +7,7 @@ import tarfile
 
 import numpy as np
 import pytest
-from fake_runs import CONFIG, add_checkpoint, make_run
+from fake_runs import CONFIG, add_checkpoint, load_settings, make_run, make_seeds
 from runs import REPO_ROOT
 from scipy import stats
 
@@ -21,21 +21,6 @@ from scripts.report.statistics import Verdict
 
 def load(*folders, key=None, **options):
     return group_runs([load_evaluated(folder) for folder in folders], key, **options)
-
-
-def load_settings(*folders, key=None):
-    return load(*folders, key=key)[0]
-
-
-def make_pair(folder, left, right, seeds=3, gap=0.0, noise=0.0, early=0.0, overrides=(), **shape):
-    """Runs of two routers; `left` ends `gap` above `right`, and is `early` more above it at the beginning."""
-    runs = []
-    for router in (left, right):
-        own = {"end": 2 + gap, "early": early} if router == left else {"end": 2.0}
-        for seed in range(seeds):
-            given = [f"run.seed={seed}", f"model.router={router}", *overrides]
-            runs.append(make_run(folder / f"{router}{seed}", *given, noise=noise, **shape, **own))
-    return runs
 
 
 def loss_of(folder, step=-1):
@@ -71,15 +56,6 @@ def test_losses_that_are_not_finite(tmp_path, last, said):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="not evaluated yet; continue with train.py"):
         load_evaluated(folder)
-
-
-def test_the_table_of_runs_has_the_first_and_last_gate_norm(tmp_path):
-    for router, router_has_gates in (("kern", True), ("dense", False)):
-        folder = make_run(tmp_path / router, f"model.router={router}")
-        evaluations = load_run(folder).evaluations
-        cell = dict(zip(tables.RUN_COLUMNS, tables.summarize_run(load_run(folder)), strict=True))["gate norm"]
-        first, last = (evaluations[step].get("val/gate_norm") for step in (0, max(evaluations)))
-        assert cell == (f"{first:.3f} → {last:.3f}" if router_has_gates else "-") and (not first or first != last)
 
 
 def test_folders_stand_for_the_runs_below_them(tmp_path):
@@ -122,11 +98,10 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     runs = []
     for name, n in (("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)):
         own = [f"data.name={name}", f"model.n_expert={n}"]
-        runs += make_pair(tmp_path / f"{name}{n}", "kern", "softmax", 1, overrides=own)
+        runs += make_seeds(tmp_path / f"{name}{n}", {"kern": 2, "softmax": 2}, 1, own)
     settings = load_settings(*runs)
-    assert [setting.label for setting in settings] == [
-        f"experts {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")
-    ]
+    labels = [f"experts {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
+    assert [setting.label for setting in settings] == labels
     assert all([arm.label for arm in setting.arms] == ["softmax", "kern"] for setting in settings)
     same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu", "data.dir=/elsewhere", "log.group=x"]
     other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
@@ -138,25 +113,23 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     assert len(labels) == 2 + len(other)
 
 
-def test_options_of_routers_make_arms(tmp_path):
-    options = {
-        "model.gate_norm": (0, 2, "own norm", "norm 2"),
-        "train.balance_loss_coef": (0, 0.01, "balance 0", "balance 0.01"),
-        "optim.expert_out_lr_ratio": (1, 4, "w_out lr × 1", "w_out lr × 4"),
-        "train.bias_update_rate": (0, 0.001, "bias_update_rate 0", "bias_update_rate 0.001"),
-    }
-    for key, (low, high, *labels) in options.items():
-        runs = [
-            make_run(tmp_path / key / str(value), f"{key}={value}", "model.router=sigmoid") for value in (low, high)
-        ]
-        (setting,) = load_settings(*runs)
-        assert [arm.label for arm in setting.arms] == [f"sigmoid, {label}" for label in labels]
-    for scope, count in (("global", 1), ("micro_batch", 2)):
-        given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
-        runs = [
-            make_run(tmp_path / scope / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}") for n in (2, 4)
-        ]
-        assert len(load_settings(*runs)[0].arms) == count
+@pytest.mark.parametrize("key, values, labels", [
+    ("model.gate_norm", (0, 2), ("own norm", "norm 2")),
+    ("train.balance_loss_coef", (0, 0.01), ("balance 0", "balance 0.01")),
+    ("optim.expert_out_lr_ratio", (1, 4), ("w_out lr × 1", "w_out lr × 4")),
+    ("train.bias_update_rate", (0, 0.001), ("bias_update_rate 0", "bias_update_rate 0.001")),
+])  # fmt: skip
+def test_options_of_routers_make_arms(tmp_path, key, values, labels):
+    runs = [make_run(tmp_path / str(value), f"{key}={value}", "model.router=sigmoid") for value in values]
+    (setting,) = load_settings(*runs)
+    assert [arm.label for arm in setting.arms] == [f"sigmoid, {label}" for label in labels]
+
+
+@pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
+def test_a_balance_loss_over_micro_batches_depends_on_their_size(tmp_path, scope, count):
+    given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
+    runs = [make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}") for n in (2, 4)]
+    assert len(load_settings(*runs)[0].arms) == count
 
 
 def test_types_are_named_where_a_router_has_several(tmp_path):
@@ -166,7 +139,7 @@ def test_types_are_named_where_a_router_has_several(tmp_path):
     (setting,) = load_settings(*runs)
     assert [arm.label for arm in setting.arms] == ["dense", "kern"] and len(compare_setting(setting)) == 1
     runs.append(make_run(tmp_path / "dense1", "model.router=dense", "run.seed=1", "train.dtype=float32"))
-    (setting,), _ = load(*runs)
+    (setting,) = load_settings(*runs)
     assert [arm.label for arm in setting.arms] == ["dense, bfloat16", "dense, float32", "kern, float32"]
     assert [comparison.name for comparison in compare_setting(setting)] == ["kern, float32 against dense, bfloat16"]
 
@@ -217,7 +190,7 @@ def test_differences_are_of_seeds_in_common(tmp_path):
 
 
 def test_a_pair_in_both_directions(tmp_path):
-    (setting,) = load_settings(*make_pair(tmp_path, "kern", "tanh", 4, gap=-0.1, noise=0.002))
+    (setting,) = load_settings(*make_seeds(tmp_path, {"kern": 1.9, "tanh": 2.0}, 4, noise=0.002))
     comparisons, (tanh, kern) = compare_setting(setting), setting.arms
     forth, back = find_comparison(comparisons, kern, tanh), find_comparison(comparisons, tanh, kern)
     assert (forth.verdict.text, back.verdict.text, forth.verdict.p) == ("lower", "higher", back.verdict.p)
@@ -227,37 +200,27 @@ def test_a_pair_in_both_directions(tmp_path):
         assert row[1][0] == sign and row[3] == ("**higher**" if sign == "+" else "**lower**")
 
 
-@pytest.mark.parametrize("documents, over", [(4, "documents"), (1, "windows"), (0, "documents")])
-def test_two_seeds_have_an_interval_over_documents(tmp_path, documents, over):
-    runs = make_pair(tmp_path, "kern", "tanh", 2, gap=-0.5, noise=0.01, documents=documents)
-    (setting,) = load_settings(*runs)
-    (comparison,) = compare_setting(setting)
+def test_two_seeds_have_an_interval_over_documents(tmp_path):
+    runs = make_seeds(tmp_path, {"kern": 1.5, "tanh": 2.0}, 2, noise=0.01, documents=4)
+    (comparison,) = compare_setting(load_settings(*runs)[0])
     windows = [np.array(load_run(run).evaluations[1000]["val/window_losses"]) for run in runs]
     apart = (windows[0] + windows[1] - windows[2] - windows[3]) / 2
-    means = apart.reshape(documents, -1).mean(1) if over == "documents" and documents else apart
-    oracle = stats.ttest_1samp(means, 0).confidence_interval()
-    assert (comparison.difference.over, comparison.verdict.text) == (over, "undecided (2 seeds)")
+    oracle = stats.ttest_1samp(apart.reshape(4, -1).mean(1), 0).confidence_interval()
     assert comparison.difference.low == pytest.approx(oracle.low)
-    assert tables.build_pairs_table([comparison]).rows[0][3:] == [
-        over,
-        "**undecided (2 seeds)**",
-        "-",
-        "lower: undecided",
-    ]
+    row = tables.build_pairs_table([comparison]).rows[0][3:]
+    assert row == ["documents", "**undecided (2 seeds)**", "-", "lower: undecided"]
 
 
-@pytest.mark.parametrize(
-    "left, right, gap, norm, said",
-    [
-        ("kern", "tanh", -0.5, 0, "lower: supported"),
-        ("kern", "tanh", 0.5, 0, "lower: contradicted"),
-        ("sigmoid", "kern", 0.5, 0, "higher: supported"),
-        ("kern", "tanh", -0.5, 2, None),  # not the paper's routers
-        ("tanh", "sigmoid", -0.5, 0, None),  # no claim
-    ],
-)
+@pytest.mark.parametrize("left, right, gap, norm, said", [
+    ("kern", "tanh", -0.5, 0, "lower: supported"),
+    ("kern", "tanh", 0.5, 0, "lower: contradicted"),
+    ("sigmoid", "kern", 0.5, 0, "higher: supported"),
+    ("kern", "tanh", -0.5, 2, None),  # not the paper's routers
+    ("tanh", "sigmoid", -0.5, 0, None),  # no claim
+])  # fmt: skip
 def test_what_verdicts_say_of_the_papers_claims(tmp_path, left, right, gap, norm, said):
-    runs = make_pair(tmp_path, left, right, gap=gap, noise=0.01, overrides=[f"model.gate_norm={norm}"])
+    ends = {left: 2 + gap, right: 2.0}
+    runs = make_seeds(tmp_path, ends, overrides=[f"model.gate_norm={norm}"], noise=0.01)
     (setting,) = load_settings(*runs)
     comparisons = judge_pairs(setting, [tuple(sorted(setting.arms, key=lambda arm: arm.router != left))])
     table = tables.build_pairs_table(comparisons)
@@ -270,19 +233,10 @@ def test_which_arms_are_compared(tmp_path):
     given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
     runs = [make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}") for a, b in given]
     (setting,) = load_settings(*runs)
-    names = {comparison.name.replace("gate_scale ", "") for comparison in compare_setting(setting)}
-    own = {"kern, 3 against kern, 1", "softmax, 3 against softmax, 1"}
-    equal = {"kern, 1 against softmax, 1", "kern, 3 against softmax, 3"}
-    assert names - own - equal == {
-        f"{a} against {b}"
-        for a, b in [
-            ("kern, 1", "tanh, 18"),
-            ("kern, 3", "tanh, 18"),
-            ("tanh, 18", "softmax, 1"),
-            ("tanh, 18", "softmax, 3"),
-        ]
-    }
-    assert own | equal <= names
+    names = [comparison.name.replace(", gate_scale ", "").replace(" against ", "-")
+             for comparison in compare_setting(setting)]  # fmt: skip
+    wanted = "kern3-kern1 softmax3-softmax1 kern1-softmax1 kern3-softmax3"
+    assert sorted(names) == sorted(f"{wanted} kern1-tanh18 kern3-tanh18 tanh18-softmax1 tanh18-softmax3".split())
     assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == ["kern, gate_scale 1"]
     (only,) = setting.counterparts(setting.arms[0], "tanh, gate_scale 18")
     assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
@@ -291,13 +245,13 @@ def test_which_arms_are_compared(tmp_path):
 # ---- over a key
 
 
-def make_curves(folder, gaps=((1, 0.3), (2, 0.1), (8, 0.2)), routers=("kern", "tanh"), seeds=4, key="model.gate_norm"):
-    """Runs of each router at each (value, loss above 2); tanh is 0.05 above kern."""
-    return [
-        make_run(folder / f"{router}-{x}-{seed}", f"{key}={x}", f"model.router={router}", f"run.seed={seed}",
-                 end=2 + gap + 0.05 * (router == "tanh"), noise=0.004)
-        for router in routers for x, gap in gaps for seed in range(seeds)
-    ]  # fmt: skip
+def make_curves(folder, seeds=4):
+    """Runs of two routers at three gate norms; tanh is 0.05 above kern."""
+    runs = []
+    for x, end in ((1, 2.3), (2, 2.1), (8, 2.2)):
+        ends = {"kern": end, "tanh": end + 0.05}
+        runs += make_seeds(folder / str(x), ends, seeds, [f"model.gate_norm={x}"], noise=0.004)
+    return runs
 
 
 def test_curves_over_a_key(tmp_path):
@@ -306,10 +260,10 @@ def test_curves_over_a_key(tmp_path):
     assert notes == [] and setting.xs == [1, 2, 8] and [arm.label for arm in setting.arms] == ["tanh", "kern"]
     table = tables.build_loss_table(setting)
     assert table.head == ["initial gate norm", "seeds", "1", "2", "8"]
-    losses = {(router, x): [loss_of(tmp_path / f"{router}-{x}-{seed}") for seed in range(4)]
-              for router in ("kern", "tanh") for x in (1, 2, 8)}  # fmt: skip
-    assert [cell.split()[0] for cell in table.rows[1][2:]] == [f"{np.mean(losses['kern', x]):.4f}" for x in (1, 2, 8)]
-    apart = {x: np.subtract(losses["tanh", x], losses["kern", x]) for x in (1, 2, 8)}
+    kern, tanh = ({x: np.array([loss_of(tmp_path / f"{x}/{router}{seed}") for seed in range(4)]) for x in (1, 2, 8)}
+                  for router in ("kern", "tanh"))  # fmt: skip
+    assert [cell.split()[0] for cell in table.rows[1][2:]] == [f"{kern[x].mean():.4f}" for x in (1, 2, 8)]
+    apart = {x: tanh[x] - kern[x] for x in (1, 2, 8)}
     oracle = stats.ttest_1samp(np.mean(list(apart.values()), 0), 0)
     (comparison,) = compare_setting(setting)
     assert comparison.name == "kern against tanh" and comparison.difference.p_value() == pytest.approx(oracle.pvalue)
@@ -320,8 +274,8 @@ def test_curves_over_a_key(tmp_path):
 
 
 def test_seeds_and_values_that_curves_lack(tmp_path):
-    runs = [run for run in make_curves(tmp_path) if run.name not in ("kern-2-3", "tanh-8-0", "tanh-8-1")]
-    runs = [run for run in runs if not run.name.startswith("kern-8")]
+    lacking = ["2/kern3", "8/tanh0", "8/tanh1", *(f"8/kern{seed}" for seed in range(4))]
+    runs = [run for run in make_curves(tmp_path) if str(run.relative_to(tmp_path)) not in lacking]
     (setting,), (note,) = load(*runs, key="model.gate_norm")
     missing = "tanh at norm 8 lacks seed 0, 1; kern at norm 2 lacks seed 3; kern at norm 8 lacks seed 0, 1, 2, 3"
     assert note.startswith(f"incomplete: {missing}.")
@@ -332,14 +286,14 @@ def test_seeds_and_values_that_curves_lack(tmp_path):
 
 def test_the_best_value_is_judged_by_other_seeds(tmp_path):
     runs = make_curves(tmp_path, seeds=6)
-    lucky = tmp_path / "kern-8-5"  # best of all, but of a seed that does not choose
+    lucky = tmp_path / "8/kern5"  # best of all, but of a seed that does not choose
     text = (lucky / "metrics.jsonl").read_text().splitlines()
     line = json.loads(text[-1]) | {"val/loss": 0.5}
     (lucky / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(line)]) + "\n")
     (setting,) = load_settings(*runs, key="model.gate_norm")
     (best,) = choose_best(setting, [0, 1])
     assert best.name == "kern, norm 2 against tanh, norm 2" and best.difference.seeds == 4
-    apart = [loss_of(tmp_path / f"kern-2-{seed}") - loss_of(tmp_path / f"tanh-2-{seed}") for seed in (2, 3, 4, 5)]
+    apart = [loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}") for seed in (2, 3, 4, 5)]
     assert best.difference.mean == pytest.approx(np.mean(apart))
     for seeds, said in (([9], "no run of this seed"), ([0, 1, 2, 3, 4, 5], "no other seed")):
         with pytest.raises(ValueError, match=said):
@@ -357,7 +311,7 @@ def test_keys_that_change_with_the_key(tmp_path):
 
 @pytest.mark.parametrize("key, given, said", [
     ("model.router", [1, 2], "expected a key that is a number"), ("model.gate_nrm", [1, 2], "expected a key"),
-    ("model.gate_norm", [1, 1], "1 value(s) of it"),
+    ("model.gate_norm", [1, 1], "1 value(s) of it"), ("run.seed", [1, 2], "seeds are the observations, not an axis"),
 ])  # fmt: skip
 def test_bad_keys(tmp_path, key, given, said):
     runs = [make_run(tmp_path / str(i), f"model.gate_norm={x}") for i, x in enumerate(given)]

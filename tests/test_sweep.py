@@ -9,19 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 from runs import REPO_ROOT
 from runs import run as train_run
 
 import configure
-from model import count_parameters
+from model import count_parameters, flops_per_token
 from runtime import folder
 from runtime.folder import RunFolder
 from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
-from scripts import plan, sweep
+from scripts import sweep
 
 HANG = 300  # seconds after which a test that waits for something has failed
 
@@ -34,13 +33,13 @@ def sweep_file(tiny_file):
 
 
 def commands(out):
-    found = (re.match(r"\[(\d+/\d+)\] (python|torchrun) (.*?)(    # log: .*)?$", line) for line in out.splitlines())
-    return [(match[1], shlex.split(f"{match[2]} {match[3]}")) for match in found if match]
+    lines = re.findall(r"^\[(\d+/\d+)\] ((?:python|torchrun) .*?)(?:    # log: .*)?$", out, re.M)
+    return [(number, shlex.split(command)) for number, command in lines]
 
 
 def test_dry_run_prints_the_commands_and_runs_none(sweep_file, call, monkeypatch):
     monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    printed = commands(call(sweep.main, sweep_file, "--optim.lr=1e-3", "--data.name=none", "--dry-run"))
+    printed = commands(call(sweep.main, sweep_file, "--optim.lr", "1e-3", "--data.name=none", "--dry-run"))
     assert [number for number, _ in printed] == ["1/4", "2/4", "3/4", "4/4"]
     for (_, words), (router, seed) in zip(printed, itertools.product(["dense", "kern"], [0, 1]), strict=True):
         python, script, file, *overrides = words
@@ -85,28 +84,16 @@ def fake_trainer(tmp_path, monkeypatch):
 
 
 # ---- in sequence
-def test_a_point_is_trained_and_then_skipped(sweep_file, tmp_path, monkeypatch, call):
-    arguments = [sweep_file, "--run.seed=0", "--model.router=kern", "--train.max_steps=2"]
-    assert "1 point, 0 finished; to do: 0.00 M tokens" in call(sweep.main, *arguments)
-    run = tmp_path / "runs" / "tiny-kern"
-    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 2
-    monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    out = call(sweep.main, *arguments)
-    assert f"[1/1] finished already: {run}\n" in out and "1 point, 1 finished\n" in out
-    assert out.split("\n\n")[1].splitlines()[2].startswith(f"{run}  2 of 2  ")
-
-
-def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_trainer, call):
+def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer, call):
     points = sweep.list_points(str(sweep_file), [])
     for point in points[:2]:
         train_run(point.config)
     out = call(sweep.main, sweep_file, "--dry-run")
     assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == ["3/4", "4/4"]
+    assert f"[1/4] finished already: {points[0].folder}\n" in out
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
-    (longer, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=6"])
-    assert longer.steps_done() == 4
-    (shorter, *_) = sweep.list_points(str(sweep_file), ["--train.max_steps=3"])
-    assert shorter.steps_done() == 3
+    for steps, done in ((6, 4), (3, 3)):
+        assert sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0].steps_done() == done
     (points[0].folder / "metrics.jsonl").write_text('{"step": 2, "tokens": 9, "val/loss": 2.0}\n')
     assert points[0].steps_done() == 3  # its last evaluation is left to do
     assert sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]) == 1
@@ -114,29 +101,26 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, tiny, fake_t
 
 
 def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
-    (point, *_) = sweep.list_points(str(sweep_file), [])
+    def first(*overrides, **options):
+        point, *others = sweep.list_points(str(sweep_file), [*overrides], **options)
+        assert not any("--run.name" in word for other in others for word in other.overrides) or options
+        return point
+
+    point = first()
     point.folder.mkdir(parents=True)
     RunFolder(point.folder).write_config(point.config)
-    (same, *_) = sweep.list_points(str(sweep_file), [])
-    assert same == point
-    (edited, *others) = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
-    assert edited.folder.name == f"{point.folder.name}-lr0.0001"
-    assert edited.overrides[-1] == f"--run.name={edited.folder.name}"
-    assert not any("--run.name" in word for other in others for word in other.overrides)
-    (fresh, *_) = sweep.list_points(str(sweep_file), [], fresh=True)
-    assert (
-        fresh.folder.name == f"{point.folder.name}-2"
-        and configure.load(str(sweep_file), fresh.overrides) == fresh.config
-    )
+    assert first() == point
+    for other, end in ((first("--optim.lr=1e-4"), "-lr0.0001"), (first(fresh=True), "-2")):
+        assert other.folder.name == f"{point.folder.name}{end}"
+        assert configure.load(str(sweep_file), other.overrides) == other.config
 
 
 def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trainer, capfd):
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
-    assert "says 0 kern\n" in said.out  # in sequence, output goes to the terminal
-    (line,) = said.err.splitlines()
-    assert line == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense"
+    assert "says 0 kern\n" in said.out and "train loss" in said.out  # in sequence, output goes to the terminal
+    assert said.err == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense\n"
 
 
 def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monkeypatch, capfd):
@@ -148,19 +132,14 @@ def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monk
     assert "failed" not in said and "train loss" not in said  # no table: it is not finished
 
 
-def test_sweep_refuses_bad_input(sweep_file, call, capsys):
-    error, file = partial(call, sweep.main, code=2), str(sweep_file)
-    assert "did you mean 'optim.lr'?" in error(file, "--optim.lrr=1")
-    assert "one config file is needed, found none" in error()
-    assert "--parallel 0: expected 1 or more" in error(file, "--parallel", "0")
-    for scale in ("0", "1", "-1", "nan"):
-        assert f"--scale {scale}: expected a number between 0 and 1" in error(file, "--scale", scale)
-    assert "--mfu 2: expected" in error(file, "--mfu", "2")
-    assert "unknown key" in error(file, "--dry=1")  # options are not guessed at
-    assert "[2/2]" in call(sweep.main, file, "--run.seed", "0", "--dry-run")  # the forms train.py takes
-    with pytest.raises(SystemExit, match="0"):
-        sweep.main(["--help"])
-    assert "python -m scripts.sweep" in capsys.readouterr().out
+@pytest.mark.parametrize("words, says", [
+    (["--optim.lrr=1"], "did you mean 'optim.lr'?"), (["--dry=1"], "unknown key"),  # options are not guessed at
+    (["--parallel", "0"], "--parallel 0: expected 1 or more"), (["--mfu", "2"], "--mfu 2: expected"),
+    *((["--scale", x], f"--scale {x}: expected a number between 0 and 1") for x in ("0", "1", "-1", "nan")),
+])  # fmt: skip
+def test_sweep_refuses_bad_input(sweep_file, call, words, says):
+    assert says in call(sweep.main, sweep_file, *words, code=2)
+    assert "one config file is needed, found none" in call(sweep.main, code=2)
 
 
 def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call):
@@ -184,28 +163,19 @@ def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep
 
 
 # ---- totals
-def test_totals_are_of_what_is_left(call, tiny):
-    file = str(REPO_ROOT / "config/paper/sparsity.toml")
-    out = call(sweep.main, file, "--dry-run", "--gpu", "A100", "--mfu", "0.5", "--parallel=2")
-    configs = [configure.load(file, point) for point in configure.sweep_points(file)]
-    assert "16 points, 0 finished; to do: 104,857.60 M tokens" in out  # 16 times 50,000 steps of 256 x 512
-    hours = sum(plan.estimate_hours(config, 1, 312e12, 0.5) for config in configs)
-    # 12 bytes per parameter, 2 checkpoints per run
-    total = sum(24 * count_parameters(config.model)[0] for config in configs) / 2**30
-    assert f"{hours:,.1f} GPU hours (A100, MFU 0.50), {total:.1f} GiB of checkpoints" in out
-
-
-@pytest.mark.parametrize("branch_step, saved, left", [(0, [3], 0.25), (2, [], 0.5), (2, [3], 0.25)])
-def test_totals_count_the_steps_left(sweep_file, monkeypatch, branch_step, saved, left):
+@pytest.mark.parametrize("branch_step, done, left", [(0, 0, 1), (0, 20_000, 0.6), (30_000, 0, 0.4), (5, 20_000, 0.6)])
+def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
     """Of a run that was interrupted, and of a branch, which begins at its trunk's step."""
-    point = sweep.list_points(str(sweep_file), [])[0]
+    file = str(REPO_ROOT / "config/paper/books3_512.toml")
+    (point,) = sweep.list_points(file, ["--model.router=kern"])
     train = point.config.train.model_copy(update={"branch_step": branch_step})
     point = point._replace(config=point.config.model_copy(update={"train": train}))
-    monkeypatch.setattr(sweep.Point, "steps_done", lambda self: max(saved, default=0))
-    monkeypatch.setattr(plan, "count_tokens", lambda config: 4e9)
-    monkeypatch.setattr(plan, "estimate_hours", lambda *_: 8.0)
-    line = sweep.format_totals([point], [point], sweep.parse_arguments([])[0])
-    assert f"to do: {4000 * left:,.2f} M tokens, {8 * left:.1f} GPU hours" in line
+    monkeypatch.setattr(sweep.Point, "steps_done", lambda self: done)
+    line = sweep.format_totals([point, point], [point], "A100", 0.5)
+    assert f"2 points, 1 finished; to do: {50_000 * 256 * 512 * left / 1e6:,.2f} M tokens" in line
+    hours = left * 50_000 * 256 * 512 * flops_per_token(point.config.model) / (0.5 * 312e12) / 3600
+    total = 24 * count_parameters(point.config.model)[0] / 2**30  # 12 bytes per parameter, 2 checkpoints
+    assert f"{hours:,.1f} GPU hours (A100, MFU 0.50), {total:.1f} GiB of checkpoints" in line
 
 
 # ---- rehearsals
@@ -238,14 +208,11 @@ class Hook(Stop):
     def __init__(self, hook):
         self.hook, self.deadline = hook, time.monotonic() + HANG
 
-    @property
-    def asked(self):
+    def look(self):
         assert time.monotonic() < self.deadline
         return self.hook()
 
-    @asked.setter
-    def asked(self, value):
-        pass
+    asked = property(look, lambda self, value: None)
 
 
 def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
@@ -267,8 +234,8 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     assert {note["threads"] for note in notes} == {str(max(1, cores // 2))}
     said = capfd.readouterr()
     assert "says" not in said.out
-    names = {"tiny-dense": "dense 0", "tiny-dense-seed1": "dense 1", "tiny-kern": "kern 0", "tiny-kern-seed1": "kern 1"}
-    for name, point in names.items():
+    for point in ("dense 0", "dense 1", "kern 0", "kern 1"):
+        name = f"tiny-{point}".replace(" 0", "").replace(" 1", "-seed1")
         assert (runs / name / "train.log").read_text() == f"says {point}\n"
     assert len(commands(said.out)) == 4
     assert f"[1/4] exit code 1: {runs}/tiny-dense\n" in said.out and "exit code 0: " in said.out
@@ -282,13 +249,11 @@ def test_the_table_of_a_sweep(sweep_file):
     dense.mkdir(parents=True)
     lines = [{"train/loss": 3.0, "perf/tokens_per_sec": 5.0}, {"train/loss": 2.25, "perf/tokens_per_sec": 1000.0}]
     text = "".join(json.dumps({"step": 4, "tokens": 0} | line) + "\n" for line in [*lines, {"val/loss": 2.75}])
-    (dense / "metrics.jsonl").write_text(text)
-    head, _, first, second = sweep.format_results(points).splitlines()
-    assert re.split("  +", head) == ["folder", "step", "train loss", "val loss", "tokens/s"]
-    assert first.split() == f"{dense} 4 of 4 2.2500 2.7500 1,000".split()
-    assert second.split() == f"{kern} 0 of 4 - - -".split()
-    (dense / "metrics.jsonl").write_text("broken\n" + text)
-    assert sweep.format_results(points).splitlines()[2].split() == f"{dense} 0 of 4 - - -".split()
+    for content, last in ((text, "4 of 4 2.2500 2.7500 1,000"), ("broken\n" + text, "0 of 4 - - -")):
+        (dense / "metrics.jsonl").write_text(content)
+        head, _, *rows = sweep.format_results(points).splitlines()
+        assert re.split("  +", head) == ["folder", "step", "train loss", "val loss", "tokens/s"]
+        assert [" ".join(row.split()) for row in rows] == [f"{dense} {last}", f"{kern} 0 of 4 - - -"]
 
 
 @pytest.mark.parametrize(
@@ -311,30 +276,12 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch):
     assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
 
 
-def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, call, capsys):
-    started = []
-
-    class Ended:
-        """A process that has ended."""
-
-        returncode = 0
-
-        def __init__(self, command, env, **options):
-            started.append((command, env["CUDA_VISIBLE_DEVICES"], options["process_group"]))
-
-        def poll(self):
-            return 0
-
+def test_a_point_on_two_gpus_runs_under_torchrun(sweep_file, monkeypatch, call):
     monkeypatch.setattr(sweep, "find_gpus", lambda points: ["4", "5", "6", "7"])
-    monkeypatch.setattr(sweep.subprocess, "Popen", Ended)
-    arguments = [str(sweep_file), "--model.router=kern", "--parallel", "2", "--train.micro_batch_size=4"]
-    words = commands(call(sweep.main, *arguments))[0][1]
-    assert [(gpus, group) for _, gpus, group in started] == [("4,5", 0), ("6,7", 0)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", sweep.TRAIN]
-    assert started[0][0][:7] == [*launch, str(sweep_file)] and "--model.router=kern" in started[0][0]
-    assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
-    assert sweep.main([*arguments[:-1], "--train.micro_batch_size=8"]) == 2  # 8 sequences are too few for 2 ranks of 8
-    assert "times 2 rank(s) = 16" in capsys.readouterr().err
+    arguments = [sweep_file, "--parallel=2", "--dry-run"]
+    launch = commands(call(sweep.main, *arguments, "--train.micro_batch_size=4"))[0][1][:4]
+    assert launch == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
+    assert "times 2 rank(s) = 16" in call(sweep.main, *arguments, code=2)  # 8 sequences are too few for 2 ranks of 8
 
 
 # ---- stop signals
@@ -432,12 +379,10 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
     script = tmp_path / "new" / "array.sbatch"
     out = call(sweep.main, sweep_file, "--train.max_steps=3", "--slurm", script, "--parallel=3")
     assert f"sbatch {script}" in out
-    text = script.read_text()
-    assert re.findall(r"^#SBATCH --(?:array|output|signal)=.*$", text, re.MULTILINE) == [
-        "#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3", "#SBATCH --output=nanokern-%A_%a.out",
-    ]  # fmt: skip
-    head = text[: text.index("\nset -uo")]
-    assert all(line.startswith("#") for line in head.splitlines())  # sbatch reads options up to the first command
+    head = script.read_text().partition("\nset -uo")[0].splitlines()
+    assert all(line.startswith("#") for line in head)  # sbatch reads options up to the first command
+    wanted = {"signal=B:USR1@120", "array=0-3%3", "output=nanokern-%A_%a.out"}
+    assert {f"#SBATCH --{option}" for option in wanted} <= {*head} and sum("--output" in line for line in head) == 1
     for i, point in enumerate(configure.sweep_points(sweep_file, ["--train.max_steps=3"])):
         task = slurm | {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "4"}
         subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)

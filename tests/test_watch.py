@@ -21,8 +21,8 @@ import train
 from runtime.signals import Stop
 from scripts.report.runs import load_run
 from scripts.watch import __main__ as watch
-from scripts.watch import status
 from scripts.watch.server import build_page, make_server
+from scripts.watch.status import read_status
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -52,7 +52,7 @@ def append(folder, *lines):
 
 
 def status_of(folder, now=None):
-    return status.read_status(load_run(folder), now)
+    return read_status(load_run(folder), now)
 
 
 def dead_process():
@@ -64,12 +64,11 @@ def dead_process():
 # ---- the state of a run
 
 
-@pytest.mark.parametrize(
-    "lines, alive, state",
-    [([], True, "running"), ([(10, TRAINING)], True, "running"), ([(10, TRAINING)], False, "stopped")]
-    + [(END, True, "running"), (END, False, "finished"), ([], False, "stopped"), (END[:1], False, "stopped")]
-    + [([(100, TRAINING)], False, "stopped")],  # without its last evaluation
-)
+@pytest.mark.parametrize("lines, alive, state", [
+    *(([], True, "running"), ([(10, TRAINING)], True, "running"), (END, True, "running")),
+    *(([], False, "stopped"), ([(10, TRAINING)], False, "stopped"), (END, False, "finished")),
+    *((END[:1], False, "stopped"), ([(100, TRAINING)], False, "stopped")),  # without its last evaluation
+])  # fmt: skip
 def test_state(make_run, lines, alive, state):
     assert status_of(make_run("one", lines, os.getpid() if alive else dead_process())).state == state
 
@@ -79,23 +78,23 @@ def test_numbers_and_the_time_left(make_run):
     speeds = [1000, 1000, 40, 30, 50, 40, 9000]
     lines = [(i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed}) for i, speed in enumerate(speeds)]
     folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
-    found = status_of(folder)
-    assert (found.step, found.seconds_left) == (10, 90 * 40 / 40)
+    status = status_of(folder)
+    assert (status.step, status.seconds_left) == (10, 90 * 40 / 40)
     row = [str(folder), "running", "10 of 100  10%", "2.4000", "2.2500", "9,000", "12.3%", "0:01:30", ""]
-    assert found.as_row() == row
+    assert status.as_row() == row
     (folder / "lock").write_text(f"process {dead_process()} on {platform.node()}\n")
     assert status_of(folder).seconds_left is None
 
 
 @pytest.mark.parametrize("quiet, state", [(299, "running"), (301, "silent")])
-def test_a_run_that_writes_nothing_is_silent(make_run, monkeypatch, quiet, state):
+def test_a_run_that_writes_nothing_is_silent(make_run, quiet, state):
     """By the time of its newest file, the lock or the metrics, and the time that is given."""
     for newest in ("lock", "metrics.jsonl"):
         folder = make_run(newest, [(10, TRAINING)], os.getpid())
         for name in ("lock", "metrics.jsonl"):
             os.utime(folder / name, (0, 4e9 if name == newest else 3e9))
-        found = status_of(folder, 4e9 + quiet)
-        assert (found.state, found.trouble) == (state, "no metrics for 0:05:01" if state == "silent" else "")
+        status = status_of(folder, 4e9 + quiet)
+        assert (status.state, status.trouble) == (state, "no metrics for 0:05:01" if state == "silent" else "")
 
 
 def test_a_process_on_another_machine_lives_while_it_writes(make_run):
@@ -106,25 +105,24 @@ def test_a_process_on_another_machine_lives_while_it_writes(make_run):
     assert [status_of(folder, 1000 + age).state for age in (299, 301)] == ["running", "stopped"]
 
 
-@pytest.mark.parametrize(
-    "lines, files, state, trouble",
-    [
-        ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
-        ([(9, {"val/loss": 2.0}), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
-        ([(8, {"val/loss": NAN}), (9, {"val/loss": NAN}), (10, {"val/loss": 2.0})], {}, "stopped", ""),
-        ([(10, TRAINING)], {"crash-step_9.json": "", "crash-step_8.json": ""}, "failed",
-         "crash dump crash-step_9.json"),
-        ([(10, TRAINING)], {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
-        ([(10, TRAINING)], {"train.log": "warning: slow disk\n"}, "stopped", "warning: slow disk"),
-        (END, {"train.log": "warning: slow disk\n"}, "finished", "warning: slow disk"),
-    ],
-)  # fmt: skip
+LOG, SLOW = [(10, TRAINING)], "warning: slow disk"
+BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
+
+
+@pytest.mark.parametrize("lines, files, state, trouble", [
+    ([(10, TRAINING | {"train/loss": NAN})], {}, "failed", "train/loss is nan"),
+    ([(9, GOOD), (10, {"val/loss": float("inf")})], {}, "failed", "val/loss is nan"),
+    ([(8, BAD), (9, BAD), (10, GOOD)], {}, "stopped", ""),
+    (LOG, {"crash-step_9.json": "", "crash-step_8.json": ""}, "failed", "crash dump crash-step_9.json"),
+    (LOG, {"train.log": "error: old\nx\nerror: no disk\ny"}, "failed", "error: no disk"),
+    (LOG, {"train.log": f"{SLOW}\n"}, "stopped", SLOW), (END, {"train.log": f"{SLOW}\n"}, "finished", SLOW),
+])  # fmt: skip
 def test_trouble(make_run, lines, files, state, trouble):
     folder = make_run("one", lines)
     for name, text in files.items():
         (folder / name).write_text(text)
-    found = status_of(folder)
-    assert (found.state, found.trouble) == (state, trouble)
+    status = status_of(folder)
+    assert (status.state, status.trouble) == (state, trouble)
 
 
 # ---- the table
@@ -160,15 +158,14 @@ def test_the_table(make_run, tmp_path, call):
     assert b.split()[1:] == ["stopped", "0", "of", "100", "0%"] and left_out.startswith(f"left out: {broken}: ")
 
 
-def test_no_runs_yet_and_wrong_arguments(tmp_path, capsys, monkeypatch):
+def test_no_runs_yet_and_wrong_arguments(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert watch.main(["--once"]) == 0 and capsys.readouterr().out == "no runs in runs yet\n"
-    for arguments, said in [(["nowhere"], "nowhere: no such folder"), (["--every", "0"], "--every 0: expected"),
-                            (["--serve", "99999"], "port 99999: ")]:  # fmt: skip
-        assert watch.main(arguments) == 2 and said in capsys.readouterr().err
+    assert call(watch.main, "--once") == "no runs in runs yet\n"
     server = make_server(0, list)
-    assert watch.main(["--serve", str(server.server_port)]) == 2
-    assert f"port {server.server_port}: " in (error := capsys.readouterr().err) and "--serve 606" in error
+    port = str(server.server_port)
+    for words, says in ((["no"], "no: no such folder; name folders"), (["--every=0"], "--every 0: expected"),
+                        (["--serve=99999"], "port 99999: "), ([f"--serve={port}"], f"port {port}: ")):  # fmt: skip
+        assert says in call(watch.main, *words, code=2)
     server.server_close()
 
 
@@ -185,15 +182,12 @@ def test_watching_imports_no_torch(make_run, tmp_path):
 @contextmanager
 def serving(*places):
     """The page's address, served from a thread."""
-    server = make_server(0, lambda: watch.read_runs(places)[0])
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with make_server(0, lambda: watch.read_runs(places)[0]) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def get(address, host=None):
@@ -204,8 +198,7 @@ def get(address, host=None):
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones. It is written again when a run changes, and then alone."""
     monkeypatch.setattr("scripts.report.style.DPI", 25)
-    routers = {"kern": 1.0, "tanh": 0.5}
-    for router, until in routers.items():
+    for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
     with serving(tmp_path / "runs") as address:
         page, headers = get(address)
@@ -247,8 +240,8 @@ def test_a_run_that_trains_is_watched(tiny_file, tmp_path, monkeypatch):
         assert process.process.is_alive() and time.monotonic() < deadline, process.wait(0)
         time.sleep(0.05)
     with serving(tmp_path / "runs") as address:
-        found = status_of(folder)
-        assert found.state == "running" and found.step < 100_000 and found.seconds_left > 0 and found.trouble == ""
+        status = status_of(folder)
+        assert status.state == "running" and status.step < 100_000 and status.seconds_left > 0 and not status.trouble
         assert "<td>running</td>" in get(address)[0]
         os.kill(process.process.pid, signal.SIGTERM)
         assert process.wait(300)[0] == 0

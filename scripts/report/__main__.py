@@ -35,14 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
     parser.add_argument("--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps")
-    parser.add_argument(
-        "--choose-on",
-        nargs="+",
-        type=int,
-        default=(),
-        metavar="SEED",
-        help="with --over: also compare the best values, each chosen by these seeds and judged by the others",
-    )
+    choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
+    parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
     parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
     parser.add_argument(
         "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside the runs)"

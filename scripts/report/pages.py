@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from common.files import write_atomic
-from common.text import markdown_table
+from common.text import escape_html, markdown_table
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
 Block = tuple[Any, ...]
@@ -32,17 +32,12 @@ def write_page(blocks: list[Block], folder: str | Path, stem: str = "report") ->
 def format_markdown(kind: str, *parts: Any) -> str:
     """One block as Markdown."""
     if kind == "list":
-        return "\n".join(f"- {_escape(text)}" for text in parts[0])
+        return "\n".join(f"- {escape_html(text)}" for text in parts[0])
     if kind == "table":
         return markdown_table(*parts)
     *name, text = parts
-    before = f"![{_escape(text)}]({name[0]})\n\n" if name else {"h1": "# ", "h2": "## "}.get(kind, "")
-    return before + _escape(text)
-
-
-def _escape(text: str) -> str:
-    """Without HTML, which Markdown would pass on."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    before = f"![{escape_html(text)}]({name[0]})\n\n" if name else {"h1": "# ", "h2": "## "}.get(kind, "")
+    return before + escape_html(text)
 
 
 def _format_html(folder: Path, kind: str, *parts: Any) -> str:
@@ -68,4 +63,4 @@ def _mark(text: str) -> str:
     """HTML with bold and code; an interval or a deviation stays on one line."""
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
     text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
-    return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda found: found[0].replace(" ", "\u00a0"), text)
+    return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda number: number[0].replace(" ", "\u00a0"), text)

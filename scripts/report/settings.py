@@ -30,31 +30,19 @@ NEUTRAL_KEYS = re.compile(
 )
 SETTING_KEYS = [key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)]
 TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")  # the first to be in a label
-SHORT = {  # names before a value; other keys have their own
-    "model.gate_norm": "norm",
-    "model.n_embd": "width",
-    "model.n_expert": "experts",
-    "model.top_k": "top-k",
-    "model.block_size": "context",
-    "model.n_shared_expert": "shared experts",
-    "train.max_steps": "steps",
-    "train.balance_loss_coef": "balance",
-    "optim.router_lr_ratio": "router lr ×",
-    "optim.expert_out_lr_ratio": "w_out lr ×",
-}
-AXES = {  # names of an axis; other keys have their own
-    "model.gate_norm": "initial gate norm",
-    "model.n_embd": "width of the model",
-    "model.n_expert": "experts",
-    "model.top_k": "experts chosen per token",
-    "model.block_size": "tokens of context",
-    "model.n_shared_expert": "shared experts",
-    "train.max_steps": "training steps",
-    "train.batch_size": "sequences per step",
-    "train.balance_loss_coef": "coefficient of the balance loss",
-    "optim.lr": "peak learning rate",
-    "optim.router_lr_ratio": "router's learning rate / that of the rest",
-    "optim.expert_out_lr_ratio": "w_out's learning rate / that of the rest",
+NAMES = {  # before a value, on an axis; other keys have their own
+    "model.gate_norm": ("norm", "initial gate norm"),
+    "model.n_embd": ("width", "width of the model"),
+    "model.n_expert": ("experts", "experts"),
+    "model.top_k": ("top-k", "experts chosen per token"),
+    "model.block_size": ("context", "tokens of context"),
+    "model.n_shared_expert": ("shared experts", "shared experts"),
+    "train.max_steps": ("steps", "training steps"),
+    "train.batch_size": ("batch_size", "sequences per step"),
+    "train.balance_loss_coef": ("balance", "coefficient of the balance loss"),
+    "optim.lr": ("lr", "peak learning rate"),
+    "optim.router_lr_ratio": ("router lr ×", "router's learning rate / that of the rest"),
+    "optim.expert_out_lr_ratio": ("w_out lr ×", "w_out's learning rate / that of the rest"),
 }
 
 
@@ -129,13 +117,8 @@ class Setting:
 
         Of several, those whose options are most like `arm`'s.
         """
-        others = [
-            other
-            for other in self.arms
-            if other is not arm
-            and (other.label == name or (other.router == name and other.router != arm.router))
-            and arm.shares_seed(other)
-        ]
+        named = [other for other in self.arms if name == other.label or name == other.router != arm.router]
+        others = [other for other in named if other is not arm and arm.shares_seed(other)]
         alike = [len(other.options.items() & arm.options.items()) for other in others]
         return [other for other, count in zip(others, alike, strict=True) if count == max(alike)]
 
@@ -163,55 +146,39 @@ def group_runs(
     if tied:
         notes.append(f"{', '.join(tied)} changed with {key}")
     keys = [other for other in SETTING_KEYS if other not in (key, *tied)]
-    groups, doubles = _make_arms(kept, keys, key)
-    settings, gaps = _make_settings(groups, keys, key)
-    return settings, notes + doubles + gaps
-
-
-def _make_arms(
-    runs: Sequence[Run], setting_keys: Sequence[str], key: str | None
-) -> tuple[dict[tuple, list[Arm]], list[str]]:
-    """{values of the setting's keys: its arms}, and notes on runs that others stand for."""
     option_keys = [other for other in OPTION_KEYS if other != key]
-    groups: dict[tuple, dict[tuple, Arm]] = {}
-    notes = []
-    for run in sorted(runs, key=lambda run: -max(run.evaluations)):
-        options = run.values(option_keys)
-        arms = groups.setdefault(run.values(setting_keys), {})
-        router = run.config.model.router
-        arm = arms.setdefault((router, options), Arm(router, dict(zip(option_keys, options, strict=True))))
+    arms: dict[tuple, Arm] = {}
+    for run in sorted(kept, key=lambda run: -max(run.evaluations)):
+        router, options = run.config.model.router, run.values(option_keys)
+        arm = Arm(router, dict(zip(option_keys, options, strict=True)))
+        arm = arms.setdefault((run.values(keys), router, options), arm)
         first = arm.cells.setdefault(run.value(key) if key else None, {}).setdefault(run.seed, run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
-    label_arms([arm for arms in groups.values() for arm in arms.values()])
-    return {values: [*arms.values()] for values, arms in groups.items()}, notes
+    label_arms([*arms.values()])
+    groups: dict[tuple, Setting] = {}
+    for (values, *_), arm in arms.items():
+        setting = Setting("", dict(zip(keys, values, strict=True)), [], key)
+        groups.setdefault(values, setting).arms.append(arm)
+    settings, left_out = _select_comparable(label_settings([*groups.values()]))
+    return settings, [*notes, *filter(None, map(describe_gaps, settings)), *left_out]
 
 
-def _make_settings(
-    groups: Mapping[tuple, list[Arm]], keys: Sequence[str], key: str | None
-) -> tuple[list[Setting], list[str]]:
-    """The settings in order of what distinguishes them, and notes on their gaps and on those left out.
-
-    Raises ValueError if no setting's runs can be compared.
-    """
-    rows = [dict(zip(keys, group, strict=True)) for group in groups]
-    naming = choose_label_keys(rows)
+def _select_comparable(groups: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
+    """The settings whose runs can be compared, and why others are left out. Raises ValueError if none can be."""
     settings, errors = [], []
-    for values, arms in zip(rows, groups.values(), strict=True):
-        label = ", ".join(filter(None, (label_value(name, values[name]) for name in naming)))
-        setting = Setting(label, values, sorted(arms, key=place_arm), key)
+    for setting in groups:
+        setting.arms.sort(key=place_arm)
         try:
             check_same_text(setting.runs)
-            if not key and not setting.steps:
+            if not setting.key and not setting.steps:
                 raise ValueError(f"{', '.join(str(run.folder) for run in setting.runs)}: evaluated at no common step")
             settings.append(setting)
         except ValueError as error:
             errors.append(error)
     if not settings:
         raise errors[0]
-    settings.sort(key=lambda setting: [setting.values[name] for name in naming])
-    notes = [describe_gaps(setting) for setting in settings] + [f"left out: {error}" for error in errors]
-    return settings, [*filter(None, notes)]
+    return settings, [f"left out: {error}" for error in errors]
 
 
 def check_key(runs: Sequence[Run], key: str) -> list[str]:
@@ -219,6 +186,8 @@ def check_key(runs: Sequence[Run], key: str) -> list[str]:
 
     Raises ValueError if the key is not a number, or the runs that ended have one value of it.
     """
+    if key == "run.seed":
+        raise ValueError("--over run.seed: seeds are the observations, not an axis; name a setting, such as optim.lr")
     if KEYS.get(key, {}).get("type") not in ("integer", "number"):
         raise ValueError(f"--over {key}: expected a key that is a number, such as optim.lr")
     values = {run.value(key) for run in runs}
@@ -268,15 +237,19 @@ def find_varying(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in rows[0] if len({row[key] for row in rows}) > 1]
 
 
-def choose_label_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that label settings: no more than distinguish them, those of TELLING before others."""
+def label_settings(settings: Sequence[Setting]) -> list[Setting]:
+    """Label each by no more keys than distinguish them, those of TELLING before others; returns them in this order."""
+    rows = [setting.values for setting in settings]
     chosen: list[str] = []
     labels: set[tuple] = {()}
     for key in sorted(find_varying(rows), key=lambda key: key not in TELLING):
         finer = {tuple(row[name] for name in [*chosen, key]) for row in rows}
         if len(finer) > len(labels):
             chosen, labels = [*chosen, key], finer
-    return [key for key in rows[0] if key in chosen]
+    chosen.sort(key=SETTING_KEYS.index)
+    for setting in settings:
+        setting.label = ", ".join(filter(None, (label_value(key, setting.values[key]) for key in chosen)))
+    return sorted(settings, key=lambda setting: [setting.values[key] for key in chosen])
 
 
 def label_value(key: str | None, value: Any) -> str:
@@ -285,12 +258,12 @@ def label_value(key: str | None, value: Any) -> str:
         return str(value)
     if key == "model.gate_norm" and value == 0:
         return "own norm"
-    return f"{SHORT.get(key, key.split('.')[1])} {value:.12g}"
+    return f"{NAMES[key][0] if key in NAMES else key.split('.')[1]} {value:.12g}"
 
 
 def name_axis(key: str | None) -> str:
     """A key in words; "" without one."""
-    return AXES.get(key, key) if key else ""
+    return NAMES[key][1] if key in NAMES else key or ""
 
 
 def label_tick(key: str | None, value: Any) -> str:

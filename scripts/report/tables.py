@@ -21,16 +21,9 @@ MEASURES = {  # besides the losses: what it is, format
     "router/entropy": ("entropy of the gates in training, nats", ".3f"),
     "router/gamma": ("γ in training", ".3f"),
 }
-LOWER_IN_PAPER = {  # (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
-    ("kern", "dense"),
-    ("kern", "softmax"),
-    ("kern", "sigmoid"),
-    ("kern", "tanh"),
-    ("kern", "kern-after"),
-    ("softmax", "dense"),
-    ("sigmoid", "dense"),
-    ("tanh", "dense"),
-}
+# (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
+LOWER_IN_PAPER = {("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")}
+LOWER_IN_PAPER |= {(router, "dense") for router in ("softmax", "sigmoid", "tanh")}
 
 
 class Table(NamedTuple):
@@ -127,12 +120,10 @@ def build_pairs_table(comparisons: Sequence[Comparison]) -> Table:
     """A row for each pair, the largest difference first."""
     ranked = sorted(comparisons, key=lambda comparison: -abs(comparison.difference.mean))
     head = ["first", "second", "first minus second, 95%", "interval over", "first is", "Holm's p"]
-    rows = [[comparison.left.label, comparison.right.label, *format_comparison(comparison)] for comparison in ranked]
-    claims = [judge_claim(comparison) for comparison in ranked]
-    if any(claims):
-        head.append("paper claims")
-        rows = [[*row, claim] for row, claim in zip(rows, claims, strict=True)]
-    return Table(head, rows)
+    rows = [[c.left.label, c.right.label, *format_comparison(c), judge_claim(c)] for c in ranked]
+    if any(row[-1] for row in rows):
+        return Table([*head, "paper claims"], rows)
+    return Table(head, [row[:-1] for row in rows])
 
 
 def judge_claim(comparison: Comparison) -> str:
@@ -140,14 +131,11 @@ def judge_claim(comparison: Comparison) -> str:
     left, right, verdict = comparison.left, comparison.right, comparison.verdict.text
     if left.options.get("model.gate_norm") != 0 or right.options.get("model.gate_norm") != 0:
         return ""
-    if (left.router, right.router) in LOWER_IN_PAPER:
-        claim = LOWER
-    elif (right.router, left.router) in LOWER_IN_PAPER:
-        claim = HIGHER
-    else:
-        return ""
-    contradicted = verdict in (LOWER, HIGHER)
-    return f"{claim}: {'supported' if verdict == claim else 'contradicted' if contradicted else 'undecided'}"
+    for claim, pair in ((LOWER, (left.router, right.router)), (HIGHER, (right.router, left.router))):
+        if pair in LOWER_IN_PAPER:
+            contradicted = "contradicted" if verdict in (LOWER, HIGHER) else "undecided"
+            return f"{claim}: {'supported' if verdict == claim else contradicted}"
+    return ""
 
 
 def find_measures(setting: Setting) -> dict[str, tuple[str, str]]:

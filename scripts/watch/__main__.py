@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--once", action="store_true", help="print the table once")
     args = parser.parse_args(argv)
     if missing := [str(place) for place in args.runs if not place.is_dir()]:
-        raise ValueError(f"{', '.join(missing)}: no such folder")
+        remedy = "name folders of runs or one above them, such as runs; train.py makes a run's when it starts"
+        raise ValueError(f"{', '.join(missing)}: no such folder; {remedy}")
     if args.every <= 0:
         raise ValueError(f"--every {args.every:g}: expected a number of seconds above 0")
     places = args.runs or [Path("runs")]  # which the first run will make

@@ -12,6 +12,7 @@ from statistics import median
 
 from scripts.report.runs import Run
 
+COLUMNS = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f", "perf/mfu": ".1%"}
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
 HEAD = ("run", "state", "step", "loss", "val loss", "tokens/s", "MFU", "left", "trouble")
 
@@ -33,10 +34,7 @@ class Status:
             str(run.folder),
             self.state,
             f"{self.step:,} of {run.max_steps:,} {self.step / run.max_steps:>4.0%}",
-            f"{last['train/loss']:.4f}" if "train/loss" in last else "",
-            f"{last['val/loss']:.4f}" if "val/loss" in last else "",
-            f"{last['perf/tokens_per_sec']:,.0f}" if "perf/tokens_per_sec" in last else "",
-            f"{last['perf/mfu']:.1%}" if "perf/mfu" in last else "",
+            *(f"{last[name]:{form}}" if name in last else "" for name, form in COLUMNS.items()),
             "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left))),
             self.trouble,
         ]
