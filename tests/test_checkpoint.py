@@ -194,7 +194,7 @@ def test_newest_checkpoints_and_those_of_kept_steps_stay(tmp_path):
     assert names(folder) == ["step_00000005", "step_00000015", "step_00000100"] and checkpoint.steps(folder)[0] == 5
 
 
-def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(tmp_path, broken_disk):
+def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(tmp_path, broken_disk, capsys):
     write(tmp_path, 1, keep=1)
     broken_disk(True)
     for step in (2, 3):
@@ -203,9 +203,15 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
     assert checkpoint.latest(tmp_path, ALONE)[0] == 1
     broken_disk(False)
     write(tmp_path, 4, 5, keep=3)
-    for step in (4, 5):
-        flip(checkpoint.folder_of(tmp_path, step) / ".metadata", 1000)
-    assert checkpoint.latest(tmp_path, ALONE)[0] == 1
+    flip(tmp_path / "step_00000005/__0_0.distcp", 1000)
+    (tmp_path / "step_00000004/manifest.json").unlink()
+    before, _ = sorted(content(tmp_path).values()), capsys.readouterr()
+    for _ in range(2):
+        assert checkpoint.latest(tmp_path, ALONE)[0] == 1
+    newest, older = capsys.readouterr().out.splitlines()
+    assert "step_00000005/__0_0.distcp: damaged" in newest and "quarantined as step_00000005.damaged" in newest
+    assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
+    assert sorted(content(tmp_path).values()) == before
     write(tmp_path, 4, keep=2)  # quarantined ones do not count
     assert names(tmp_path) == ["step_00000001", "step_00000004", "step_00000004.damaged", "step_00000005.damaged"]
     assert checkpoint.latest(tmp_path, ALONE)[0] == 4
@@ -250,42 +256,19 @@ def copied(intact, tmp_path):
     return Path(shutil.copytree(intact, tmp_path / intact.name))
 
 
-def test_any_flipped_bit_is_detected(copied):
-    assert names(copied) == [".metadata", "__0_0.distcp", "manifest.json"]
-    for name in names(copied):
-        bits = range(8 * (copied / name).stat().st_size)
-        for bit in (*range(32), *random.Random(0).sample(bits, 32), *bits[-32:]):
-            flip(copied / name, bit)
-            with pytest.raises(DamagedError, match=f"{name}: damaged"):
-                checkpoint.verify(copied)
-            flip(copied / name, bit)
-    assert checkpoint.verify(copied)["step"] == 2
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
-@pytest.mark.parametrize("change", [None, lambda data: b"", lambda data: data[:-1], lambda data: data + b"\0"])
-def test_damaged_file_is_named(copied, name, change):
-    path = copied / name
-    data = path.read_bytes()
-    path.unlink()
-    if change:
-        path.write_bytes(change(data))
-    with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
-        checkpoint.verify(copied)
-
-
-def test_damaged_newest_is_named_and_quarantined(tmp_path, capsys):
-    write(tmp_path, 2, 4, 6)
-    flip(tmp_path / "step_00000006" / "__0_0.distcp", 1000)
-    (tmp_path / "step_00000004" / "manifest.json").unlink()
-    before = content(tmp_path)
-    assert checkpoint.latest(tmp_path, ALONE)[0] == 2
-    newest, older = capsys.readouterr().out.splitlines()
-    assert "step_00000006/__0_0.distcp: damaged" in newest and "quarantined as step_00000006.damaged" in newest
-    assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
-    assert names(tmp_path) == ["step_00000002", "step_00000004.damaged", "step_00000006.damaged"]
-    assert sorted(content(tmp_path).values()) == sorted(before.values())
-    assert checkpoint.latest(tmp_path, ALONE)[0] == 2 and capsys.readouterr().out == ""
+def test_any_damage_of_a_file_is_detected(copied, name):
+    """A file that lacks, is empty, cut or longer, and any flipped bit."""
+    assert checkpoint.verify(copied)["step"] == 2 and len(names(copied)) == 3
+    data, changed = (copied / name).read_bytes(), [None]
+    bits = range(8 * len(data))
+    for bit in (*range(32), *random.Random(0).sample(bits, 32), *bits[-32:]):
+        changed.append(bytearray(data))
+        changed[-1][bit // 8] ^= 1 << bit % 8
+    for damaged in (*changed, b"", data[:-1], data + b"\0"):
+        (copied / name).unlink() if damaged is None else (copied / name).write_bytes(damaged)
+        with pytest.raises(DamagedError, match=f"{copied.name}/{name}: damaged"):
+            checkpoint.verify(copied)
 
 
 # ---- kills and a full disk before any call to the file system
@@ -343,17 +326,17 @@ def fail_at_every_call(path, fault):
         assert not partial or fault is be_killed
         in_a_save += code == REFUSED or bool(partial)
         checkpoint.remove_partial_saves(path)
-        found = checkpoint.latest(path, ALONE)[0]
-        assert found in (step, step + 1) and not list(path.glob("*.damaged")), f"step {found} found after {step}"
-        if found > 2:
-            training.load(path, found)
-            assert all((tensor == found).all() for tensor in training.tensors()), f"step {found} holds other numbers"
+        newest = checkpoint.latest(path, ALONE)[0]
+        assert newest in (step, step + 1) and not list(path.glob("*.damaged")), f"step {newest} after {step}"
+        if newest > 2:
+            training.load(path, newest)
+            assert all((tensor == newest).all() for tensor in training.tensors()), f"step {newest} holds other numbers"
         if code == SAVED:
             break
         assert code in ((-signal.SIGKILL,) if fault is be_killed else (REFUSED, SAVED_IN_SPITE))
-        step = found
-    assert found == step + 1
-    print(json.dumps({"calls": number, "in_a_save": in_a_save, "saves": found - 2}))
+        step = newest
+    assert newest == step + 1
+    print(json.dumps({"calls": number, "in_a_save": in_a_save, "saves": newest - 2}))
 
 
 @pytest.mark.integration
