@@ -151,8 +151,6 @@ def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
 
 
 # ---- which checkpoints stay
-
-
 def test_newest_checkpoints_and_those_of_kept_steps_stay(tmp_path):
     folder = tmp_path / "checkpoints"
     assert checkpoint.steps(folder) == [] and checkpoint.latest(folder, ALONE) == (0, {})
