@@ -179,12 +179,11 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    if train.parallel != "auto":
-        possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
-    name = str(dtype).removeprefix("torch.")
+    name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
     estimates = {
-        parallel: estimate_memory(config, shapes, name, parallel, shards, train.activation_checkpointing)
+        parallel: estimate_memory(config, shapes, name, parallel, shards, checkpointing)
         for parallel, shards in possible.items()
+        if train.parallel in ("auto", parallel)
     }
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)

@@ -42,17 +42,10 @@ class Metrics:
     def __init__(
         self, folder: str | Path, resume_step: int, trackers: Sequence[Any] = (), on_error: str = "stop"
     ) -> None:
-        """Open the files and drop what the resumed run will write again.
+        """Open the files of the run in `folder` and drop what the resumed run will write again.
 
-        Args:
-            folder: of the run.
-            resume_step: lines and arrays after this step are dropped; below 0 all are, into metrics.old.jsonl and
-                arrays.old. Of lines with the same step and names the last is kept.
-            trackers: of runtime.tracker.
-            on_error: "stop" or "warn".
-
-        Raises:
-            RunError: the file cannot be written, or has lines of another kind.
+        That are lines and arrays after `resume_step`; below 0 all go to metrics.old.jsonl and arrays.old. Of lines with
+        the same step and names the last is kept. Raises RunError if the file cannot be written, or has other lines.
         """
         self.path, self.arrays = Path(folder, "metrics.jsonl"), Path(folder, "arrays")
         self.trackers, self.on_error = [*trackers], on_error

@@ -48,26 +48,19 @@ def metric_lines(
     without: Sequence[str] = (),
     measured: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Lines of a metrics.jsonl.
+    """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the part `until`.
 
-    Args:
-        config: of the run.
-        end: validation loss at the end; seeds and windows move it, for all routers alike.
-        early: loss in addition at the beginning.
-        noise: deviation of what moves this run's seed and windows alone.
-        points: evaluations after step 0, if the run were finished.
-        windows: of each evaluation.
-        documents: that the windows are of; 0: each is of its own.
-        until: part of max_steps that was trained.
-        without: beginnings of keys to leave out.
-        measured: further keys of every second evaluation, 1 more than the loss each.
+    `end` is the last validation loss, which seeds and windows move alike for all routers; `early` is added to it at
+    the beginning, and `noise` deviates this run's seed and windows alone. An evaluation has that many `windows`, of so
+    many `documents` (0: each of its own). Keys that begin with `without` are left out; every second evaluation has
+    those `measured`, 1 more than the loss.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
     shift = 0.1 * config.run.seed + noise * own.standard_normal()
     text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(windows)
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
-    found = []
+    lines = []
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
@@ -77,15 +70,15 @@ def metric_lines(
             line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left, "router/gate_norm": 2 - left}
         if model.router.startswith("kern"):
             line |= {"router/gamma": 1.5 - left / 2}
-        found += [line] * (i > 0)
+        lines += [line] if i else []
         line = at | {"val/loss": float(losses.mean()), "val/window_losses": losses.tolist()}
         line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
         line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
             line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left, "val/dead_experts": 5}
             line |= {"val/loads": np.floor(1000 * shares).tolist()}
-        found.append(line)
-    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in found]
+        lines.append(line)
+    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in lines]
 
 
 def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:

@@ -217,8 +217,8 @@ def run_torchrun(jobs: dict[str, list]) -> dict[str, Job]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     processes = {
-        name: subprocess.Popen([*torchrun, *words], cwd=REPO_ROOT, env=variables, **pipes)
-        for name, words in jobs.items()
+        name: subprocess.Popen([*torchrun, *arguments], cwd=REPO_ROOT, env=variables, **pipes)
+        for name, arguments in jobs.items()
     }
     outputs = {name: process.communicate(timeout=1200)[0] for name, process in processes.items()}
     return {name: Job(process.returncode, outputs[name]) for name, process in processes.items()}

@@ -257,8 +257,8 @@ def be_a_rank(file):
 @pytest.fixture(scope="module")
 def jobs(module_file):
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    words = ["--standalone", "--nproc_per_node=2", signals, __file__, module_file]
-    return runs.run_torchrun({name: [*words, name] for name in LAUNCHER})
+    arguments = ["--standalone", "--nproc_per_node=2", signals, __file__, module_file]
+    return runs.run_torchrun({name: [*arguments, name] for name in LAUNCHER})
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "failing, words",
+    "failing, line_begins",
     [
         ("import", "wandb: no run ("),
         ("init", "wandb: no run (broken): continuing without it; metrics.jsonl has every number"),
@@ -111,7 +111,7 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
         ("finish", "wandb: finish failed (broken)"),
     ],
 )
-def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, failing, words):
+def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, failing, line_begins):
     run = fake_wandb.init.return_value
     failed = getattr(fake_wandb if failing == "init" else run, failing)
     failed.side_effect = Exception("broken\nin more words")
@@ -125,7 +125,7 @@ def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, fai
     calls = [name for name, *_ in run.method_calls]
     assert not calls if failing in ("import", "init") else calls[-1] == failing  # nothing after the failure
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wandb:")]
-    assert line.startswith(words)
+    assert line.startswith(line_begins)
 
 
 def wandb_id(config):

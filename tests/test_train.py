@@ -236,7 +236,7 @@ def test_metrics_are_means_over_the_log_interval(tiny):
 
 # ---- refusals, before anything is made
 @pytest.mark.parametrize(
-    "override, error, words",
+    "override, error, remedy",
     [
         ("data.name=nowhere", DataError, "python -m data.prepare text --source FILES --name nowhere"),
         ("model.vocab_size=100", DataError, "Set model.vocab_size to at least 257"),
@@ -244,10 +244,10 @@ def test_metrics_are_means_over_the_log_interval(tiny):
         ("train.device=cuda", RunError, "--train.device=auto"),
     ],
 )
-def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error, words):
+def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error, remedy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = tiny(override)
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(remedy)):
         train.train(config)
     assert not path_of(config).exists()
 
