@@ -90,7 +90,6 @@ class Reporter:
         self.clock = (self.clock or start) + time.perf_counter() - start
 
     def count_step(self) -> None:
-        """One more step is under way on the device."""
         self.steps_timed += 1
         self.bar.update()
 

@@ -192,7 +192,7 @@ def test_a_kill_loses_no_array_up_to_the_checkpoint(tmp_path, saved_at, killed_a
 
 
 def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
-    """The line says that it is done: a kill between both leaves arrays without a line, to be written again."""
+    """Arrays are written first: after a kill in between the evaluation has no line, so a resume repeats it."""
     metrics = log_run(tmp_path, steps=range(1))
 
     def kill(*args):

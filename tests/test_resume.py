@@ -256,7 +256,7 @@ def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
 
 
 def state_and_parent(stat: Path) -> tuple[str, int]:
-    """Of a process; one that is gone is a zombie of nobody."""
+    """State and parent of a process; ("Z", 0), a zombie without parent, if it is gone."""
     with suppress(OSError):
         state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -321,7 +321,7 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
 
 @pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
 def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
-    """A file takes no more: its flush fails, and so does its close."""
+    """Both flushing and closing the file fail."""
     if name == LAST:
         name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     real = Path.open

@@ -61,12 +61,12 @@ def undisturbed(module_file):
 # ---- being asked to stop: one process
 @pytest.fixture
 def main(tiny_file, monkeypatch):
-    """`main(*overrides)`: train.py's exit code. A signal that it does not take raises here."""
+    """`main(*overrides)`: train.py's exit code. A signal for which it sets no handler fails the test."""
 
-    def unheard(number, frame):
+    def fail(number, frame):
         raise AssertionError(f"signal {number} is not listened to")
 
-    before = {number: signal.signal(number, unheard) for number in STOPPING}
+    before = {number: signal.signal(number, fail) for number in STOPPING}
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("os.isatty", lambda number: False)  # SIGHUP must not silence pytest
     yield lambda *keys, fresh=(): train.main([str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen())
@@ -115,7 +115,7 @@ def kill(number):
     + [("evaluation", 2, []), ("evaluation", 17, [3]), ("evaluation", 32, [3, 6, 7])],
 )
 def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved):
-    """At once, but for a step, which is completed; the same command ends like an undisturbed run."""
+    """At once, though a step that has begun is completed. The same command then ends like an undisturbed run."""
     saves_end_first()
     calls = at(place, kill(signal.SIGTERM), after)
     assert main(*HARD) == EXIT_CODE == 75
@@ -319,7 +319,7 @@ def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
 
 @pytest.mark.integration
 def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
-    """Otherwise the others would wait for it where they next meet."""
+    """Otherwise the other rank would wait for it in its next collective."""
     for rank in range(2):
         error = (module_file.parent / f"locked.{rank}.error").read_text()
         assert error.startswith("RunError") and "another process trains this run" in error
@@ -390,8 +390,8 @@ def test_full_disk_stops_the_run_or_is_a_warning(
     saves_end_first()
     full_disk.add(step)
     assert main(*HARD, f"train.on_save_error={on_error}") == code
-    said = capsys.readouterr()
-    *_, line = [line for line in (said.out + said.err).splitlines() if "the checkpoint could not be written" in line]
+    printed = "".join(capsys.readouterr())
+    *_, line = [line for line in printed.splitlines() if "the checkpoint could not be written" in line]
     assert line.startswith("error" if code else "warning") and f"step_{step:08d}" in line
     assert "Older ones are intact" in line
     assert sorted(path.name for path in checkpoints(tiny()).iterdir()) == [f"step_{done:08d}" for done in left]
