@@ -46,7 +46,7 @@ from runtime.folder import RunFolder, find_or_rename, path_of, renamed
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
 from runtime.preflight import OpenTasks, Plan, preflight
-from runtime.reporter import start_reporter
+from runtime.reporter import Reporter, SilentReporter
 from runtime.signals import EXIT_CODE, Stop
 from runtime.state import TrainState
 from runtime.statistics import Statistics
@@ -163,13 +163,13 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
-        agreed = f"train.parallel = {plan.parallel}, {plan.folder.name} at step {plan.last_step}"
+        agreed = f"train.parallel = {plan.parallel}, {plan.run.path.name} at step {plan.last_step}"
         distributed.check_agreement(agreed, ranks)
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
         state = stack.enter_context(TrainState(plan, ranks))
         with distributed.share_errors(ranks):
-            report = stack.enter_context(start_reporter(plan, state, ranks))
+            report = stack.enter_context(Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter())
         saver = stack.enter_context(Saver(plan.run.checkpoints, ranks, plan.sharded, plan.config.train))
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
         stack.callback(batches.close)
@@ -218,7 +218,7 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
                 state.interval.vector.zero_()
 
     if due.stop:
-        raise Stopped(f"{plan.folder}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it")
+        raise Stopped(f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it")
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:

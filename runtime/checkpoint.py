@@ -53,9 +53,7 @@ class DamagedError(RunError):
 
 def steps(folder: str | Path) -> list[int]:
     """Steps of the checkpoints in `folder`, ascending; empty if it does not exist."""
-    folder = Path(folder)
-    names = os.listdir(folder) if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := NAME.fullmatch(name)))
+    return sorted(int(match[1]) for path in Path(folder).glob("step_*") if (match := NAME.fullmatch(path.name)))
 
 
 def damaged_steps(folder: str | Path) -> list[int]:
@@ -77,13 +75,9 @@ class Saver:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
-        """A saver for one run.
+        """Save to `folder`, runs/<name>/checkpoints: rank 0 alone or, if `sharded`, each rank its part of the tensors.
 
-        Args:
-            folder: runs/<name>/checkpoints.
-            ranks: this rank.
-            sharded: each rank holds a part of the tensors and writes it; otherwise rank 0 writes alone.
-            train: which checkpoints stay (keep_checkpoints, keep_steps), and what a failed save does (on_save_error).
+        `train` says which checkpoints stay (keep_checkpoints, keep_steps) and what a failed save does (on_save_error).
         """
         self.folder, self.on_error = folder, train.on_save_error
         self.keep, self.keep_steps = train.keep_checkpoints, train.kept_steps
@@ -121,9 +115,7 @@ class Saver:
             state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
             # A daemon: stuck in a collective, it would keep the process alive for an hour. It is joined before the
             # interpreter ends, since a daemon that still frees tensors then aborts the process.
-            self.pending = threading.Thread(
-                target=self._save, args=(step, state, metadata), name="checkpoint", daemon=True
-            )
+            self.pending = threading.Thread(target=self._save, args=(step, state, metadata), daemon=True)
             self.pending.start()
 
     def poll(self) -> None:
@@ -201,14 +193,14 @@ class Saver:
     def _on_each_writer(self, action: Callable[[], Any]) -> list:
         """What `action` returned on each of the ranks that write. Raises OSError on all if it did on one."""
         try:
-            outcome = (action(), None)
+            outcome = action()
         except OSError as error:
-            outcome = (None, str(error))
+            outcome = error
         outcomes = distributed.gather(outcome, self.writers)
-        for _, fault in outcomes:
-            if fault:
-                raise OSError(fault)
-        return [result for result, _ in outcomes]
+        for fault in outcomes:
+            if isinstance(fault, OSError):
+                raise fault
+        return outcomes
 
 
 def remove_partial_saves(folder: str | Path) -> None:
@@ -350,7 +342,7 @@ class Reader(dcp.FileSystemReader):
     """torch's reader, but of `.metadata`, a pickle, only names, shapes, types and offsets of tensors are accepted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Unpickle `.metadata`. Raises UnpicklingError of anything unexpected in it."""
+        """Unpickle `.metadata`. Raises UnpicklingError if it holds anything unexpected."""
         with open(Path(self.path, ".metadata"), "rb") as file:
             metadata = TensorUnpickler(file).load()
         if not isinstance(metadata, Metadata):

@@ -66,14 +66,10 @@ def pick_device(name: str) -> torch.device:
         raise RankError(
             f"rank {local_rank()} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
         )
-    sum_in_float32()
-    return torch.device("cuda", local_rank())
-
-
-def sum_in_float32() -> None:
-    """Keep cuBLAS from adding parts of a product (split-K) in float16 or bfloat16, which torch allows by default."""
+    # cuBLAS must not add parts of a product (split-K) in float16 or bfloat16, which torch allows by default.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return torch.device("cuda", local_rank())
 
 
 def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
@@ -183,11 +179,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
     """Join the process group of the job, while in this context: NCCL on CUDA, gloo on CPU; none on one rank.
 
-    After an error another rank may be lost, so the group is aborted: that waits for none.
-
-    Args:
-        device: this rank's.
-        timeout_minutes: a rank that waits longer for the others fails, and torchrun then ends the job.
+    A rank that waits longer than `timeout_minutes` for the others fails, and torchrun then ends the job. After an error
+    another rank may be lost, so the group is aborted: that waits for none.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:

@@ -6,6 +6,7 @@ The dump, runs/<name>/crash-step_00001234.json, shows what led to a loss that is
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Guard:
                 skipped steps in a row.
         """
         counters = self.state.updates.read()
-        step, folder = int(counters.step), self.plan.folder
+        step, folder = int(counters.step), self.plan.run
         if counters.halted == BAD_LOSS:  # weights, windows and dropout are still those of that step
             file = self._dump_crash(step, counters)
             raise RunError(
@@ -61,7 +62,7 @@ class Guard:
         """Raises RunError, on all ranks, if the validation loss (), nats per token, is NaN or Inf."""
         if not loss.isfinite():
             raise RunError(
-                f"{self.plan.folder}: val loss {loss.item()} at step {step}, the run has diverged. {self.remedy}"
+                f"{self.plan.run}: val loss {loss.item()} at step {step}, the run has diverged. {self.remedy}"
             )
 
     @torch.no_grad()
@@ -77,12 +78,11 @@ class Guard:
             "rank": self.ranks.rank,
             "micro_batches": [{"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)],
         }
-        dump = {"step": step, "loss": counters.loss, "loss_scale": counters.scale, "learning_rate": rate}
-        dump |= {"ranks": distributed.gather(of_rank, self.ranks.control)}
-        dump |= {
-            "parameters": {name: measure_norms(p, counters.scale) for name, p in self.state.model.named_parameters()}
-        }
-        path = plan.folder / f"crash-step_{step:08d}.json"
+        dump: dict[str, Any] = {"step": step, "loss": counters.loss, "loss_scale": counters.scale}
+        dump |= {"learning_rate": rate, "ranks": distributed.gather(of_rank, self.ranks.control)}
+        parameters = self.state.model.named_parameters()
+        dump["parameters"] = {name: measure_norms(p, counters.scale) for name, p in parameters}
+        path = plan.run.path / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
             text = json.loads(json.dumps(dump), parse_constant=lambda name: str(float(name)))

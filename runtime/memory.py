@@ -148,11 +148,8 @@ def attention_bytes(model: Model, b: int) -> int:
 def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) -> dict[str, int]:
     """The possible values of train.parallel and how many ranks split a tensor under each, in the order "auto" tries.
 
-    Args:
-        world_size: ranks of the job.
-        local_size: ranks per node.
-        ddp_first: also on one node, where ZeRO-2 is faster if a step has one micro-batch: it shares the optimizer's
-            work, but sends gradients in each.
+    The job has `world_size` ranks, `local_size` on each node. On one node ZeRO-2 comes before DDP unless `ddp_first`:
+    it shares the optimizer's work, but sends gradients in each micro-batch, so it is faster if a step has one.
     """
     names = ["ddp", "hsdp", "zero2", "fsdp"] if ddp_first or world_size > local_size else ["zero2", "ddp", "fsdp"]
     shards = {"ddp": 1}
@@ -182,12 +179,11 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    if train.parallel != "auto":
-        possible = {parallel: n for parallel, n in possible.items() if parallel == train.parallel}
-    name = str(dtype).removeprefix("torch.")
+    name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
     estimates = {
-        parallel: estimate_memory(config, shapes, name, parallel, shards, train.activation_checkpointing)
+        parallel: estimate_memory(config, shapes, name, parallel, shards, checkpointing)
         for parallel, shards in possible.items()
+        if train.parallel in ("auto", parallel)
     }
     chosen = select_fitting(estimates, capacity)
     check_state_fits(estimates[chosen], capacity, shapes)

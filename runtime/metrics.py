@@ -42,17 +42,10 @@ class Metrics:
     def __init__(
         self, folder: str | Path, resume_step: int, trackers: Sequence[Any] = (), on_error: str = "stop"
     ) -> None:
-        """Open the files and drop what the resumed run will write again.
+        """Open the files of the run in `folder` and drop what the resumed run will write again.
 
-        Args:
-            folder: of the run.
-            resume_step: lines and arrays after this step are dropped; below 0 all are, into metrics.old.jsonl and
-                arrays.old. Of lines with the same step and names the last is kept.
-            trackers: of runtime.tracker.
-            on_error: "stop" or "warn".
-
-        Raises:
-            RunError: the file cannot be written, or has lines of another kind.
+        That are lines and arrays after `resume_step`; below 0 all go to metrics.old.jsonl and arrays.old. Of lines with
+        the same step and names the last is kept. Raises RunError if the file cannot be written, or has other lines.
         """
         self.path, self.arrays = Path(folder, "metrics.jsonl"), Path(folder, "arrays")
         self.trackers, self.on_error = [*trackers], on_error
@@ -90,7 +83,7 @@ class Metrics:
         line: dict[str, Any] = {"step": step, "tokens": tokens}
         line |= {name: value if isinstance(value, int | float) else value.tolist() for name, value in values.items()}
         for name in line.keys() & ARRAYS:
-            self.pending_arrays.setdefault(_section(name), {}).setdefault(step, {})[name] = line[name]
+            self.pending_arrays.setdefault(name.split("/")[0], {}).setdefault(step, {})[name] = line[name]
         self.pending_lines += json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n"
         self._write(arrays="val" in self.pending_arrays)  # before its line, which says that this evaluation is done
         self._tell("log", line)
@@ -186,10 +179,10 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str,
         elif number < len(lines):
             problem = "is not a JSON object of numbers with step and tokens; remove that line"
             raise RunError(f"{path}, line {number} {problem}")
-    for section in {_section(name) for name in arrays}:
+    for section in {name.split("/")[0] for name in arrays}:
         rows: dict[int, dict[str, np.ndarray]] = {}
         for file in list_arrays(path, section):
-            rows |= load_arrays(file, [name for name in arrays if _section(name) == section])
+            rows |= load_arrays(file, [name for name in arrays if name.startswith(section)])
         for record in records:
             if LINES[section] in record:
                 record |= {name: value.tolist() for name, value in rows.get(record["step"], {}).items()}
@@ -219,10 +212,6 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
             return {int(step): {name: columns[name][i] for name in columns} for i, step in enumerate(data["step"])}
     except Exception as error:  # numpy and zipfile raise many kinds
         raise RunError(f"{file} is damaged ({first_line(error)}); remove it: the run does without it") from error
-
-
-def _section(name: str) -> str:
-    return name.split("/")[0]
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":

@@ -25,15 +25,10 @@ DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": 
 
 
 def distribute(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, compile: bool = False) -> nn.Module:
-    """Move `model` to the device, shard or wrap it, and return the module to call instead.
+    """Move `model` to the device, shard or wrap it, all in place, and return the module to call instead.
 
-    Args:
-        model: changed in place.
-        parallel: "ddp" wraps it if there are several ranks; "zero2" and "fsdp" shard it over all ranks; "hsdp" shards
-            it over the ranks of a node and replicates it across nodes.
-        ranks: this rank.
-        dtype: the type autocast computes in.
-        compile: whether to compile each block.
+    Under "ddp" it is wrapped if there are several ranks; "zero2" and "fsdp" shard it over all ranks, "hsdp" over those
+    of a node, with a replica on each. Autocast computes in `dtype`; with `compile` each block is compiled.
     """
     if compile:
         compile_blocks(model)
@@ -67,12 +62,7 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
 
     A copy of each kind of block runs forward, backward and without gradients, before the model is distributed: no
     collective waits then for a rank that failed, and the model, its gradients and random numbers stay as they are.
-
-    Args:
-        model: not distributed yet, on any device.
-        shape: (B, T) of a micro-batch.
-        autocast: in which the model will run.
-        ranks: this rank.
+    `shape` is (B, T), that of a micro-batch.
     """
     problem = ""
     kinds = {type(block.mlp): block for block in model.blocks}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,11 +43,6 @@ class Plan(NamedTuple):
     document_token: int | None  # that begins a document, with data.document_mask
 
     @property
-    def folder(self) -> Path:
-        """runs/<name>."""
-        return self.run.path
-
-    @property
     def accumulation(self) -> int:
         """Micro-batches that each rank takes in one step."""
         train = self.config.train
@@ -81,11 +75,7 @@ class Plan(NamedTuple):
 
 
 def preflight(config: Config, open_tasks: OpenTasks | None = None) -> Plan:
-    """Read, check and plan a run, without changing anything on disk or on a device.
-
-    Args:
-        config: checked settings.
-        open_tasks: `eval.in_loop.open_tasks`; needed with eval.tasks.
+    """Read, check and plan a run, without changing anything on disk or on a device. eval.tasks needs `open_tasks`.
 
     Raises:
         RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit its settings.

@@ -24,13 +24,8 @@ from runtime.updates import Counters
 BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
-def start_reporter(plan: Plan, state: TrainState, ranks: Ranks) -> "Reporter | SilentReporter":
-    """Rank 0's reporter, or the silent one of any other rank. Either is a context manager."""
-    return Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
-
-
 class SilentReporter:
-    """The reporter of ranks other than 0: the same methods, nothing said."""
+    """In place of a Reporter on ranks other than 0: the same methods, nothing said."""
 
     metadata: dict[str, Any] = {}
 
@@ -60,7 +55,7 @@ class Reporter:
         config, self.plan, self.ranks = plan.config, plan, ranks
         plan.run.write_config(config)
         if plan.branch:
-            plan.branch.copy_metrics(plan.folder)
+            plan.branch.copy_metrics(plan.run.path)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
         self.scaled = state.updates.scaled
@@ -70,10 +65,10 @@ class Reporter:
         sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
         tags = (config.model.router, *config.data.sets, sizes[0], f"{sizes[1]} active")
         resume_step = state.step or -1
-        trackers = start_trackers(config, plan.folder, resume_step, state.metadata.get("wandb"), tags)
+        trackers = start_trackers(config, plan.run.path, resume_step, state.metadata.get("wandb"), tags)
         ids = [tracker.id for tracker in trackers if isinstance(tracker, WandbTracker)]
         self.metadata = {"wandb": ids[0]} if ids else {}
-        self.metrics = Metrics(plan.folder, resume_step, trackers, config.train.on_save_error)
+        self.metrics = Metrics(plan.run.path, resume_step, trackers, config.train.on_save_error)
         total = config.train.max_steps
         self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first
@@ -95,7 +90,6 @@ class Reporter:
         self.clock = (self.clock or start) + time.perf_counter() - start
 
     def count_step(self) -> None:
-        """One more step is under way on the device."""
         self.steps_timed += 1
         self.bar.update()
 
@@ -118,14 +112,10 @@ class Reporter:
                 self.bar.write(f"{self.plan.config.run.name}: step {step}, {line}")
 
     def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, gammas: Tensor | None) -> None:
-        """A line of training metrics; the device is idle, since `counters` were just read from it.
+        """A line of training metrics after `step` steps; the device is idle, since `counters` were just read from it.
 
-        Args:
-            step: steps done so far.
-            lr: rate of the last one.
-            counters: what became of the steps so far.
-            mean: statistics, means over the steps since the last line.
-            gammas: (L,) scales of KERN's routers, or None.
+        `lr` is the rate of the last step, `mean` the mean over the steps since the last line, `gammas` (L,) the scales
+        of KERN's routers, or None.
         """
         assert self.clock is not None  # every step comes after a pause
         seconds = (time.perf_counter() - self.clock) / self.steps_timed
@@ -180,7 +170,7 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     config = plan.config
     devices = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
     print(
-        f"{plan.folder}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {devices}, "
+        f"{plan.run}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {devices}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
         f"{len(plan.validation.windows)} validation windows of "
         f"{plural(len(np.unique(plan.validation.documents)), 'document')}"
@@ -188,13 +178,13 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         + (f" of {plan.branch.trunk}" if plan.branch else "")
     )
     capacity = distributed.memory_bytes(plan.device)
-    print(f"{plan.folder}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    print(f"{plan.run}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
-        print(f"{plan.folder}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
+        print(f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
     if config.data.mix:
         epochs = plan.loader.count_epochs(config.train.max_steps)
         parts = zip(config.data.sets.items(), epochs, strict=True)
         text = ", ".join(f"{name} {part:.1%} ({epoch:.2g} epochs)" for (name, part), epoch in parts)
-        print(f"{plan.folder}: data: {text}")
+        print(f"{plan.run}: data: {text}")
     if plan.changes:
-        print(f"{plan.folder}: changed: {'; '.join(plan.changes)}")
+        print(f"{plan.run}: changed: {'; '.join(plan.changes)}")

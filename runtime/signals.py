@@ -29,7 +29,6 @@ class Stop:
     """`asked` becomes True when this process is asked to stop, which takes `listen`."""
 
     def __init__(self) -> None:
-        """Nobody has asked."""
         self.asked = False
         self.terminals: list[int] = []  # output that is lost at SIGHUP
 

@@ -1,6 +1,5 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -26,23 +25,19 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
     `Updates` reads a group's `lr_ratio`: optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for the
     routed experts' w_out.
     """
-    groups = defaultdict(list)  # (lr_ratio, decayed, by Muon): parameters
+    groups: dict[tuple, dict[str, Any]] = {}
     for name, p in model.named_parameters():
-        ratio = 1.0
+        group = {"lr_ratio": 1.0, "weight_decay": optim.weight_decay if p.dim() >= 2 else 0.0}
         if ".router." in name:
-            ratio = optim.router_lr_ratio
+            group["lr_ratio"] = optim.router_lr_ratio
         elif name.endswith("experts.w_out"):
-            ratio = optim.expert_out_lr_ratio
-        by_muon = optim.name == "muon" and is_for_muon(name, p.dim())
+            group["lr_ratio"] = optim.expert_out_lr_ratio
+        if optim.name == "muon" and is_for_muon(name, p.dim()):
+            group["momentum"] = optim.momentum
         if p.requires_grad:
-            groups[ratio, p.dim() >= 2, by_muon].append(p)
-    settings = []
-    for (ratio, decayed, by_muon), parameters in groups.items():
-        decay = optim.weight_decay if decayed else 0.0
-        group = {"params": parameters, "weight_decay": decay, "lr_ratio": ratio}
-        settings.append(group | ({"momentum": optim.momentum} if by_muon else {}))
+            groups.setdefault((*group.items(), p.dim() >= 2), {**group, "params": []})["params"].append(p)
     kind = Muon if optim.name == "muon" else torch.optim.AdamW
-    optimizer = kind(settings, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    optimizer = kind([*groups.values()], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
     for group in optimizer.param_groups:  # now, not in the first step: float16 may skip it, and a checkpoint holds them
         names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
         for p in group["params"]:

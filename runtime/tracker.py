@@ -85,14 +85,9 @@ class TensorBoardTracker:
 def start_trackers(
     config: Config, folder: Path, resume_step: int, id: str | None, tags: Sequence[str]
 ) -> list[WandbTracker | TensorBoardTracker]:
-    """Start what [log] asks for; what fails is left out, which costs a printed line.
+    """Start what [log] asks for, with files in `folder`/wandb and `folder`/tensorboard; a failure costs a printed line.
 
-    Args:
-        config: the run's.
-        folder: the run's folder; the files go to `folder`/wandb and `folder`/tensorboard.
-        resume_step: of the checkpoint that the run resumes from; -1 at the start.
-        id: of the wandb run to resume; None for a new run.
-        tags: of the run in wandb.
+    `resume_step` is that of the checkpoint, -1 at the start; `id` of the wandb run to resume, None for a new one.
     """
     trackers: list[WandbTracker | TensorBoardTracker] = []
     if wandb := start_wandb(config, folder, id, tags):
@@ -113,36 +108,31 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
     mode = config.log.wandb
     if mode == "disabled":
         return None
+    bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
+    names: dict[str, Any] = {"name": config.run.name, "group": config.log.group, "tags": tags, "job_type": "train"}
+    if not os.environ.get("WANDB_SWEEP_ID"):  # an agent has set project and id, and wandb refuses others
+        names |= {"project": config.log.project, "id": id, "resume": "allow"}
     try:
         import wandb
 
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             print("wandb: no API key (`wandb login`, or WANDB_API_KEY): logging offline; `wandb sync` sends it later")
             mode = "offline"
+        names |= {"dir": str(folder), "config": config.model_dump(), "settings": wandb.Settings(**bounds, silent=True)}
         try:
-            run = _init_wandb(wandb, mode, config, folder, id, tags)
+            run = wandb.init(mode=mode, **names)
+            run.define_metric("*", step_metric="tokens")
         except Exception as error:
             if mode == "offline":
                 raise
             print(f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends it later")
             wandb.teardown()  # otherwise it refuses the id as in use
-            run = _init_wandb(wandb, "offline", config, folder, id, tags)
+            run = wandb.init(mode="offline", **names)
+            run.define_metric("*", step_metric="tokens")
         return WandbTracker(run, wandb, folder, config.model.n_dense_layer)
     except Exception as error:
         print(f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every number")
         return None
-
-
-def _init_wandb(wandb: Any, mode: str, config: Config, folder: Path, id: str | None, tags: Sequence[str]) -> Any:
-    """The wandb run. Raises whatever wandb raises."""
-    bounds = {"init_timeout": WANDB_SECONDS, "finish_timeout": WANDB_SECONDS, "finish_timeout_raises": True}
-    names = {"name": config.run.name, "group": config.log.group, "tags": tags, "job_type": "train"}
-    if not os.environ.get("WANDB_SWEEP_ID"):  # an agent has set project and id, and wandb refuses others
-        names |= {"project": config.log.project, "id": id, "resume": "allow"}
-    settings = wandb.Settings(**bounds, silent=True)
-    run = wandb.init(mode=mode, dir=str(folder), config=config.model_dump(), settings=settings, **names)
-    run.define_metric("*", step_metric="tokens")
-    return run
 
 
 def flatten_line(line: Line, first_layer: int = 0) -> Line:

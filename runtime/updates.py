@@ -60,17 +60,10 @@ class Updates:
         spike_sigma: float = 6.0,
         max_skipped_steps: int = 0,
     ) -> None:
-        """Counters of a new run.
+        """Counters of a new run. The options are those of optim and train in the config.
 
-        Args:
-            optimizer: a fused AdamW, or Muon.
-            device: of its parameters.
-            scaled: keep a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN or
-                Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
-            grad_clip: largest gradient norm; 0 disables clipping.
-            loss_spike: "off", "warn" or "skip", as in `configure.schema.Train`.
-            spike_sigma: standard deviations above the mean that make a spike.
-            max_skipped_steps: skipped steps in a row that halt the run; 0 disables that.
+        With `scaled` it keeps a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN
+        or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
         """
         self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, grad_clip
         self.loss_spike, self.spike_sigma, self.max_skipped_steps = loss_spike, spike_sigma, max_skipped_steps

@@ -38,11 +38,8 @@ def evaluate(state: TrainState, plan: Plan, step: int, ranks: Ranks, stop: Stop)
 def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict[str, Any] | None:
     """Cross-entropy and expert loads over the plan's validation windows. Every rank calls it.
 
-    Args:
-        model: what `parallel.distribute` returned. It is left in training mode.
-        plan: the run's plan.
-        ranks: this rank.
-        stop: whether this rank is asked to stop; looked at between micro-batches.
+    `model` is what `parallel.distribute` returned, and is left in training mode; `stop` is looked at between
+    micro-batches.
 
     Returns:
         `val/loss` () and `val/window_losses` (W,), nats per token; of a mixture `val/loss` is a weighted mean, beside

@@ -124,17 +124,17 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """A function: `call(main, *words)` runs a command and returns what it prints.
+    """A function: `call(main, *arguments)` runs a command and returns what it prints.
 
     With `code=2` it must end with that code, print nothing to stdout, and the error on stderr is returned.
     """
 
-    def call(main: Callable[[list[str]], int], *words: object, code: int = 0) -> str:
+    def call(main: Callable[[list[str]], int], *arguments: object, code: int = 0) -> str:
         capsys.readouterr()
-        assert main([*map(str, words)]) == code
-        said = capsys.readouterr()
-        assert code == 0 or said.out == ""
-        return said.err if code else said.out
+        assert main([*map(str, arguments)]) == code
+        printed = capsys.readouterr()
+        assert code == 0 or printed.out == ""
+        return printed.err if code else printed.out
 
     return call
 

@@ -66,19 +66,12 @@ def metric_lines(
     without: Sequence[str] = (),
     measured: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Lines of a metrics.jsonl.
+    """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the part `until`.
 
-    Args:
-        config: of the run.
-        end: validation loss at the end; seeds and windows move it, for all routers alike.
-        early: loss in addition at the beginning.
-        noise: deviation of what moves this run's seed and windows alone.
-        points: evaluations after step 0, if the run were finished.
-        windows: of each evaluation.
-        documents: that the windows are of; 0: each is of its own.
-        until: part of max_steps that was trained.
-        without: beginnings of keys to leave out.
-        measured: further keys of every second evaluation, 1 more than the loss each.
+    `end` is the last validation loss, which seeds and windows move alike for all routers; `early` is added to it at
+    the beginning, and `noise` deviates this run's seed and windows alone. An evaluation has that many `windows`, of so
+    many `documents` (0: each of its own). Keys that begin with `without` are left out; every second evaluation has
+    those `measured`, 1 more than the loss.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])

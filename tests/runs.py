@@ -108,13 +108,7 @@ def run_with_margin(make: Callable[..., Config], *overrides: str) -> tuple[str, 
     """Train with the first seed for which no token is undecided between two experts, in training and evaluation.
 
     Rounding, which depends on CPU and batch shape, then changes no choice of an expert, only the last digits of losses.
-
-    Args:
-        make: makes a Config of overrides.
-        overrides: of the run, without `run.seed`.
-
-    Returns:
-        The override of run.seed, and the lines of metrics.jsonl.
+    `make` makes a Config of overrides. Returns the override of run.seed, and the lines of metrics.jsonl.
     """
     for seed in count(1000 * SEED):
         margins = [math.inf]
@@ -186,11 +180,7 @@ class Forked:
         self.process.start()
 
     def wait(self, seconds: float) -> tuple[int | None, str]:
-        """Wait for the process to end, and kill it (exit code -9) after `seconds`.
-
-        Returns:
-            Its exit code and what it printed.
-        """
+        """Its exit code and what it printed, once it has ended. After `seconds` it is killed (exit code -9)."""
         self.process.join(seconds)
         self.process.kill()
         self.process.join()
@@ -225,11 +215,10 @@ def run_torchrun(jobs: dict[str, list]) -> dict[str, Job]:
     """Run torchrun with the arguments of each job, all at once, since they wait for most of their time."""
     variables = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
     processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words], cwd=REPO_ROOT, env=variables, **pipes
-        )
-        for name, words in jobs.items()
+        name: subprocess.Popen([*torchrun, *arguments], cwd=REPO_ROOT, env=variables, **pipes)
+        for name, arguments in jobs.items()
     }
     outputs = {name: process.communicate(timeout=1200)[0] for name, process in processes.items()}
     return {name: Job(process.returncode, outputs[name]) for name, process in processes.items()}

@@ -123,24 +123,19 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
 
 
 def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
+    """And deletes no kept checkpoint, though the command names others."""
     shutil.rmtree(checkpoints(trunk) / "step_00000016")
-    run(tiny(*TRUNK, "train.max_steps=20"))
-    alone = tiny(*TRUNK, "train.max_steps=20", "run.name=alone")
-    run(alone)
-    assert end(tiny(*TRUNK, "train.max_steps=20")) == end(alone)
-
-
-def test_a_resume_deletes_no_kept_checkpoint(tiny, trunk):
-    shutil.rmtree(checkpoints(trunk) / "step_00000016")
-    forgotten = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]  # also the last
-    run(tiny(*forgotten))
-    assert steps(trunk) == [6, 9, 11, 20]
+    longer = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]  # also the last
+    alone = tiny(*longer, "run.name=alone")
+    for config in (tiny(*longer), alone):
+        run(config)
+    assert end(tiny(*longer)) == end(alone) and steps(trunk) == [6, 9, 11, 20]
     assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,20"
 
 
 def be_a_rank(file):
     for parallel in ("ddp", "fsdp"):
-        for name, words in {
+        for name, overrides in {
             "trunk": TRUNK,
             "branch": [*WSD, FRACTION, f"train.branch_from={file.parent / parallel}/trunk"],
             "alone": [*WSD, FRACTION],
@@ -148,7 +143,7 @@ def be_a_rank(file):
             where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
             length = [] if name == "trunk" else ["train.max_steps=12"]
             meet_in(file.parent / f"{parallel}-{name}.store")
-            config = configure.load(file, [*words, *where, *length, f"run.name={name}"], 2)
+            config = configure.load(file, [*overrides, *where, *length, f"run.name={name}"], 2)
             train.train(config)
 
 

@@ -56,9 +56,9 @@ def test_steps_equal_an_svd_in_float64(scaled):
         for p, gradient in zip((*mine, bias), drawn, strict=True):
             p.grad = gradient * updates.scale
         lr = 0.02 * (step + 1)
-        with HostReads() as reads:
+        with HostReads() as host:
             taken = updates.step(step, lr, torch.tensor(1.0, dtype=torch.float64))
-        assert not reads.found and taken == (step != 3)
+        assert not host.reads and taken == (step != 3)
         if step == 3:
             continue
         norm = torch.cat([gradient.flatten() for gradient in drawn]).norm().double()

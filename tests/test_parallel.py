@@ -14,33 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import ranks
 import torch
 from conftest import write_tiny
 from numerics import assert_near, tolerance
-from ranks import (
-    ALL,
-    ANY,
-    CASES,
-    COMPARED,
-    MODELS,
-    PEAK,
-    RATE,
-    RESHARDED,
-    RESUMED,
-    WAYS,
-    Case,
-    Watch,
-    be_a_rank,
-    config_of,
-)
-from runs import (
-    assert_same_columns,
-    column,
-    run_torchrun,
-    run_with_margin,
-    start_ranks,
-    untimed,
-)
+from ranks import ALL, ANY, CASES, COMPARED, MODELS, PEAK, RATE, RESHARDED, RESUMED, WAYS
+from runs import assert_same_columns, column, run_torchrun, run_with_margin, start_ranks, untimed
 
 import configure
 import train
@@ -68,7 +47,7 @@ def alone(folder):
 
     @cache
     def alone(model):
-        watch = Watch(Case(model, "alone"), 0)
+        watch = ranks.Watch(ranks.Case(model, "alone"), 0)
 
         def make(*overrides):
             watch.forget()
@@ -86,9 +65,9 @@ def alone(folder):
 def outcome(folder, alone):
     """`outcome(case)`. The first question about a case of several ranks starts all jobs of the integration tests."""
 
-    def start(ranks, names, models):
+    def start(count, names, models):
         seeds = {model: alone(model)[0] for model in models}
-        ended = [rank.wait(1200) for rank in start_ranks(ranks, be_a_rank, folder, names, seeds)]
+        ended = [rank.wait(1200) for rank in start_ranks(count, ranks.be_a_rank, folder, names, seeds)]
         assert all(code == 0 for code, _ in ended), ended
 
     @cache
@@ -97,9 +76,9 @@ def outcome(folder, alone):
 
     @cache
     def start_others():
-        for ranks in (2, 4):  # runs on 4 resume from checkpoints of 2
-            names = [name for name, case in CASES.items() if WAYS[case.way].ranks == ranks and case.model != "pair"]
-            start(ranks, names, COMPARED[1:])
+        for count in (2, 4):  # runs on 4 resume from checkpoints of 2
+            names = [name for name, case in CASES.items() if WAYS[case.way].ranks == count and case.model != "pair"]
+            start(count, names, COMPARED[1:])
 
     def outcome(name):
         start_pair() if name == "pair ddp-2" else start_others()
@@ -124,10 +103,11 @@ def assert_same_run(one, other, after=-1, keys=("train/loss", "val/loss", "optim
         assert torch.equal(a_buffers[key], b_buffers[key]), key
 
 
-def assert_same_on_all_ranks(outcome):
-    for report in outcome.reports:
+def assert_same_bits(reports, others):
+    """Parameters and buffers of each rank, and of each rank of another run."""
+    for mine, other in zip(reports, others, strict=True):
         for part in ("parameters", "buffers"):
-            assert all(torch.equal(report[part][key], outcome.reports[0][part][key]) for key in report[part])
+            assert all(torch.equal(value, other[part][key]) for key, value in mine[part].items())
 
 
 # ---- two ranks under DDP
@@ -144,7 +124,7 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
         assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice
     seeds = [seed for report in ran.reports for seed in report["seeds"]]
     assert len(seeds) == len(set(seeds)) == 2 * 3  # rows of several ranks do not share a mask of dropout
-    flops = flops_per_token(config_of(folder, "pair ddp-2", "run.seed=0").model)
+    flops = flops_per_token(ranks.config_of(folder, "pair ddp-2", "run.seed=0").model)
     timed = [line for line in ran.lines if "perf/mfu" in line]
     assert len(timed) == 3
     for line in timed:  # of two devices; 8 rows of 32 tokens a step, over both ranks
@@ -167,7 +147,7 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     """Also with unequal numbers of validation windows, though a forward pass gathers weights from all ranks."""
     ran = outcome(name)
     assert_same_run(ran, alone(CASES[name].model)[1])
-    assert_same_on_all_ranks(ran)
+    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
     if CASES[name].model in ("biased", "cut"):
         assert_same_columns(ran.lines, alone(CASES[name].model)[1].lines, "train/aux_loss")
     if CASES[name].model == "biased":
@@ -182,8 +162,7 @@ def test_activation_checkpointing_changes_nothing(outcome, way):
     """Bit for bit, dropout and all: what is computed once more draws the same random numbers."""
     kept, again = outcome(f"blocks {way}"), outcome(f"recomputed {way}")
     assert untimed(again.lines) == untimed(kept.lines)
-    for key, parameter in kept.reports[0]["parameters"].items():
-        assert torch.equal(parameter, again.reports[0]["parameters"][key])
+    assert_same_bits(kept.reports, again.reports)
     assert again.reports[0]["block_passes"] == 2 * kept.reports[0]["block_passes"] > 0
 
 
@@ -215,7 +194,7 @@ def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
         ]
         assert changed == [True, True, False, True]
         assert all(parameter.isfinite().all() for parameter in report["parameters"].values())
-    assert_same_on_all_ranks(ran)  # nor do loads of the skipped step count on some
+    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))  # nor do loads of the skipped step count on some
 
 
 # ---- checkpoints
@@ -236,9 +215,7 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way)
     undisturbed, part = outcome(f"{model} {way}"), outcome(f"{model} {way} resumed")
     assert len(part.reports[0]["weights"]) == 3 < len(undisturbed.reports[0]["weights"])
     assert untimed(part.lines) == untimed(undisturbed.lines)
-    for mine, others in zip(part.reports, undisturbed.reports, strict=True):
-        for kind in ("parameters", "buffers"):
-            assert all(torch.equal(value, others[kind][key]) for key, value in mine[kind].items())
+    assert_same_bits(part.reports, undisturbed.reports)
     if model == "early":
         skipped = column(undisturbed.lines, "optim/skipped_steps")
         assert skipped[2] == 3 and skipped[-1] < 6
@@ -249,10 +226,8 @@ def test_sharded_checkpoint_is_read_by_one_process(outcome):
     ran = outcome("saved fsdp-2")
     model, _, step, *_ = load_model(ran.folder)
     assert step == 6
-    for key, parameter in model.named_parameters():
-        assert torch.equal(parameter, ran.reports[0]["parameters"][key])
-    for key, buffer in model.named_buffers():
-        assert torch.equal(buffer, ran.reports[0]["buffers"][key])
+    read = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
+    assert_same_bits([read], ran.reports[:1])
 
 
 # ---- jobs of torchrun: ranks that end, and nodes
@@ -267,8 +242,7 @@ def be_ended(folder, how):
         return RATE(optim, max_steps, step)
 
     train.learning_rate = learning_rate
-    own = [f"--run.dir={(folder / (how + saving)).as_posix()}", "--train.micro_batch_size=1"]
-    own += ["--train.timeout_minutes=0.5"]
+    own = [f"--run.dir={folder / (how + saving)}", "--train.micro_batch_size=1", "--train.timeout_minutes=0.5"]
     own += ["--train.parallel=fsdp", "--train.checkpoint_interval=1"] if saving else []
     sys.exit(train.main([str(folder / "tiny.toml"), *own]))
 
@@ -282,8 +256,8 @@ def jobs(folder, alone):
     two = ["--standalone", "--nproc_per_node=2", __file__, folder]
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
-    nodes += [f"--run.dir={(folder / 'nodes').as_posix()}", "--train.parallel=fsdp"]
-    nodes += [f"--{key}" for key in [*ALL, *MODELS["kern"], alone("kern")[0]]]
+    own = [f"run.dir={folder / 'nodes'}", "train.parallel=fsdp", *ALL, *MODELS["kern"], alone("kern")[0]]
+    nodes += [f"--{key}" for key in own]
     ended = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")}
     return run_torchrun(ended | {"node 0": nodes, "node 1": nodes})
 

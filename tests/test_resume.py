@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from corpora import BYTES, REPO_ROOT, jsonl, parquet, snapshot, tar, write_tree
+from corpora import BYTES, jsonl, parquet, snapshot, tar, write_tree
 from runs import Forked
 
 from data import DataError, prepare, verify, workers
@@ -92,26 +91,20 @@ def test_shards_that_lack_tokens_are_not_resumed(run, books, tmp_path, undisturb
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_what_commit_11388ef_left_unfinished_is_started_over(run, books, tmp_path, undisturbed):
-    files = {
-        "begun.json": b"{}",
-        "lock": b"",
-        "train-00007.bin": b"x",
-        "units-0123456789ab/00000000-00000000.npz": b"x",
-    }
-    write_tree(tmp_path / "out/text.partial", files)
-    assert "resuming" not in run(*books)
-    assert snapshot(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.parametrize("damage", ["other arguments", "progress.json"])
-def test_force_starts_an_unfinished_set_over(run, books, tmp_path, undisturbed, stop_at, damage):
-    stop_at(13, *books, *(("--val-fraction", 0.5) if damage == "other arguments" else ()))
-    if damage == "progress.json":
-        (tmp_path / "out/text.partial/progress.json").write_text("{")
-        out = run(*books, code=2)
-        assert "progress.json cannot be read" in out and "--force" in out
-    assert "resuming" not in run(*books, "--force")
+@pytest.mark.parametrize("left", ["other arguments", "half of progress.json", "what commit 11388ef left"])
+def test_an_unfinished_set_is_started_over(run, books, tmp_path, undisturbed, stop_at, left):
+    """With --force, or without it where an older version was stopped."""
+    if left == "what commit 11388ef left":
+        files = ("begun.json", "lock", "train-00007.bin", "units-0123456789ab/00000000-00000000.npz")
+        write_tree(tmp_path / "out/text.partial", dict.fromkeys(files, b"x"))
+        assert "resuming" not in run(*books)
+    else:
+        stop_at(13, *books, *(("--val-fraction", 0.5) if left == "other arguments" else ()))
+        if left == "half of progress.json":
+            (tmp_path / "out/text.partial/progress.json").write_text("{")
+            out = run(*books, code=2)
+            assert "progress.json cannot be read" in out and "--force" in out
+        assert "resuming" not in run(*books, "--force")
     assert snapshot(tmp_path / "out") == undisturbed
 
 
@@ -181,44 +174,46 @@ def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple
         return code, printed.read()
 
 
+def begin_scenario(folder: Path, scenario: str) -> list[str]:
+    """Leave in folder/out what `scenario` finds there; returns the arguments of the command to stop."""
+    workers.BATCH_BYTES, prepare.SAVE_BYTES = 150, 1
+    source, out = folder / "in", folder / "out"
+    texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
+    write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
+    begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out} --val-fraction".split()
+    out.mkdir()
+    if scenario == "begin":
+        return [*begin, "0.4"]
+    k = 0 if scenario == "replace" else 30  # a complete set, or an unfinished one
+    assert start([*begin, "0.6"], out, k)[0] == (-signal.SIGKILL if k else 0)
+    return [*begin, "0.4", "--force"]
+
+
 def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
     """Stop `scenario` before each of its steps in turn, start it again, and demand the result of an undisturbed run.
 
     Prints the number of steps.
     """
-    workers.BATCH_BYTES, prepare.SAVE_BYTES = 150, 1
-    source, out, template = folder / "in", folder / "out", folder / "template"
-    texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
-    write_tree(source, {"a.jsonl": jsonl(texts[:4]), "b.jsonl": jsonl(texts[4:])})
-    begin = f"text --source {source} --tokenizer bytes --shard-tokens 60 --name set --out {out}".split()
-    argv = [*begin, "--val-fraction", "0.4"]
-    out.mkdir()
-    begun = {"replace": ([*begin, "--val-fraction", "0.6"], 0), "start over": ([*begin, "--val-fraction", "0.6"], 30)}
-    if scenario in begun:  # a complete set, and an unfinished one
-        first, k = begun[scenario]
-        assert start(first, out, k)[0] == (-signal.SIGKILL if k else 0)
-        argv.append("--force")
+    argv, out, template = begin_scenario(folder, scenario), folder / "out", folder / "template"
     shutil.copytree(out, template)
     code, printed = start(argv, out)
     assert code == 0, printed
     wanted = snapshot(out)
-    assert set(map(os.path.dirname, wanted)) == {"set"} and len(wanted) > 4
-    assert wanted != snapshot(template)
+    assert set(map(os.path.dirname, wanted)) == {"set"} and len(wanted) > 4 and wanted != snapshot(template)
 
     def begin_again():
         shutil.rmtree(out)
         shutil.copytree(template, out)
 
     def resume(context):
-        places = [out / f"set{end}" for end in ("", ".old", ".partial")]
-        complete = [place for place in places if (place / "meta.json").exists()]
+        complete = [out / name for name in ("set", "set.old", "set.partial") if (out / name / "meta.json").exists()]
         for place in complete[:1]:  # what is in use; .old may be half removed where there is another
             check_dataset(place, 257)
         assert complete or scenario != "replace", f"{context}: the set that was there is lost"
         code, printed = start(argv, out)
         assert code == 0, f"{context}: {printed}"
-        found = snapshot(out)
-        differing = [name for name in found | wanted if found.get(name) != wanted.get(name)]
+        files = snapshot(out)
+        differing = [name for name in files | wanted if files.get(name) != wanted.get(name)]
         assert not differing, f"{context}: {differing}"
 
     for k in itertools.count(1):
@@ -226,35 +221,31 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
         code, printed = start(argv, out, k, how)
         if "STOPPED" not in printed:
             break
-        expected = {"kill": -signal.SIGKILL, "interrupt": 130, "full": 2}[how]
-        assert code == expected, f"step {k}: {code} {printed}"
+        assert code == {"kill": -signal.SIGKILL, "interrupt": 130, "full": 2}[how], f"step {k}: {code} {printed}"
         if how == "full":
             assert "No space left on device" in printed and "start again to resume" in printed, printed
         resume(f"step {k}: {printed}")
-    steps = k - 1
-
     rng = random.Random(0)
     for round_ in range(2 if how == "kill" else 0):  # killed again and again
         begin_again()
         for _ in range(100):
-            code, printed = start(argv, out, rng.randint(1, steps), how)
-            if code == 0:
+            if start(argv, out, rng.randint(1, k - 1), how)[0] == 0:
                 break
         resume(f"round {round_}")
-    print(steps)
+    print(k - 1)
 
 
-ELSEWHERE = pytest.mark.integration  # of the scenarios one is in the default tier
+INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
 
 
 @pytest.mark.parametrize(
     ("scenario", "how", "least"),
     [
         ("begin", "kill", 30),
-        pytest.param("replace", "kill", 40, marks=ELSEWHERE),
-        pytest.param("start over", "kill", 35, marks=ELSEWHERE),
-        pytest.param("begin", "interrupt", 30, marks=ELSEWHERE),
-        pytest.param("begin", "full", 20, marks=ELSEWHERE),
+        pytest.param("replace", "kill", 40, marks=INTEGRATION),
+        pytest.param("start over", "kill", 35, marks=INTEGRATION),
+        pytest.param("begin", "interrupt", 30, marks=INTEGRATION),
+        pytest.param("begin", "full", 20, marks=INTEGRATION),
     ],
 )
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
@@ -265,7 +256,7 @@ def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
 
 
 def state_and_parent(stat: Path) -> tuple[str, int]:
-    """Of a process; one that is gone is a zombie of nobody."""
+    """State and parent of a process; ("Z", 0), a zombie without parent, if it is gone."""
     with suppress(OSError):
         state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -330,7 +321,7 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
 
 @pytest.mark.parametrize("name", ["train-00000.bin", LAST, "progress.json", "meta.json"])
 def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
-    """A file takes no more: its flush fails, and so does its close."""
+    """Both flushing and closing the file fail."""
     if name == LAST:
         name = max(name for name in undisturbed if "train" in name).rpartition("/")[2]
     real = Path.open
@@ -354,8 +345,24 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     assert snapshot(tmp_path / "out") == undisturbed
 
 
+def print_growth(tmp_path):
+    """Prepare the small file of each format, then the large one; print by how many MB the peak of memory grew."""
+
+    def peak():
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+
+    workers.BATCH_BYTES = 2**20
+    for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
+        peaks = []
+        for size in ("small", "large"):
+            argv = ["--source", tmp_path / size / file, "--out", tmp_path / "out", "--name", f"{size}-{file}"]
+            assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *map(str, argv)]) == 0
+            peaks.append(peak())
+        print("growth", file, peaks[1] - peaks[0])
+
+
 @pytest.mark.integration
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
     texts = [f"{i}: " + "green bottles " * 700 for i in range(6000)]  # 10 kB each
@@ -365,27 +372,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(part), 1))
         parquet(folder / "rows.parquet", part, rows_a_group=500, compression="none", use_dictionary=False)
         (folder / "texts.tar").write_bytes(tar({f"{i}.txt": text.encode() for i, text in enumerate(part)}))
-    code = f"""
-import resource, sys
-from pathlib import Path
-from data import prepare, workers
-
-workers.BATCH_BYTES = 2**20
-
-def peak():
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
-
-for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
-    peaks = []
-    for size in ("small", "large"):
-        name = size + "-" + file
-        args = ["--source", f"{tmp_path}/" + size + "/" + file, "--out", f"{tmp_path}/out", "--name", name]
-        assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *args]) == 0
-        peaks.append(peak())
-    print(file, *peaks, file=sys.stderr)
-    print(peaks[1] - peaks[0])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    growth = [int(line) for line in done.stdout.splitlines() if line.isdigit() or line.startswith("-")]
-    assert len(growth) == 3 and max(growth) < 40, done.stderr  # MB; the ids alone are 120
+    code, printed = Forked(print_growth, tmp_path).wait(600)
+    assert code == 0, printed
+    growth = [int(line.split()[-1]) for line in printed.splitlines() if line.startswith("growth ")]
+    assert len(growth) == 3 and max(growth) < 40, printed  # MB; the ids alone are 120

@@ -1,26 +1,26 @@
-"""runtime/tracker.py: what Weights & Biases receives, failures that must not stop a run, and wandb agents."""
+"""runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a run."""
 
 import json
 import math
 import shutil
 import sys
 import tomllib
+from collections import defaultdict
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import wandb
 import yaml  # a dependency of wandb
-from runs import checkpoints, steps
+from runs import REPO_ROOT, checkpoints, column, run, steps
 
 import configure
 import train
 from runtime import checkpoint, folder
 from runtime.metrics import ARRAYS, read_metrics
 from runtime.tracker import WandbTracker, flatten_line, start_wandb
-
-REPO_ROOT = Path(train.__file__).parent
 
 
 # ---- lines and summary
@@ -43,13 +43,9 @@ def test_lists_by_layer_become_numbers():
 def test_summary_has_best_and_last_val_loss():
     run = SimpleNamespace(id="1", summary={}, log=lambda values, step: None)
     sender = WandbTracker(run, None, Path())
-    sender.recall([{"step": 0, "tokens": 0, "train/loss": 1.0}])
-    assert run.summary == {}
-    sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 2.0), (4, 3.0))])
-    assert run.summary == {"val/loss_best": 2.0, "val/loss_final": 3.0}
-    sender.log({"step": 5, "tokens": 0, "val/loss": 2.5})
-    assert run.summary == {"val/loss_best": 2.0, "val/loss_final": 2.5}
-    sender.log({"step": 6, "tokens": 0, "val/loss": 1.5})
+    sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 1.5), (4, 3.0))])
+    assert run.summary == {"val/loss_best": 1.5, "val/loss_final": 3.0}
+    sender.log({"step": 6, "tokens": 0, "train/loss": 0.5})
     sender.log({"step": 7, "tokens": 0, "val/loss": math.nan})
     assert run.summary["val/loss_best"] == 1.5 and math.isnan(run.summary["val/loss_final"])
 
@@ -73,12 +69,6 @@ def fake_wandb(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
     return fake
-
-
-def test_disabled_wandb_is_not_imported(tiny, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises
-    train.train(tiny("log.wandb=disabled"))
-    assert "wandb:" not in capsys.readouterr().out
 
 
 def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
@@ -112,7 +102,7 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "failing, words",
+    "failing, line_begins",
     [
         ("import", "wandb: no run ("),
         ("init", "wandb: no run (broken): continuing without it; metrics.jsonl has every number"),
@@ -121,7 +111,7 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
         ("finish", "wandb: finish failed (broken)"),
     ],
 )
-def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, failing, words):
+def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, failing, line_begins):
     run = fake_wandb.init.return_value
     failed = getattr(fake_wandb if failing == "init" else run, failing)
     failed.side_effect = Exception("broken\nin more words")
@@ -135,7 +125,7 @@ def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, fai
     calls = [name for name, *_ in run.method_calls]
     assert not calls if failing in ("import", "init") else calls[-1] == failing  # nothing after the failure
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wandb:")]
-    assert line.startswith(words)
+    assert line.startswith(line_begins)
 
 
 def wandb_id(config):
@@ -184,6 +174,66 @@ def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
 def test_wandb_sweep_equals_the_sweep_of_small_toml():
     sweep = yaml.safe_load((REPO_ROOT / "config/wandb_sweep.yaml").read_text())
     file = REPO_ROOT / "config/small.toml"
-    assert {name: of["values"] for name, of in sweep["parameters"].items()} == tomllib.loads(file.read_text())["sweep"]
+    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == tomllib.loads(
+        file.read_text()
+    )["sweep"]
     log = configure.load(file, configure.sweep_points(file, [])[0]).log
     assert (sweep["project"], sweep["name"]) == (log.project, log.group)
+
+
+# ---- TensorBoard's files, read by TensorBoard's own reader; a stand-in where it is not installed
+ON = ["log.tensorboard=true", "train.checkpoint_interval=2"]
+
+
+@pytest.fixture
+def read():
+    """A function: `read(config)` is {tag: [(step, value)]} as TensorBoard shows them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def call(config):
+        events = reader.EventAccumulator(str(folder.path_of(config) / "tensorboard"))
+        events.Reload()
+        return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+    return call
+
+
+def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
+    """A run that dies between checkpoints, and resumes; its first layer is dense."""
+    config = tiny(*ON, "model.n_dense_layer=1")
+    before_steps(lambda step: 1 / (step - 3))
+    with pytest.raises(ZeroDivisionError):
+        train.train(config)
+    assert read(config)["train/loss"][-1][0] == 3  # step 3 was written; the checkpoint is of step 2
+    before_steps(None)
+    lines, wanted, shown = run(config), defaultdict(list), read(config)
+    for line in (flatten_line(line, first_layer=1) for line in lines):
+        for name in line.keys() - {"step", "tokens"}:
+            wanted[name].append((line["step"], pytest.approx(line[name])))  # TensorBoard has float32
+    assert shown == wanted and column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
+    assert {"train/loss", "val/loss", "router/gate_norm", "router/load_imbalance/layer_01"} <= shown.keys()
+    assert not any("layer_00" in name for name in shown)
+
+
+def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, tiny_file, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert train.main([str(tiny_file), "--log.tensorboard=true", "--data.name=absent"]) == 2
+    error = capsys.readouterr().err
+    assert "log.tensorboard" in error and "pip install tensorboard" in error and not folder.path_of(tiny()).exists()
+    assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
+
+
+@pytest.mark.parametrize("broken", ["SummaryWriter", "add_scalar"])
+def test_a_failure_costs_one_line(tiny, monkeypatch, capsys, broken):
+    def fail(*args, **options):
+        raise OSError("disk full\nand more")
+
+    writer = SimpleNamespace(add_scalar=fail, flush=fail, close=fail)
+    make = fail if broken == "SummaryWriter" else lambda *args, **options: writer
+    package = ModuleType("tensorboard")
+    package.__spec__ = ModuleSpec("tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
+    assert column(run(tiny(*ON)), "train/loss")[3:]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")]
+    assert "disk full): continuing without" in line and "has every number" in line

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, assert_same_columns, checkpoints, column, content, run, run_with_margin, steps, untimed
+from runs import REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
 import train
@@ -25,12 +24,10 @@ from eval.trained import load_model
 from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
-from runtime.batches import micro_batches
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics
 from runtime.signals import Stop
-from runtime.statistics import Statistics
 
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
 
@@ -68,10 +65,9 @@ def test_accumulation_changes_nothing(tiny, router, scope):
     assert_same_columns(parts, at_once, "train/loss", "train/aux_loss", "val/loss", "optim/grad_norm")
     if router != "dense":  # loads are summed over micro-batches, the means over tokens averaged
         assert column(parts, "router/loads") == column(at_once, "router/loads")
-        assert_same_columns(parts, at_once, "router/entropy")
+        assert_same_columns(parts, at_once, "router/entropy", "router/gate_norm", "router/gate_sum")
 
 
-# ---- what is learned
 # ---- losses
 @pytest.mark.numerics
 def test_losses_are_cross_entropy_alone(tiny):
@@ -88,8 +84,10 @@ def test_losses_are_cross_entropy_alone(tiny):
     balance_losses = [8 * (f / f.sum()) @ p for f, p in zip(loads, probability, strict=True)]
     aux_loss = torch.stack(balance_losses).mean() + 0.1 * stats.z_loss.mean()
     assert aux_loss > 1 + 0.09 * math.log(8) ** 2
-    found = torch.tensor(with_aux[1]["train/aux_loss"])
-    assert_near(found, aux_loss, tolerance(torch.float32, 256), "auxiliary loss")
+    by_hand = {"train/aux_loss": aux_loss, "router/gate_norm": stats.gate_square.sqrt().mean()}
+    by_hand |= {f"router/{name}": getattr(stats, name).mean() for name in ("entropy", "zero_gates", "gate_sum")}
+    for key, value in by_hand.items():
+        assert_near(torch.tensor(with_aux[1][key]), value.float(), tolerance(torch.float32, 256), key)
     assert with_aux[1]["optim/grad_norm"] != without[1]["optim/grad_norm"]
 
 
@@ -126,9 +124,9 @@ def test_balance_loss_by_hand(scope):
     probability = torch.tensor([[[0.6, 0.4], [1.0, 0.0]]])
     routing = Stats(loads, probability, *torch.zeros(5, 1))
     config = Train(balance_loss_coef=2.0, balance_loss_scope=scope)
-    found = train.auxiliary_loss(config, routing, torch.tensor([[5, 3]]) if scope == "global" else None)
+    loss = train.auxiliary_loss(config, routing, torch.tensor([[5, 3]]) if scope == "global" else None)
     by_hand = {"global": 5 / 8 * 0.8 + 3 / 8 * 0.2, "sequence": (0.5 + 1) / 2, "micro_batch": 0.75 * 0.8 + 0.25 * 0.2}
-    assert found.item() == pytest.approx(2 * 2 * by_hand[scope])
+    assert loss.item() == pytest.approx(2 * 2 * by_hand[scope])
 
 
 def test_selection_bias_follows_the_loads_of_the_batch(tiny):
@@ -170,137 +168,58 @@ def test_defaults_are_those_of_docs_paper():
     assert {group["weight_decay"], other["weight_decay"]} == {0.0, 0.1}
 
 
-# ---- what is due, and what is summed
+# ---- what is due
 def test_cadence_by_hand(tiny, monkeypatch):
-    config = tiny("train.max_steps=7", "train.checkpoint_interval=3", "eval.interval=2", "train.checkpoint_minutes=1")
-    now = [0.0]
+    def cadence_of(*overrides, rank=0):
+        plan = SimpleNamespace(config=tiny(*overrides), val_losses={})
+        return cadence.Cadence(plan, 0, Ranks(rank, 1, torch.device("cpu")), stop)
+
+    def saved(*overrides):
+        due = cadence_of(*overrides)
+        return [step for step in range(due.config.train.max_steps + 1) if due.at(step).save]
+
+    now, stop = [0.0], Stop()
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
-    stop, plan = Stop(), SimpleNamespace(config=config, folder=path_of(config), val_losses={})
-    due = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), stop)
-    seen = {}
-    for step in range(8):
-        seen[step] = due.at(step)
-        if seen[step].save:
-            due.note_save(step)
-    assert [step for step in seen if seen[step].evaluate] == [0, 2, 4, 6, 7]
-    assert [step for step in seen if seen[step].save] == [3, 6, 7]
-    assert due.at(7).save is False  # saved already
+    assert saved("train.max_steps=40", "train.checkpoint_interval=-1") == [*range(4, 41, 4)]
+    assert saved("train.max_steps=7", "train.checkpoint_interval=-1")[:3] == [1, 2, 3]
+    assert saved("train.checkpoint_interval=3", "train.max_steps=7", "train.keep_steps=4") == [3, 4, 6, 7]
+    due = cadence_of("train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1")
+    other = cadence_of("train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1", rank=1)
     now[0] = 61.0
-    assert due.at(8).save and not due.at(8).stop
-    other = cadence.Cadence(plan, 0, Ranks(1, 2, torch.device("cpu")), stop)  # rank 0 alone goes by its clock
-    now[0] += 61
-    assert not other.at(8).save
-    stop.asked = True
-    assert due.at(8) == (False, True, True)
+    assert due.at(8) == (True, True, False) and not other.at(8).save  # rank 0 alone goes by its clock
     due.note_save(8)
-    assert due.at(8) == (False, False, True)
-    for last, tenths in ((40, [4, 8, 12]), (7, [1, 2, 3])):
-        plan.config = tiny(f"train.max_steps={last}", "train.checkpoint_interval=-1")
-        by_default = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
-        assert [step for step in range(1, last) if by_default.at(step).save][:3] == tenths
-    plan.config = tiny("train.checkpoint_interval=0", "train.checkpoint_minutes=0")
-    never = cadence.Cadence(plan, 0, Ranks(0, 1, torch.device("cpu")), Stop())
-    now[0] += 1e6
-    assert [step for step in range(5) if never.at(step).save] == [4]  # the last step alone
-
-
-def test_statistics_by_hand():
-    stats = Statistics(2, 3, torch.device("cpu"))
-    of_gates = torch.tensor([[[0.0, 0.0], [2.0, 1.0], [8.0, 5.0]], [[1.0, 1.0], [4.0, 3.0], [6.0, 7.0]]])
-    loads = torch.tensor([[[1, 1, 1], [0, 1, 2]], [[3, 0, 0], [1, 0, 2]]])  # two sequences
-    first = Stats(loads, *torch.zeros(2, 2), torch.tensor([0.5, 1.0]), *of_gates[0])
-    second = Stats(torch.tensor([[[0, 6, 0]], [[2, 2, 2]]]), *torch.zeros(2, 2), torch.tensor([1.5, 2.0]), *of_gates[1])
-    for loss, routing in ((2.0, first), (4.0, second)):
-        stats.add_micro_batch(torch.tensor(loss), torch.tensor(0.25), routing)
-    stats.to_step_means(2)
-    assert (stats.steps, stats.loss, stats.aux_loss) == (1, 3, 0.25)
-    assert stats.entropy.tolist() == [1, 1.5] and stats.zero_gates.tolist() == [0.5, 0.5]
-    assert stats.gate_square.tolist() == [3, 2] and stats.gate_sum.tolist() == [7, 6]
-    assert stats.loads.tolist() == [[1, 8, 3], [6, 2, 4]]
-    total = stats.new()
-    for _ in range(4):
-        total.vector += stats.vector
-    assert total.steps == 4 and torch.equal(total.mean().vector, stats.vector)
-
-
-# ---- resuming
-def test_resumed_run_takes_the_windows_of_an_undisturbed_one(tiny, monkeypatch):
-    """None skipped, none twice, though batches are made ahead of the step that takes them."""
-    forward, taken = GPT.forward, []
-
-    def watched(model, idx, targets=None):
-        if model.training:
-            taken.append(idx)
-        return forward(model, idx, targets)
-
-    monkeypatch.setattr(GPT, "forward", watched)
-    config = tiny("train.checkpoint_interval=2", "train.micro_batch_size=4", "train.keep_checkpoints=9")
-    train.train(config)
-    windows_taken = torch.cat(taken)
-    shutil.rmtree(checkpoints(config) / "step_00000004")
-    taken.clear()
-    train.train(config)
-    assert len(windows_taken) == 4 * 8 and torch.equal(torch.cat(taken), windows_taken[2 * 8 :])  # from step 2 on
-    loader = Loader(tokens_of(config), 32, 8, config.run.seed)
-    assert torch.equal(windows_taken, torch.cat([torch.from_numpy(loader.batch(step)[0]) for step in range(4)]))
-    indices = [index for step in range((len(tokens_of(config)) - 1) // 32 // 8) for index in loader.indices(step)]
-    assert len(set(indices)) == len(indices)
-
-
-@pytest.mark.parametrize("ranks, micro_batch", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)])
-def test_batch_is_split_across_ranks(tiny, ranks, micro_batch):
-    config = tiny(f"train.micro_batch_size={micro_batch}")
-    loader, accumulation = Loader(tokens_of(config), 32, 8, seed=0), 8 // (ranks * micro_batch)
-    plan = SimpleNamespace(loader=loader, config=config, accumulation=accumulation)
-    parts = [list(micro_batches(plan, [5], Ranks(rank, ranks, torch.device("cpu")))) for rank in range(ranks)]
-    rows = [parts[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
-    for mine, batch in zip(zip(*rows, strict=True), loader.batch(5), strict=True):
-        assert torch.equal(torch.cat(mine), torch.from_numpy(batch))
-
-
-def test_finished_run_is_left_alone(tiny, capsys):
-    def state():
-        return content(path_of(tiny())), {path: path.stat().st_mtime_ns for path in path_of(tiny()).rglob("*")}
-
-    lines = run(tiny())
-    before = state()
-    capsys.readouterr()
-    train.train(tiny())
-    assert capsys.readouterr() == (
-        f"{path_of(tiny())}: finished already, 4 steps, val loss {lines[-1]['val/loss']:.4f}\n",
-        "",
-    )
-    assert state() == before
+    stop.asked = True
+    assert (due.at(8), due.at(9)) == ((False, False, True), (False, True, True))
+    stop.asked, now[0] = False, 1e6
+    assert saved("train.checkpoint_interval=0", "train.checkpoint_minutes=0") == [4]  # the last step alone
 
 
 # ---- what a run leaves behind
+EVALUATED = """
+step tokens val/loss val/window_losses val/window_documents val/loads val/load_imbalance val/dead_experts
+val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
+"""
+LOGGED = """
+step tokens train/loss train/aux_loss optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
+router/load_imbalance router/dead_experts router/zero_gates router/loads router/entropy router/entropy_of_layers
+router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_layers
+router/gamma router/gamma_of_layers perf/tokens_per_sec perf/step_ms
+"""
+
+
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16"))
     assert "warning: float16 on a CPU" in capsys.readouterr().out
     assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
-    evaluated = {"val/loss", "val/window_losses", "val/window_documents", "val/loads", "val/load_imbalance"}
-    evaluated |= {"val/dead_experts"}
-    evaluated |= {f"val/{name}{of}" for name in ("gate_norm", "gate_sum") for of in ("", "_of_layers")}
-    assert lines[0].keys() == {"step", "tokens", *evaluated}
-    of_layers = {"entropy", "gate_norm", "gate_sum", "gamma"}
-    sections = {
-        "train": {"loss", "aux_loss"},
-        "optim": {"lr", "grad_norm", "loss_scale", "skipped_steps"},
-        "router": {"load_imbalance", "dead_experts", "zero_gates", "loads"}
-        | {f"{name}{of}" for name in of_layers for of in ("", "_of_layers")},
-        "perf": {"tokens_per_sec", "step_ms"},
-    }
-    logged = {f"{section}/{name}" for section, names in sections.items() for name in names}
-    assert lines[1].keys() == {"step", "tokens", *logged}
-    assert lines[1]["optim/loss_scale"] == 65536
-    assert lines[1]["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / lines[1]["perf/step_ms"])
-    assert 0.9 < lines[1]["router/gamma"] < 1.1 and lines[1]["router/gamma"] != 1
+    evaluated, logged = lines[:2]
+    assert evaluated.keys() == {*EVALUATED.split()} and logged.keys() == {*LOGGED.split()}
+    assert logged["optim/loss_scale"] == 65536 and 0.9 < logged["router/gamma"] < 1.1 and logged["router/gamma"] != 1
+    assert logged["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / logged["perf/step_ms"])
     for name in ("router/gamma", "router/entropy", "router/gate_norm", "router/gate_sum"):
-        layers = lines[1][f"{name}_of_layers"]
-        assert len(layers) == 2 and lines[1][name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
-    for line, tokens in ((lines[0], 6 * 32), (lines[1], 8 * 32)):
-        loads = line.get("val/loads") or line["router/loads"]
+        layers = logged[f"{name}_of_layers"]
+        assert len(layers) == 2 and logged[name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
+    for loads, tokens in ((evaluated["val/loads"], 6 * 32), (logged["router/loads"], 8 * 32)):
         assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {len(layer) for layer in loads} == {8}
 
 
@@ -310,14 +229,14 @@ def test_metrics_are_means_over_the_log_interval(tiny):
     first, second, third, fourth = column(run(tiny("run.name=each", f"run.seed={SEED}")), "train/loss")
     pairs = run(tiny("run.name=pairs", "log.interval=2", f"run.seed={SEED}"))
     wanted = torch.tensor([first + second, third + fourth], dtype=torch.float64) / 2
-    found = torch.tensor(column(pairs, "train/loss"), dtype=torch.float64)
-    assert_near(found, wanted, tolerance(torch.float64, 2), "train/loss")
+    losses = torch.tensor(column(pairs, "train/loss"), dtype=torch.float64)
+    assert_near(losses, wanted, tolerance(torch.float64, 2), "train/loss")
     assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
 
 
 # ---- refusals, before anything is made
 @pytest.mark.parametrize(
-    "override, error, words",
+    "override, error, remedy",
     [
         ("data.name=nowhere", DataError, "python -m data.prepare text --source FILES --name nowhere"),
         ("model.vocab_size=100", DataError, "Set model.vocab_size to at least 257"),
@@ -325,10 +244,10 @@ def test_metrics_are_means_over_the_log_interval(tiny):
         ("train.device=cuda", RunError, "--train.device=auto"),
     ],
 )
-def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error, words):
+def test_bad_input_is_refused_with_its_remedy(tiny, monkeypatch, override, error, remedy):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = tiny(override)
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(remedy)):
         train.train(config)
     assert not path_of(config).exists()
 
@@ -398,18 +317,3 @@ def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, los
     with pytest.raises(RunError, match=rf"val loss {loss} at step 0, the run has diverged. .*lower optim\.lr"):
         run(config)
     assert not steps(config)
-
-
-def test_killed_run_ends_like_an_undisturbed_one(tiny, capsys):
-    own = ["model.dropout=0.1", "train.dtype=float16", "train.balance_loss_coef=0.1", "train.bias_update_rate=0.01"]
-    config = tiny("train.max_steps=7", "train.checkpoint_interval=2", "train.keep_checkpoints=9", *own)
-    undisturbed = run(config)
-    assert steps(config) == [2, 4, 6, 7]
-    for step in (6, 7):  # killed while it wrote the line of step 7
-        shutil.rmtree(checkpoints(config) / f"step_{step:08d}")
-    metrics = path_of(config) / "metrics.jsonl"
-    metrics.write_text(metrics.read_text()[:-200])
-    again = run(config)
-    assert "from step 4" in capsys.readouterr().out
-    assert untimed(again) == untimed(undisturbed)
-    assert steps(config) == [2, 4, 6, 7]
