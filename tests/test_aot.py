@@ -57,26 +57,21 @@ GOOD = launches.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2
         ({"wait": 0}, ["wait < 1"]),
         ({"wait": None}, []),  # TMA loads the tiles
         ({"spilled": 16}, []),
-        ({"spilled": 24}, ["spills 24 B"]),
+        ({"spilled": 8, "shape": "125m"}, ["spills 8 B"]),
         ({"name": "weight_grad", "spilled": 8}, ["spills 8 B"]),
         ({"shared": 228 * 1024}, ["too much shared memory"]),
         ({"mma": "HMMA.16816.F32"}, ["no HGMMA"]),
-        ({"mma": ""}, ["no HGMMA"]),  # only a trap
+        ({"mma": "", "half": False}, []),
+        ({"name": "up", "mma": "HMMA.16816.F32", "wait": 3, "sm": 80}, ["wait < 4"]),
         ({"serialized": True}, ["serialised products"]),
         ({"name": "rows_ahead+flat", "serialized": True}, []),
         ({"name": "new"}, ["no row in LEAST of scripts/aot/limits.py: add it"]),
     ],
 )
 def test_what_is_worse_than_its_limit_is_a_fault(change, faults):
-    assert limits.find_faults(GOOD._replace(**change), 90, "gated", half=True) == faults
-
-
-def test_limits_depend_on_the_architecture_the_shape_and_the_dtype():
-    spilt = GOOD._replace(spilled=8)
-    assert limits.find_faults(spilt, 90, "125m", half=True) == ["spills 8 B"]
-    assert limits.find_faults(spilt._replace(mma=""), 90, "gated", half=False) == []
-    ampere = GOOD._replace(name="up", mma="HMMA.16816.F32", wait=3)
-    assert limits.find_faults(ampere, 80, "gated", half=True) == ["wait < 4"]
+    job = {"sm": 90, "shape": "gated", "half": True}
+    kernel = GOOD._replace(**{key: value for key, value in change.items() if key not in job})
+    assert limits.find_faults(kernel, **job | {key: value for key, value in change.items() if key in job}) == faults
 
 
 def run_aot(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -13,9 +13,14 @@ from model import GPT
 from router import ROUTERS, Router
 
 
-def describe(tensors):
-    """Dtype, shape and strides of each tensor."""
-    return [(t.dtype, t.shape, t.stride()) for t in tensors]
+def assert_fake_is_as_real(function, *inputs):
+    """In dtype, shape and strides of each output; returns the real ones."""
+    real = function(*inputs)
+    with FakeTensorMode() as mode:
+        fake = function(*(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs))
+    described = ([(t.dtype, t.shape, t.stride()) for t in tensors] for tensors in (real, fake))
+    assert next(described) == next(described)
+    return real
 
 
 @pytest.mark.numerics
@@ -42,15 +47,10 @@ def test_fake_experts_are_as_the_real_ones(form):
     (x, w_in, w_out, weights), experts, d_out = make_inputs(5, 8, 6, 3, 2, "", torch.float32, "cpu", *gated)
     x, d_out, silu = x.half(), d_out.half(), activation == "silu"
     copies = w_in.half(), w_out.half()
-    inputs = x, w_in, w_out, weights, experts, silu, *copies
-    real = ours.experts_forward(*inputs)
-    further = d_out, x, *copies, weights, *real[1:], silu, torch.float32
-    gradients = ours.experts_backward(*further)
+    _, *kept = assert_fake_is_as_real(ours.experts_forward, x, w_in, w_out, weights, experts, silu, *copies)
+    further = d_out, x, *copies, weights, *kept, silu, torch.float32
+    gradients = assert_fake_is_as_real(ours.experts_backward, *further)
     assert [t.dtype for t in gradients] == [torch.float16, *[torch.float32] * 3]
-    with FakeTensorMode() as mode:
-        fake = [[mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in row] for row in (inputs, further)]
-        assert describe(ours.experts_forward(*fake[0])) == describe(real)
-        assert describe(ours.experts_backward(*fake[1])) == describe(gradients)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
@@ -60,17 +60,10 @@ def test_fake_router_is_as_the_real_one(name):
     spec, B, T, E, K = ROUTERS[name], 2, 3, 6, 2
     gamma = torch.ones(1) if spec.gamma else None
     inputs = torch.randn(B * T, E), torch.zeros(E), torch.ones(1), gamma, spec.phi, spec.pre, spec.post
-    real = ours.route_forward(*inputs, K, B)
-    upstream = torch.ones(B * T, K), torch.ones(B, E), torch.ones(())
-    further = inputs[0], real[1], *inputs[2:], B, *upstream
-    gradients = ours.route_backward(*further) if gamma is not None else []
-    with FakeTensorMode() as mode:
-        fake = [
-            [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in row]
-            for row in ((*inputs, K, B), further)
-        ]
-        assert describe(ours.route_forward(*fake[0])) == describe(real)
-        assert describe(ours.route_backward(*fake[1]) if gamma is not None else []) == describe(gradients)
+    experts = assert_fake_is_as_real(ours.route_forward, *inputs, K, B)[1]
+    if gamma is not None:
+        upstream = torch.ones(B * T, K), torch.ones(B, E), torch.ones(())
+        assert_fake_is_as_real(ours.route_backward, inputs[0], experts, *inputs[2:], B, *upstream)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

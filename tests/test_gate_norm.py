@@ -7,6 +7,7 @@ import pytest
 import torch
 from numerics import seeded
 from runs import checkpoints, column, run
+from test_router import GATES, SPARSE
 
 import gate_norm
 from configure import Config
@@ -17,23 +18,7 @@ from router import ROUTERS, RouterSpec
 from runtime import checkpoint
 from scripts.report.settings import OPTION_KEYS
 
-SPARSE = [name for name in ROUTERS if name != "dense"]
 SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
-
-# A token's gates from its logits, all (n, M) and the k largest (n, k): the formulas of docs/paper.md, section 2, c = 1
-GATES = {
-    "softmax": lambda s, top: np.exp(top) / np.exp(s).sum(1, keepdims=True),
-    "sigmoid": lambda s, top: 1 / (1 + np.exp(-top)),
-    "tanh": lambda s, top: np.tanh(top),
-    "kern": lambda s, top: top.clip(0) / np.linalg.norm(s, axis=1, keepdims=True),
-    "kern-norelu": lambda s, top: top / np.linalg.norm(s, axis=1, keepdims=True),
-    "kern-after": lambda s, top: top.clip(0) / np.linalg.norm(top, axis=1, keepdims=True),
-    "softmax-renorm": lambda s, top: np.exp(top) / np.exp(top).sum(1, keepdims=True),
-    "sigmoid-renorm": lambda s, top: (1 / (1 + np.exp(-top))) / (1 / (1 + np.exp(-top))).sum(1, keepdims=True),
-    "sqrtsoftplus": lambda s, top: np.sqrt(np.log1p(np.exp(top))) / np.sqrt(np.log1p(np.exp(top))).sum(1)[:, None],
-    "softmax-l2": lambda s, top: np.exp(top) / np.linalg.norm(np.exp(s), axis=1, keepdims=True),
-    "sqrtgate": lambda s, top: np.exp(top / 2) / np.linalg.norm(np.exp(top / 2), axis=1, keepdims=True),
-}
 
 
 def settings(**update):
@@ -47,11 +32,14 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch
     sampled = name in SAMPLED or tau > 6
     if not sampled:
         monkeypatch.setattr(gate_norm, "sample_square", None)  # a formula must do
-    s = -np.sort(-tau * np.random.default_rng(1).standard_normal((40_000, n_expert)), axis=1)
-    squares = (GATES.get(name, GATES["kern"])(s, s[:, :top_k]) ** 2).sum(1)
-    found = expected_square(ROUTERS[name], n_expert, top_k, tau)
-    error = squares.std() / math.sqrt(len(s)) + (1e-3 * found if sampled else 0)
-    assert found == pytest.approx(squares.mean(), abs=4.5 * error, rel=1e-6)
+    s = (
+        tau
+        * torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, n_expert))).sort(descending=True).values
+    )
+    squares = GATES[name](s, s[:, :top_k]).square().sum(1)
+    expectation = expected_square(ROUTERS[name], n_expert, top_k, tau)
+    error = squares.std().item() / math.sqrt(len(s)) + (1e-3 * expectation if sampled else 0)
+    assert expectation == pytest.approx(squares.mean().item(), abs=4.5 * error, rel=1e-6)
 
 
 def test_quadrature_where_the_answer_is_known():

@@ -1,38 +1,46 @@
-"""model.py: the dense model against transformers' GPT-2, parameter counts as printed in the paper, the MoE."""
+"""model.py and attention.py: whole models against transformers' GPT-2 and MoEs, counts, caches, statistics."""
 
 import math
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from numerics import assert_near, seeded, tolerance
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from attention import rotate
+import attention
+from attention import KVCache
 from configure import Config
-from model import GPT
+from configure.conflicts import find_conflicts
+from hf.names import to_hf
+from model import GPT, MoE, count_parameters, flops_per_token
 from router import EPS, ROUTERS
 
 SPARSE = [name for name in ROUTERS if name != "dense"]
-SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 40}
-SMALL |= {"n_expert": 8, "top_k": 2, "expert_hidden": 12}
-B, T = 3, 12
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(seeded().initial_seed())
-
-
-def assert_same(actual, wanted):
-    """Roundings: of some 8 operators of each of 2 layers, forward and backward."""
-    assert_near(actual, wanted, tolerance(torch.float32, B * T, roundings=16))
+B, T, V = 3, 12, 40
+SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
+SIZES |= {"n_expert": 8, "top_k": 2, "expert_hidden": 12}
+MODERN = {"norm": "rmsnorm", "norm_eps": 1e-3, "activation": "silu", "gated": True, "pos": "rope", "rope_base": 300.0}
+MODERN |= {"tie_embeddings": False, "n_kv_head": 2}
 
 
 def settings(**update):
-    return Config().model.model_copy(update={**SMALL, **update})
+    return Config().model.model_copy(update={**SIZES, **update})
 
 
 def build(seed=0, **update):
@@ -40,79 +48,252 @@ def build(seed=0, **update):
     return GPT(settings(**update))
 
 
-def all_logits(model, idx):
-    """Logits of all positions (B, T, V); the model itself returns those of the last."""
-    kept = []
-    hook = model.ln_f.register_forward_hook(lambda module, args, output: kept.append(output))
-    model(idx, idx)
-    hook.remove()
-    return F.linear(kept[0], (model.lm_head or model.wte).weight)
+def build_random(**update):
+    """A GPT in fp64 with weights that show where each applies."""
+    model = build(**update).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.2) + (p.dim() == 1 and not name.endswith("bias")))
+    return model
 
 
 def tokens(seed=0, shape=(B, T)):
-    return torch.randint(SMALL["vocab_size"], shape, generator=seeded(seed))
+    return torch.randint(V, shape, generator=seeded(seed))
 
 
-# the dense model
+def all_logits(model, idx, past=None):
+    """(B, T, V); the model itself returns those of the last position."""
+    return model.logits(model.hidden(idx, past)[0])
+
+
+def assert_same(actual, wanted):
+    """Roundings: of some 8 operators of each of 3 layers, forward and backward."""
+    assert_near(actual, wanted, tolerance(torch.float32, B * T, roundings=16))
+
+
+# transformers
+
+
+def assert_equals_theirs(model, theirs, convert, near):
+    """Logits, loss and the gradients of all our weights; `convert` gives a dict of tensors their names and layout."""
+    known = theirs.state_dict()
+    state = {name: tensor for name, tensor in convert(model.state_dict()).items() if name in known}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and all(name == "lm_head.weight" or not known[name].any() for name in missing)
+    idx = tokens(shape=(B, T + 1))[:, :T]
+    assert_near(all_logits(model, idx), theirs(idx).logits, near)
+    loss = F.cross_entropy(theirs(idx[:, :-1]).logits.flatten(0, 1), idx[:, 1:].flatten())
+    out = model(idx[:, :-1], idx[:, 1:])
+    assert_near(out.loss, loss, near)
+    out.loss.backward()
+    loss.backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name not in missing}
+    ours = convert({name: p.grad for name, p in model.named_parameters()})
+    assert ours.keys() == wanted.keys()
+    for name, grad in wanted.items():  # which go through both passes
+        assert_near(ours[name], grad, 2 * near, name)
+    return out.stats
+
+
+def to_gpt2(tensors):
+    """GPT-2's names; its Conv1D keeps (in, out)."""
+    names = {"blocks": "h", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "w_in": "c_fc", "w_out": "c_proj"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        renamed[f"transformer.{name}"] = tensor.T if ".c_" in name else tensor
+    return renamed
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_equals_gpt2_of_transformers(bias):
-    model = build(router="dense", n_embd=32, n_head=4, bias=bias)
-    config = GPT2Config(
-        vocab_size=40, n_positions=12, n_embd=32, n_layer=2, n_head=4, n_inner=24, activation_function="gelu"
-    )
-    gpt2 = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():  # initial LayerNorms of 1 and biases of 0 would hide where they apply
-            p.add_(0.1 * torch.randn_like(p))
-        for name, p in gpt2.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-    theirs = gpt2.transformer
-    pairs = [(theirs.wte, model.wte), (theirs.wpe, model.wpe), (theirs.ln_f, model.ln_f)]
-    transposed = []  # its Conv1D keeps (in, out)
-    for a, b in zip(theirs.h, model.blocks, strict=True):
-        pairs += [(a.ln_1, b.ln_1), (a.ln_2, b.ln_2)]
-        transposed += [(a.attn.c_attn, b.attn.qkv), (a.attn.c_proj, b.attn.proj)]
-        transposed += [(a.mlp.c_fc, b.mlp.w_in), (a.mlp.c_proj, b.mlp.w_out)]
-    with torch.no_grad():
-        for a, b in pairs:
-            a.weight.copy_(b.weight)
-        for a, b in transposed:
-            a.weight.copy_(b.weight.T)
-        biases = [(a.bias, b.bias) for a, b in pairs[2:] + transposed] if bias else []
-        for a, b in biases:
-            a.copy_(b)
-    idx = tokens(shape=(B, T + 1))[:, :T]
-    wanted = gpt2(idx, labels=idx)  # it shifts the labels
-    out = model(idx[:, :-1], idx[:, 1:])
-    assert_same(all_logits(model, idx[:, :-1]), wanted.logits[:, :-1])
-    assert_same(out.loss, wanted.loss)
-    out.loss.backward()
-    wanted.loss.backward()
-    for a, b in pairs:
-        assert_same(b.weight.grad, a.weight.grad)
-    for a, b in transposed:
-        assert_same(b.weight.grad, a.weight.grad.T)
-    for a, b in biases:
-        assert_same(b.grad, a.grad)
-    assert len([name for name, _ in model.named_parameters() if name.endswith("bias")]) == len(biases) == 13 * bias
+    model = build_random(router="dense", bias=bias)
+    sizes = {"vocab_size": V, "n_positions": T, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 24}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).double().eval()
+    assert_equals_theirs(model, theirs, to_gpt2, tolerance(torch.float64, 32, roundings=48))
+    assert len([name for name, _ in model.named_parameters() if name.endswith("bias")]) == (19 if bias else 0)
+
+
+def shared_sizes(config, **more):
+    return {
+        "vocab_size": V,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": config.n_kv_head or 4,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": T,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "experts_implementation": "eager",
+        "attn_implementation": "eager",
+    } | more
+
+
+def as_olmoe(config):
+    sizes = shared_sizes(config, num_experts=8, intermediate_size=12, norm_topk_prob=False)
+    return OlmoeForCausalLM(OlmoeConfig(**sizes, pad_token_id=None))
+
+
+def as_qwen3(config):
+    dense = config.n_dense_layer
+    sizes = shared_sizes(config, num_experts=8, moe_intermediate_size=12, intermediate_size=24, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=list(range(dense))))
+
+
+def as_mixtral(config):
+    sizes = shared_sizes(config, num_local_experts=8, intermediate_size=12, sliding_window=None)
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def as_glm4(config):
+    shared, dense = config.n_shared_expert, config.n_dense_layer
+    sizes = shared_sizes(config, n_routed_experts=8, moe_intermediate_size=12, intermediate_size=12 * (2 + shared))
+    sizes |= {"n_shared_experts": shared, "first_k_dense_replace": dense, "norm_topk_prob": True, "use_qk_norm": True}
+    sizes["rope_parameters"]["partial_rotary_factor"] = 1.0
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, num_mtp_layers=0, partial_rotary_factor=1.0))
+
+
+def their_name(name):
+    """What transformers calls a weight of modeling_nanokern.py."""
+    return name.replace(".mlp.router.", ".mlp.gate.").replace("gate.selection_bias", "gate.e_score_correction_bias")
+
+
+def to_moe(tensors):
+    """The names of transformers' models with experts, which are transposed."""
+    tensors = {their_name(name): tensor for name, tensor in to_hf(tensors).items()}
+    return {name: tensor.mT if ".experts." in name else tensor for name, tensor in tensors.items()}
+
+
+PEERS = {
+    "olmoe": (as_olmoe, {"router": "softmax", "qk_norm": "all"}),
+    "olmoe, every head its own keys": (as_olmoe, {"router": "softmax", "qk_norm": "all", "n_kv_head": 0}),
+    "qwen3": (as_qwen3, {"router": "softmax-renorm", "qk_norm": "head"}),
+    "qwen3, a dense layer": (as_qwen3, {"router": "softmax-renorm", "qk_norm": "head", "n_dense_layer": 1}),
+    "mixtral, one head of keys": (as_mixtral, {"router": "softmax-renorm", "n_kv_head": 1}),
+    "glm4, shared experts": (
+        as_glm4,
+        {"router": "sigmoid-renorm", "qk_norm": "head", "n_dense_layer": 2, "n_shared_expert": 3},
+    ),
+}
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("base", [10000.0, 500.0])
-def test_rotary_embedding_equals_transformers(base):
-    x = torch.randn(2, 3, 10, 8)
-    config = LlamaConfig(
-        hidden_size=24, num_attention_heads=3, max_position_embeddings=10,
-        rope_parameters={"rope_type": "default", "rope_theta": base},
-    )  # fmt: skip
-    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(10)[None])
-    wanted = apply_rotary_pos_emb(x, x, cos, sin)[0]
-    assert_same(rotate(x, base), wanted)
-    assert rotate(x.bfloat16(), base).dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    "peer, copies", [(p, False) for p in PEERS] + [("qwen3", True), ("mixtral, one head of keys", True)]
+)
+def test_model_equals_that_of_transformers(peer, copies, monkeypatch):
+    """Norms and routers compute in fp32 there: 8 a layer and pass. With heads of keys that are shared, or copied."""
+    if copies:
+        monkeypatch.setattr(attention, "reads_groups", lambda q, mask: False)
+    make, update = PEERS[peer]
+    model = build_random(**MODERN | update)
+    theirs = make(model.config).double().eval()
+    stats = assert_equals_theirs(model, theirs, to_moe, tolerance(torch.float32, 32, roundings=24))
+    assert stats.loads.shape == (3 - model.config.n_dense_layer, B, 8)
+
+
+# counts, cache, names
+
+VARIANTS = [
+    MODERN,
+    MODERN | {"qk_norm": "head", "n_shared_expert": 2, "n_dense_layer": 1},
+    MODERN | {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
+    MODERN | {"qk_norm": "all", "n_kv_head": 0, "pos": "learned", "n_dense_layer": 2, "tie_embeddings": True},
+    MODERN | {"gated": False, "activation": "silu", "n_kv_head": 1, "qk_norm": "head", "norm": "layernorm"},
+]
+variants = pytest.mark.parametrize("update", VARIANTS)
+
+
+@variants
+@pytest.mark.parametrize("router", ["dense", "kern", "softmax"])
+def test_active_parameters_are_equal(update, router):
+    """A dense model has as many as an MoE but for router and norms' biases; counts are those of the built model."""
+    model = GPT(settings(router=router, **update))
+    total = sum(p.numel() for p in model.parameters())
+    idle = sum(
+        (8 - 2) * p[0].numel()
+        for block in model.blocks
+        if isinstance(block.mlp, MoE)
+        for p in block.mlp.experts.parameters()
+    )
+    assert count_parameters(model.config) == (total, total - idle)
+    dense = count_parameters(settings(router="dense", **update))
+    routers = sum(p.numel() for name, p in model.named_parameters() if ".router." in name)
+    biases = sum(
+        p.numel()
+        for name, p in GPT(settings(router="dense", **update)).named_parameters()
+        if ".mlp." in name and name.endswith("bias")
+    ) * (router != "dense")
+    assert dense[0] == dense[1] == total - idle - routers + biases
+
+
+@variants
+@pytest.mark.parametrize("router", ["dense", "kern"])
+def test_flops_equal_the_counters(update, router):
+    model = GPT(settings(router=router, backend="reference", **update))  # it multiplies only the chosen rows
+    idx = tokens()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts all T x T
+        model(idx, idx).loss.backward()
+    assert counter.get_total_flops() == B * T * flops_per_token(model.config)
+
+
+@pytest.mark.numerics
+@variants
+def test_cache_equals_the_full_forward_pass(update):
+    model = build_random(router="kern", top_k=8, **update).eval()  # all experts: no choice that rounding could change
+    idx, start = tokens(), torch.tensor([0, 2, 5])
+    past = KVCache(model.config, start, T, torch.float64)
+    heads = update.get("n_kv_head", 2) or 4
+    assert past.columns.shape == (3, 2, B, heads, T, 8)
+    with torch.no_grad():
+        steps = torch.cat([all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)], dim=1)
+        chosen = past.select_rows(torch.tensor([2, 0]), T)
+        assert chosen.columns.shape == (3, 2, 2, heads, T, 8)
+        for row, first in enumerate(start.tolist()):
+            whole = all_logits(model, idx[row : row + 1, first:])
+            assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
+
+
+def test_defaults_are_the_papers():
+    config = Config().model
+    with torch.device("meta"):
+        model = GPT(config)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
+    assert len(norms) == 2 * 12 + 1
+    assert all(isinstance(norm, nn.LayerNorm) and norm.eps == 1e-5 and norm.bias is None for norm in norms)
+    kinds = {name.split(".", 2)[-1] for name, _ in model.named_parameters() if name.startswith("blocks.")}
+    assert kinds == {f"{name}.weight" for name in ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.router")} | {
+        f"mlp.{name}" for name in ("router.bias", "router.gamma", "experts.w_in", "experts.w_out")
+    }
+    assert model.blocks[0].mlp.experts.w_in.shape == (64, 768, 384)
+
+
+@pytest.mark.parametrize(
+    "update, remedy",
+    [
+        ({"n_kv_head": 3}, {"n_kv_head": 1}),
+        ({"n_kv_head": 64}, {"n_kv_head": 4}),
+        ({"bias": True}, {"bias": False}),
+        ({"n_dense_layer": 3}, {"n_dense_layer": 2}),
+    ],
+)
+def test_what_means_nothing_is_refused(update, remedy):
+    (error,) = find_conflicts(Config().model_copy(update={"model": settings(**MODERN | update)}))
+    ((key, value),) = remedy.items()
+    assert f"set --model.{key}={str(value).lower()}" in error
+    assert not find_conflicts(Config().model_copy(update={"model": settings(**MODERN | update | remedy)}))
+
+
+def test_dense_ignores_what_is_of_experts():
+    model = settings(router="dense", n_dense_layer=7, backend="triton")
+    assert not find_conflicts(Config().model_copy(update={"model": model}))
+    assert count_parameters(model) == count_parameters(settings(router="dense"))
 
 
 # initialisation
@@ -148,20 +329,6 @@ def test_same_seed_gives_the_same_weights_whatever_the_router(pos):
 # behaviour, for every router
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("router", ROUTERS)
-def test_causality(router):
-    model = build(router=router, top_k=8)  # all experts: no choice that rounding could change
-    idx = tokens()
-    before = all_logits(model, idx)
-    for t in (1, 6, T - 1):
-        changed = idx.clone()
-        changed[:, t] = (idx[:, t] + 1) % SMALL["vocab_size"]
-        after = all_logits(model, changed)
-        assert_same(after[:, :t], before[:, :t])
-        assert (after[:, t:] - before[:, t:]).abs().amax((0, 2)).min() > 1e-6
-
-
 @pytest.mark.parametrize("router", ROUTERS)
 def test_every_parameter_gets_a_gradient(router):
     model = build(router=router, n_expert=32)
@@ -185,18 +352,18 @@ def test_output(router):
     first_pass = list(routings)
     assert out.logits is None
     logits = all_logits(model, idx)
-    assert_same(out.loss, F.cross_entropy(logits.view(-1, 40), targets.view(-1)))  # cross-entropy alone
+    assert_same(out.loss, F.cross_entropy(logits.view(-1, V), targets.view(-1)))  # cross-entropy alone
     assert out.losses.shape == (B,)
     assert_same(out.losses.mean(), out.loss)
     last = model(idx)
     assert last.loss is None
     assert_same(last.logits, logits[:, -1:])
     loads, probability, *others = out.stats
-    n_layer = 0 if router == "dense" else 2
+    n_layer = 0 if router == "dense" else 3
     assert [s.shape for s in others] == [(n_layer,)] * 5
     assert loads.dtype == torch.int64
     if router != "dense":
-        assert loads.shape == probability.shape == (2, B, 8)
+        assert loads.shape == probability.shape == (3, B, 8)
         assert (loads.sum(-1) == T * 2).all()
         for layer, routing in enumerate(first_pass):
             positive = routing.scores.relu()
@@ -210,24 +377,6 @@ def test_output(router):
                 assert torch.equal(of_sequence, experts.flatten().bincount(minlength=8))
         for loss in (probability[..., 0].sum(), out.stats.z_loss.sum()):
             assert torch.autograd.grad(loss, model.wte.weight, retain_graph=True)[0].any()
-
-
-# the mixture of experts
-
-
-def test_a_token_without_positive_scores_passes_unchanged():
-    model = build(router="kern")
-    block = model.blocks[0]
-    x = torch.randn(B, T, 16)
-    with torch.no_grad():
-        block.mlp.router.bias.fill_(-100)
-        y, stats = block(x)
-        assert stats.zero_gates == 1
-        assert torch.equal(y, x + block.attn(block.ln_1(x)))
-        block.mlp.router.bias.zero_()
-        y, stats = block(x)
-        assert stats.zero_gates < 0.5
-        assert not torch.equal(y, x + block.attn(block.ln_1(x)))
 
 
 def test_too_many_tokens():
@@ -255,7 +404,7 @@ class CountCasts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default:
-            self.count += args[0].dim() == 3 and len(args[0]) == SMALL["n_expert"] and args[0].dtype == torch.float32
+            self.count += args[0].dim() == 3 and len(args[0]) == 8 and args[0].dtype == torch.float32
         return func(*args, **(kwargs or {}))
 
 
@@ -271,7 +420,7 @@ def test_passes_share_a_cast_of_the_experts():
             sum(losses).backward()
         return casts.count, [*losses, *(p.grad.clone() for p in model.parameters())]
 
-    for dtype, number in ((torch.bfloat16, 2 * 2 * SMALL["n_layer"]), (torch.float32, 0)):
+    for dtype, number in ((torch.bfloat16, 2 * 2 * 3), (torch.float32, 0)):
         count, apart = run(dtype)
         with model.cast_once(dtype):
             none, together = run(dtype)

@@ -54,7 +54,7 @@ def estimate(values: Tensor) -> Estimate:
 def sample_routers(
     statistic: Callable[[Routing], Tensor], name: str, n_expert: int, top_k: int, samples: int, seed: int
 ) -> Estimate:
-    """The mean over DRAWS freshly initialised routers of `statistic` of their routing, a scalar.
+    """The mean over DRAWS freshly initialised routers, and over tokens, of `statistic` (N,) of their routing.
 
     `samples` tokens in all, unit-variance inputs as they leave a LayerNorm.
     """
@@ -64,21 +64,20 @@ def sample_routers(
         for _ in range(DRAWS):
             router = Router(WIDTH, n_expert, top_k, SPECS[name])
             x = F.layer_norm(torch.randn(max(samples // DRAWS, 1), WIDTH), (WIDTH,))
-            results.append(statistic(router(x)).double())
+            results.append(statistic(router(x)).double().mean())
     return estimate(torch.stack(results))
 
 
 def variance(samples: int, seed: int) -> list[Row]:
     """Sec. 3.4, "preserves the variance of the MoE output at a constant scale"."""
-
-    def energy(routing: Routing) -> Tensor:
-        return routing.weights.double().square().sum(-1).mean()
-
     rows = []
     for label, (few, many) in (("k = 8", ((32, 8), (256, 8))), ("k = M/8", ((32, 4), (256, 32)))):
         for name in PAPER:
             expected = exact.gate_sum(name, *many, TAU, power=2) / exact.gate_sum(name, *few, TAU, power=2)
-            first, last = (sample_routers(energy, name, *shape, samples, seed) for shape in (few, many))
+            first, last = (
+                sample_routers(lambda routing: routing.weights.double().square().sum(-1), name, *shape, samples, seed)
+                for shape in (few, many)
+            )
             rows.append(Row(f"{name}: E Σg² at M = 256 over M = 32, {label}", expected, last.over(first)))
     return rows
 
@@ -127,16 +126,11 @@ def monte_carlo(samples: int, seed: int) -> list[Row]:
 
 def positive(samples: int, seed: int) -> list[Row]:
     """App. "The Effect of ReLU": below half active, "the select router weights are usually positive"."""
-
-    def zero_share(routing: Routing) -> Tensor:
-        return (routing.weights == 0).any(-1).double().mean()
-
-    shapes = ((32, 8), (64, 8), (64, 24), (64, 32))
-    measured = [sample_routers(zero_share, "kern", *shape, samples, seed) for shape in shapes]
-    return [
-        Row(f"P(fewer than {k} of {M} gates positive)", exact.fewer_positive(M, k), value, tolerance=5 / samples)
-        for (M, k), value in zip(shapes, measured, strict=True)
-    ]
+    rows = []
+    for M, k in ((32, 8), (64, 8), (64, 24), (64, 32)):
+        share = sample_routers(lambda routing: (routing.weights == 0).any(-1), "kern", M, k, samples, seed)
+        rows.append(Row(f"P(fewer than {k} of {M} gates positive)", exact.fewer_positive(M, k), share, 5 / samples))
+    return rows
 
 
 CLAIMS: dict[str, Callable[[int, int], list[Row]]] = {

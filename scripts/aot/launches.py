@@ -9,8 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import kernels.triton_experts as triton_experts
 import kernels.triton_router as triton_router
 from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
-from router import ROUTERS, RouterSpec
+from router import KERN
 
 # N, C, H, E, K, V: the paper's model of 125M active parameters and others; "few" rows per expert, "gated" experts with
 # SiLU, as config/modern_125m.toml has them
@@ -45,29 +44,20 @@ N_REGISTER, N_WARP = 65536, 64  # of a multiprocessor
 class Kernel(NamedTuple):
     """A compiled kernel and what its SASS says.
 
-    Attributes:
-        name: the function's, with the names of the switches that are on.
-        tile: its block sizes, rows x columns x depth of a product.
-        registers: per thread; `spilled` ones, in bytes, went to local memory.
-        shared: bytes of shared memory per block.
-        blocks: how many a multiprocessor holds at once.
-        wait: the most groups of asynchronous copies (cp.async) that any wait leaves in flight: 0 drains the pipeline
-            in each step of the main loop. None without waits: TMA loads the tiles, or there is no pipeline.
-        mma: opcode of the tensor cores' matrix products, "" without any; None of kernels that are no matrix product.
-        serialized: whether each of several products waits for the one before. ptxas puts such a wait after each HGMMA
-            where other instructions write its accumulators (C7510 to C7515); the PTX does not show it.
+    `wait` of 0 drains the pipeline in each step of the main loop; None: TMA loads the tiles, or there is no pipeline.
+    ptxas serializes products where other instructions write HGMMA's accumulators (C7510 to C7515), unseen in the PTX.
     """
 
-    name: str
-    tile: str
+    name: str  # the function's, with the names of the switches that are on
+    tile: str  # block sizes, rows x columns x depth of a product
     warps: int
-    registers: int
-    shared: int
-    spilled: int
-    blocks: int
-    wait: int | None
-    mma: str | None
-    serialized: bool
+    registers: int  # per thread
+    shared: int  # bytes of shared memory per block
+    spilled: int  # bytes of registers that went to local memory
+    blocks: int  # that a multiprocessor holds at once
+    wait: int | None  # the most groups of asynchronous copies (cp.async) that any wait leaves in flight
+    mma: str | None  # opcode of the tensor cores' products, "" without any; None of kernels that are no product
+    serialized: bool  # whether each of several products waits for the one before
 
 
 def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, Any], sm: int) -> Any:
@@ -115,22 +105,12 @@ def read_kernel(name: str, compiled: Any, values: Mapping[str, Any], sm: int) ->
     return Kernel(name, tile, warps, used["REG"], shared, spilled, blocks, *code)
 
 
-def compile_router(spec: RouterSpec | None, logits: torch.Tensor, top_k: int, n_sequence: int) -> None:
-    """Launch the router's kernels; the backward pass with the gates' gradient alone, and with all."""
-    assert spec is not None, "a dense model has no router"
-    bias, c, formula = logits[0], logits[0, :1], (spec.phi, spec.pre, spec.post)
-    gamma = c if spec.gamma else None
-    weights, experts, _, _, probability, _, z_loss = triton_router.forward(
-        logits, bias, c, gamma, *formula, top_k, n_sequence
-    )
-    for upstream in ((weights, None, None), (weights, probability, z_loss)):
-        triton_router.backward(logits, experts, c, gamma, *formula, n_sequence, *upstream)
-
-
-@contextmanager
-def launches_compiled(sm: int) -> Iterator[dict[Kernel, None]]:
-    """Within it launches compile for compute capability `sm` instead, each kernel once; yields those so far."""
-    kernels: dict[Kernel, None] = {}
+def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
+    """Compile every kernel of a compute capability, dtype and shape of SHAPES once; gated experts have SiLU."""
+    sm, name, shape = job
+    (N, C, H, E, K, V, *gates), dtype, fp32 = SHAPES[shape], getattr(torch, name), torch.float32
+    gated, meta = any(gates), partial(torch.empty, dtype=dtype, device="meta")
+    kernels: dict[Kernel, None] = {}  # a set in order
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = inspect.signature(kernel.fn).bind(*arguments).arguments
@@ -141,20 +121,15 @@ def launches_compiled(sm: int) -> Iterator[dict[Kernel, None]]:
         mock.patch.object(triton.runtime.JITFunction, "run", record),
         mock.patch.object(triton_experts, "major", lambda device: sm // 10),
     ):
-        yield kernels
-
-
-def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
-    """Compile every kernel of a compute capability, dtype and shape of SHAPES once; gated experts have SiLU."""
-    sm, name, shape = job
-    (N, C, H, E, K, V, *gates), dtype, fp32 = SHAPES[shape], getattr(torch, name), torch.float32
-    gated, meta = any(gates), partial(torch.empty, dtype=dtype, device="meta")
-    with launches_compiled(sm) as kernels:
         x, w_in, w_out = meta(N, C), meta(E, C, (1 + gated) * H), meta(E, H, C)
         weights = meta(N, K, dtype=fp32)
         out, *kept = triton_experts.forward(x, w_in, w_out, weights, meta(N, K, dtype=torch.int64), gated)
         triton_experts.backward(out, x, w_in, w_out, weights, *kept, silu=gated, grad_dtype=fp32)
         targets, losses = meta(N, dtype=torch.int64), meta(N, dtype=fp32)
         triton_cross_entropy.softmax_cross_entropy(meta(N, V), targets, losses, gradient_scale(dtype), True)
-        compile_router(ROUTERS["kern"], meta(N, E, dtype=fp32), K, min(N, 32))
+        logits, n_sequence, formula = meta(N, E, dtype=fp32), min(N, 32), (KERN.phi, KERN.pre, KERN.post)
+        bias, c = logits[0], logits[0, :1]  # γ is as large as c
+        gates, chosen, _, _, probability, _, z_loss = triton_router.forward(logits, bias, c, c, *formula, K, n_sequence)
+        for upstream in ((gates, None, None), (gates, probability, z_loss)):  # the gates' gradient alone, and all
+            triton_router.backward(logits, chosen, c, c, *formula, n_sequence, *upstream)
     return list(kernels)

@@ -29,21 +29,21 @@ SERIALIZED = {("rows_ahead", 90)}  # ptxas does it, and the PTX does not ask for
 def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
     """Find what is wrong with a kernel of this shape of SHAPES, in `half` precision or in float32 (no tensor cores)."""
     faults = []
-    function = kernel.name.partition("+")[0]
+    function, column = kernel.name.partition("+")[0], list(SHARED).index(sm)
     if kernel.spilled > (0 if shape == "125m" and sm != 80 else SPILLED.get(function, 0)):
         faults.append(f"spills {kernel.spilled} B")
     if kernel.shared > SHARED[sm] * 1024:
         faults.append("too much shared memory")
     if not half:
         return faults
-    row = max((key for key in LEAST if kernel.name.startswith(key)), key=len, default=None)
-    if row is None:
+    rows = sorted(filter(kernel.name.startswith, LEAST), key=len)
+    if not rows:
         return [*faults, "no row in LEAST of scripts/aot/limits.py: add it"]
-    blocks, *loads = (least[list(SHARED).index(sm)] for least in LEAST[row])
-    if kernel.blocks < blocks:
-        faults.append(f"blocks < {blocks}")
-    if kernel.wait is not None and kernel.wait < loads[0]:
-        faults.append(f"wait < {loads[0]}")
+    blocks, *loads = LEAST[rows[-1]]
+    if kernel.blocks < blocks[column]:
+        faults.append(f"blocks < {blocks[column]}")
+    if kernel.wait is not None and kernel.wait < loads[0][column]:
+        faults.append(f"wait < {loads[0][column]}")
     if kernel.mma is not None and not kernel.mma.startswith(MMA[sm]):
         faults.append(f"no {MMA[sm]}")
     if kernel.serialized and (function, sm) not in SERIALIZED:

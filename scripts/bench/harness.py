@@ -23,34 +23,20 @@ FLUSH_BYTES = 2**28  # more than any L2 cache
 
 
 class Benchmark:
-    """Times functions, prints tables, and writes their figures to --json FILE.
+    """Times functions on `device`, prints tables under `title` and `notes`, and writes their figures to --json FILE.
 
-    Args:
-        args: the command line: `what`, `command`, `rounds`, `json` and `profile`.
-        device: where the functions compute.
-        title: what is measured, for the line above the first table.
-        notes: what its columns mean, a line each.
+    `args` are those of the command line: `what`, `command`, `rounds`, `json` and `profile`.
     """
 
     def __init__(self, args: Namespace, device: torch.device, title: str, *notes: str) -> None:
         self.args, self.device = args, device
-        on_cuda = device.type == "cuda"
-        self.cold = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if on_cuda else None
-        machine = {
-            "device": distributed.device_name(device),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "triton": getattr(sys.modules.get("triton"), "__version__", None),  # kernels/ imports it where installed
-            "python": platform.python_version(),
-        }
-        self.data: dict[str, Any] = {
-            "what": args.what,
-            "command": args.command,
-            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "machine": machine,
-            "rows": [],
-            "skipped": {},
-        }
+        self.cold = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+        machine = {"device": distributed.device_name(device), "threads": torch.get_num_threads()}
+        machine |= {"torch": torch.__version__, "python": platform.python_version()}
+        machine["triton"] = getattr(sys.modules.get("triton"), "__version__", None)  # kernels/ imports it if installed
+        date = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.data: dict[str, Any] = {"what": args.what, "command": args.command, "date": date, "machine": machine}
+        self.data |= {"rows": [], "skipped": {}}
         named = "{device}, {threads} threads, torch {torch}, Python {python}".format_map(machine)
         print("\n".join([f"{named}; {title}; {args.rounds} rounds", *notes]), flush=True)
         self.write_json()
@@ -66,9 +52,6 @@ class Benchmark:
         On a GPU a call begins with an empty L2 cache, as in training, and is timed by events. Emptying the cache (1 GB
         of zeros) lets the host run some 0.4 ms ahead: launches count where the device has to wait for them, as they
         would in training.
-
-        Args:
-            functions: what to call, by name.
 
         Returns:
             {name: median, seconds}, without functions that raised RuntimeError, which are skipped.

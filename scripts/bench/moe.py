@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from router import expert_loads
 from runtime import RunError, distributed
 from scripts.bench.harness import DTYPES, Benchmark, divide
 
@@ -19,10 +20,8 @@ CEILING = {"cuda": (4096, 6144, 8192), "cpu": (1024, 2048)}  # sides of square m
 
 def sort_rows(x: Tensor, experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gather a row per token and chosen expert, sorted by expert: rows (N·K, C), their order (N·K,), loads (E,)."""
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    loads = torch.zeros(n_expert, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-    return x.index_select(0, order // experts.shape[1]), order, loads
+    order = experts.flatten().argsort(stable=True)
+    return x.index_select(0, order // experts.shape[1]), order, expert_loads(experts, n_expert)
 
 
 def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -48,11 +47,7 @@ def run_loop(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: T
     return sum_rows(torch.cat([F.gelu(part @ w1) @ w2 for part, w1, w2 in parts]), order, weights)
 
 
-ALTERNATIVES: dict[str, Callable[..., Tensor]] = {
-    "kernels": kernels.expert_mlp,
-    "F.grouped_mm": run_grouped_mm,
-    "loop": run_loop,
-}
+ALTERNATIVES = {"kernels": kernels.expert_mlp, "F.grouped_mm": run_grouped_mm, "loop": run_loop}
 
 
 def run_dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """`scripts.bench step` and `router`: whole training steps, and routers alone."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -63,48 +64,37 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
 
-class RouterAlone:
+def build_router(config: Config, device: torch.device) -> Callable[[], object]:
     """A config's router, forward, and backward to its input and parameters, on random fp32 tokens; no balance loss."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        model, spec = config.model, ROUTERS[config.model.router]
-        if spec is None:
-            raise RunError(f"model.router = {model.router} has no router: set --model.router=kern")
-        self.module = Router(model.n_embd, model.n_expert, model.top_k, spec).to(device)
-        self.module.fused = partial(route, backend=model.backend)  # as in the model
-        n_token = config.train.micro_batch_size * model.block_size
-        self.x = torch.randn(n_token, model.n_embd, device=device, requires_grad=True)
-        self.d_weights = torch.randn(n_token, model.top_k, device=device)
-
-    def __call__(self) -> None:
-        """Run both passes."""
-        torch.autograd.grad(self.module(self.x).weights, [self.x, *self.module.parameters()], self.d_weights)
+    model, spec = config.model, ROUTERS[config.model.router]
+    if spec is None:
+        raise RunError(f"model.router = {model.router} has no router: set --model.router=kern")
+    router = Router(model.n_embd, model.n_expert, model.top_k, spec).to(device)
+    router.fused = partial(route, backend=model.backend)  # as in the model
+    n_token = config.train.micro_batch_size * model.block_size
+    x = torch.randn(n_token, model.n_embd, device=device, requires_grad=True)
+    d_weights = torch.randn(n_token, model.top_k, device=device)
+    return lambda: torch.autograd.grad(router(x).weights, [x, *router.parameters()], d_weights)
 
 
-def find_alternatives(args: Namespace, overrides: list[str]) -> dict[str, Config]:
-    """Load {name: config}: one of each combination of the keys that are given several times, named by their values."""
+def start(args: Namespace, overrides: list[str], *notes: str) -> tuple[dict[str, Config], Benchmark]:
+    """Load {values of the keys that are given several times: config}; start a benchmark on the first one's device."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         values.setdefault(override.partition("=")[0], []).append(override)
-    alternatives = {}
+    configs = {}
     for point in product(*values.values()):
         config = configure.load(args.config, point)
-        varied = [override.partition("=")[2] for override in point if len(values[override.partition("=")[0]]) > 1]
-        alternatives[", ".join(varied) or config.model.router] = config
-    return alternatives
-
-
-def start(args: Namespace, configs: dict[str, Config], overrides: list[str], *notes: str) -> Benchmark:
-    """Start a benchmark of these alternatives on the first one's device."""
+        varied = [value for key, _, value in (text.partition("=") for text in point) if len(values[key]) > 1]
+        configs[", ".join(varied) or config.model.router] = config
     device = distributed.pick_device(next(iter(configs.values())).train.device)
-    return Benchmark(args, device, " ".join([args.config, *overrides]), *notes)
+    return configs, Benchmark(args, device, " ".join([args.config, *overrides]), *notes)
 
 
 def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time a training step of each alternative."""
-    configs = find_alternatives(args, overrides)
     note = "MFU: tokens/s · (6 per token and active weight, head included, + 12·L·T·C) / the data sheet's dense peak"
-    bench = start(args, configs, overrides, "ratio: time over the first row's", note)
+    configs, bench = start(args, overrides, "ratio: time over the first row's", note)
     torch._dynamo.config.recompile_limit = 1000  # dynamo silently gives up on a piece of code after 8 graphs
     steps = {name: Step(config, bench.device) for name, config in configs.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
@@ -112,8 +102,8 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     for (name,), seconds in median.items():
         step, rate = steps[name], steps[name].tokens / seconds
         mfu = divide(flops_per_token(step.config.model) * rate, distributed.peak_flops(bench.device, step.dtype))
-        dtype = str(step.dtype).removeprefix("torch.")
-        rows.append([name, dtype, 1000 * seconds, rate, divide(seconds, median.get((next(iter(steps)),))), mfu])
+        ratio = divide(seconds, median.get((next(iter(steps)),)))
+        rows.append([name, str(step.dtype).removeprefix("torch."), 1000 * seconds, rate, ratio, mfu])
     bench.add_table(["alternative", "dtype", "ms", "tokens/s", "ratio", "MFU"], rows)
     if median:
         (last,) = list(median)[-1]
@@ -123,10 +113,9 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
 
 def bench_router(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time each alternative's router alone, forward and backward, beside its training step."""
-    configs = find_alternatives(args, overrides)
     note = "ratio: time over the first row's; share: of all layers' routers in the time of a step"
-    bench = start(args, configs, overrides, note)
-    functions: dict[tuple, Any] = {("router", name): RouterAlone(c, bench.device) for name, c in configs.items()}
+    configs, bench = start(args, overrides, note)
+    functions: dict[tuple, Any] = {("router", name): build_router(c, bench.device) for name, c in configs.items()}
     functions |= {("step", name): Step(config, bench.device) for name, config in configs.items()}
     median = bench.time(functions)
     rows = []
