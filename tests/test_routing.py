@@ -124,7 +124,6 @@ def test_measures_by_hand():
     )  # no token chose the last
     assert routing.mean_strongest(shares) == pytest.approx((0.75 + 0.5 + 0.75) / 3)
     rows = np.array([[3, 1], [0, 4], [1, 1]])  # the last: rare tokens
-    assert routing.vocabulary_specialization(rows[:2], np.array([4, 4])) == (0.75 + 1) / 2
     e0 = 0.75 * math.log(0.75 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     e1 = sum(p * math.log(p / q) for p, q in ((1 / 6, 0.4), (4 / 6, 0.4), (1 / 6, 0.2)))
     assert routing.divergence_from_text(rows) == pytest.approx([e0, e1])
