@@ -70,7 +70,8 @@ def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
 def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES) -> Path:
     with Writer(folder, tokenizer, shard_tokens) as writer:
         for split, ids in {"train": train, "val": val}.items():
-            writer.write(split, np.asarray(ids, np.uint16))
+            ids = np.asarray(ids, np.uint16)
+            writer.write(split, ids, max(1, int((ids == tokenizer.eot).sum())))
         writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
     return folder
 
