@@ -99,7 +99,7 @@ def test_generation_and_an_answer_without_a_token_are_refused(clients):
         ask(clients[1], "generate_until", [("x", {"until": []})])
 
 
-EASY = {"text": ["a", "bb", "c{i}", "d"], "label": ["A", "B", "C", "D"]}
+EASY = {"text": ["a", "bé", "c{i}", "d"], "label": ["A", "B", "C", "D"]}
 CHALLENGE = {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}
 CONTEXT = {"activity_label": "Hop", "ctx_a": "He{i}", "ctx_b": "he"}
 DISTRACTORS = {"distractor1": "o", "distractor2": "u{i}", "distractor3": "e"}
@@ -145,7 +145,7 @@ def results(run, label="step_00000004"):
 
 # Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer, its place.
 RIGHT = {
-    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb", 1),
+    "arc_easy": ("Question: Q{i}?\nAnswer:", " bé", 1),  # of more bytes than characters
     "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
     "hellaswag": ("Hop: He{i} He", " is.", 1),
     "piqa": ("Question: Go {i}\nAnswer:", " walk", 0),
@@ -157,9 +157,9 @@ RIGHT = {
 @pytest.mark.numerics
 def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and command."""
-    folder = write_tasks(tmp_path / "tasks", 4)
-    assert call(run, "--tasks-dir", folder) == 0
-    report, out = results(run), capsys.readouterr().out
+    folder = write_tasks(tmp_path / "tasks")
+    assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
+    report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
     assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
@@ -170,16 +170,17 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
     manager = tasks.build_task_manager(RIGHT)
     specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
-    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000)
+    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4)
     for name, (context, answer, place) in RIGHT.items():
         ours, samples = report["results"][name], theirs["samples"][name]
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
         asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
         assert [sample["arguments"][place] for sample in samples] == asked and ours["documents"] == 4
-        bits = [-sample["resps"][place][0][0] / math.log(2) / len(answer) for sample in samples]
-        got, wanted = (torch.tensor(value, dtype=torch.float64) for value in (ours["bits_per_byte"], sum(bits) / 4))
-        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
+        nats = torch.tensor([sample["resps"][place][0][0] for sample in samples], dtype=torch.float64)
+        bits = -nats / math.log(2) / len(answer.encode())
+        got = torch.tensor([ours["bits_per_byte"], ours["bits_per_byte_stderr"]], dtype=torch.float64)
+        assert_near(got, torch.stack([bits.mean(), bits.std() / 2]), tolerance(torch.float32, 257, roundings=8), name)
 
 
 @pytest.fixture
@@ -341,10 +342,6 @@ def test_table_of_results():
 
 @pytest.mark.integration
 def test_tasks_that_do_not_exist_or_cannot_read_local_files(tmp_path):
-    manager = downstream.build_task_manager(["arc_easy"])
-    assert {*downstream.TASKS} <= {*manager.all_subtasks}
-    with pytest.raises(ValueError, match="task hellswag: no such task; nearest: hellaswag"):
-        downstream.check_tasks(manager, ["hellswag"], None)
     manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
     with pytest.raises(ValueError, match="task ai2_arc: a group of tasks"):
         downstream.check_tasks(manager, ["ai2_arc"], tmp_path)

@@ -127,23 +127,6 @@ def test_dense_is_plain_gpt2(exported, more):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_attention_mask_hides_padding_only(exported, pos):
-    """All ones change nothing; rows padded on the left or right are computed as each alone."""
-    trained, out = exported("model.router=kern", f"model.pos={pos}")
-    own, theirs, idx = trained.model.double(), load(out).double(), random_ids(2, 20)
-    wanted, ones = logits_of(own, idx), torch.ones(2, 20, dtype=torch.int64)
-    assert_near(theirs(idx, attention_mask=ones).logits, wanted, NEAR, "ones")
-    mask = ones.clone()
-    mask[1, :7] = 0
-    got = theirs(idx, attention_mask=mask).logits
-    assert_near(got[0], wanted[0], NEAR, "the row without padding")
-    assert_near(got[1:, 7:], logits_of(own, idx[1:, 7:]), NEAR, "padded on the left")
-    got = theirs(idx, attention_mask=mask.flip(1)).logits
-    assert_near(got[1:, :13], wanted[1:, :13], NEAR, "padded on the right")
-
-
-@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_routers_stay_in_fp32(exported, dtype):
     """With all experts chosen, so that rounding cannot choose others."""

@@ -156,7 +156,6 @@ def test_bad_input(run, tmp_path, monkeypatch, capsys):
 
 
 def test_form_is_gpt2_where_possible(tiny):
-    """GPT-2 where it computes the model; the code with any other."""
     for words in ("", "model.n_kv_head=2", "model.norm_eps=0.01", "model.bias=true"):
         assert choose_form("auto", tiny("model.router=dense", *words.split()).model) == "gpt2", words
     for word in ("router=kern", "pos=rope", "norm=rmsnorm", "gated=true", "n_kv_head=1", "activation=silu"):

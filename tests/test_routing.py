@@ -128,18 +128,6 @@ def test_expert_without_tokens_counts_nowhere():
     assert routing.divergence_from_text(absent).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("E", [1, 2, 3, 6])
-def test_matching_is_the_best_of_all_permutations(E):
-    random = np.random.default_rng(E)
-    for top in (2, 9, 10**6):  # with ties, and without
-        agreement = random.integers(1, top, (2, E, E))
-        found = compare_choices(agreement, top_k=1)
-        for counts, key in zip(agreement, ("matched", "matched_by_chance"), strict=True):
-            orders = itertools.permutations(range(E))
-            best = max(sum(counts[i, j] for i, j in enumerate(order)) for order in orders)
-            assert found[key] == pytest.approx(best / counts.sum())
-
-
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     def agreement_of(model, other, tokens):
         layers, *_ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
