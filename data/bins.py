@@ -182,11 +182,7 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
     Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read` checks the ids as
-    training reads them.
-
-    Args:
-        folder: of the set.
-        vocab_size: of the model; the tokenizer's may be smaller.
+    training reads them. `vocab_size` is the model's; the tokenizer's may be smaller.
 
     Raises:
         DataError: names the file, what was expected, what was found and the command that repairs it.
@@ -194,8 +190,7 @@ def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    limit = meta.tokenizer["vocab_size"]
-    if limit > vocab_size:
+    if (limit := meta.tokenizer["vocab_size"]) > vocab_size:
         raise DataError(
             f"{folder}: tokenizer {meta.tokenizer['name']!r} has {limit} ids, the model's vocab_size is {vocab_size}. "
             f"Set model.vocab_size to at least {limit}, or prepare the set with another --tokenizer"
@@ -218,8 +213,7 @@ def check_lengths(folder: Path, meta: Meta) -> None:
             path = folder / shard.name
             if not path.is_file():
                 raise DataError(f"{path}: no such file, expected {shard.tokens} tokens. {_remedy(meta)}")
-            size = path.stat().st_size
-            if size != 2 * shard.tokens:
+            if (size := path.stat().st_size) != 2 * shard.tokens:
                 expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
                 raise DataError(f"{path}: expected {expected}, found {size}. {_remedy(meta)}")
 
@@ -227,16 +221,9 @@ def check_lengths(folder: Path, meta: Meta) -> None:
 def scan_shard(
     path: Path, sha256: str, tokenizer: TokenizerInfo, progress: Callable[[int], object] = lambda tokens: None
 ) -> tuple[int, list[str]]:
-    """Read a shard completely, once.
+    """Read a shard completely, once; `progress` is called with the number of tokens read since the last call.
 
-    Args:
-        path: of the shard.
-        sha256: what its hash should be.
-        tokenizer: whose ids it should hold.
-        progress: called with the number of tokens read since the last call.
-
-    Returns:
-        (end-of-text tokens, what is wrong with the shard).
+    Returns (end-of-text tokens, what differs from `sha256` and from the ids of `tokenizer`, in words).
     """
     digest, ends, position, faults = hashlib.sha256(), 0, 0, []
     with path.open("rb") as file:
@@ -259,8 +246,7 @@ def fingerprint(meta: Meta) -> dict[str, str]:
     `data` is that of the shards in their order, `tokenizer` that of what decodes them.
     """
     shards = [(split, shard.tokens, shard.sha256) for split in ("train", "val") for shard in meta.splits[split].files]
-    parts = {"data": shards, "tokenizer": meta.tokenizer}
-    return {key: sha256_of(part) for key, part in parts.items()}
+    return {"data": sha256_of(shards), "tokenizer": sha256_of(meta.tokenizer)}
 
 
 def sha256_of(value: Any) -> str:

@@ -55,10 +55,8 @@ class Loader:
         if len(self._counts) == 1:
             return indices.tolist()
         sets = np.searchsorted(self._tokens.starts, indices, side="right") - 1
-        return [
-            [self._tokens.parts[part].name, int(index) - self._tokens.starts[part]]
-            for part, index in zip(sets, indices, strict=True)
-        ]
+        pairs = zip(sets, indices, strict=True)
+        return [[self._tokens.parts[part].name, int(index) - self._tokens.starts[part]] for part, index in pairs]
 
     def count_epochs(self, steps: int) -> np.ndarray:
         """How often each set is read in that many steps, (S,)."""
@@ -67,8 +65,7 @@ class Loader:
     def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Rows [start, start + count) of the batch of `step`, which counts from 0; by default all rows from `start`.
 
-        Returns:
-            Inputs and targets, (count, T) int64 each.
+        Inputs and targets, (count, T) int64 each.
         """
         return windows(self._tokens, self.indices(step, start, count), self._block_size)
 
@@ -118,9 +115,8 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "do
     candidates = spread_evenly(n, min(n, max(count, CANDIDATES)))
     if spread == "tokens" or count == len(candidates):
         return spread_evenly(n, count)
-    _, first, sizes = np.unique(
-        window_documents(tokens, block_size, candidates), return_index=True, return_counts=True
-    )  # (D,) each: a document's first candidate and its number of candidates
+    documents = window_documents(tokens, block_size, candidates)
+    _, first, sizes = np.unique(documents, return_index=True, return_counts=True)  # (D,): first candidate, how many
     if len(sizes) == 1:
         return spread_evenly(n, count)
     most = 1 + bisect_left(range(1, count + 1), count, key=lambda c: np.minimum(sizes, c).sum())
@@ -146,14 +142,9 @@ class Validation(NamedTuple):
 def choose_validation(
     parts: Sequence[Tokens], block_size: int, count: int, spread: str = "documents", weights: Sequence[float] = (1.0,)
 ) -> Validation:
-    """Choose the windows of every evaluation: `fixed_windows` of each set, in proportion to its weight.
+    """Choose the windows of every evaluation: `fixed_windows` of the validation split of each set.
 
-    Args:
-        parts: the validation split of each set.
-        block_size: T.
-        count: how many windows in all; fewer where a set has fewer than its part.
-        spread: see `fixed_windows`.
-        weights: of the sets.
+    Each set has its part of `count` by its weight, or as many as there are. T = `block_size`.
     """
     counts = [count_windows(part, block_size) for part in parts]
     joined = JoinedTokens(parts, counts, block_size)
@@ -181,15 +172,9 @@ def spread_evenly(n: int, count: int) -> np.ndarray:
 
 
 def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np.ndarray:
-    """Which windows are of one document: that of the middle target, so of more than half of them where one has so many.
+    """The documents of windows `indices` (W,) int64, ascending, as `number_documents` has them: (W,) int64.
 
-    Args:
-        tokens: of a split.
-        block_size: T.
-        indices: (W,) int64, ascending.
-
-    Returns:
-        (W,) int64, see `number_documents`.
+    A window is of its middle target's document, so of that which has more than half of its targets, if one has.
     """
     return number_documents(tokens, indices * block_size + (block_size + 1) // 2)
 
@@ -197,12 +182,8 @@ def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np
 def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
     """Which tokens are of one document.
 
-    Reads the split from the first place to the last, in constant memory, and skips what lies between the end of a
-    place's document and the next place.
-
-    Args:
-        tokens: of a split.
-        places: (n,) int64, ascending.
+    Reads the split from the first of `places`, (n,) int64, ascending, to the last, in constant memory, and skips what
+    lies between the end of a place's document and the next place.
 
     Returns:
         (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is None.
@@ -220,19 +201,7 @@ def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
 
 
 def windows(tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read windows.
-
-    Args:
-        tokens: of a split.
-        indices: (B,) int64, which windows.
-        block_size: T.
-
-    Returns:
-        Inputs and targets, (B, T) int64 each.
-
-    Raises:
-        DataError: an id is beyond the vocabulary.
-    """
+    """Read windows `indices` (B,) int64: inputs and targets, (B, T) int64 each. Raises DataError, see `Tokens.read`."""
     ids = np.empty((len(indices), block_size + 1), np.uint16)
     for row, index in enumerate(indices):
         ids[row] = tokens.read(int(index) * block_size, block_size + 1)

@@ -22,10 +22,7 @@ UNIT = 2**30  # of weights: products of two parts fit an int64
 class JoinedTokens:
     """A split of several sets as one: windows of the first set come first, then those of the second, and so on.
 
-    Args:
-        parts: of each set.
-        counts: windows of each set.
-        block_size: T, tokens per window.
+    Of each set: its tokens in `parts`, its number of windows of T = `block_size` tokens in `counts`.
     """
 
     def __init__(self, parts: Sequence[Tokens], counts: Sequence[int], block_size: int) -> None:
@@ -39,20 +36,14 @@ class JoinedTokens:
 
 
 def check_sets(folders: Sequence[Path], vocab_size: int) -> list[Meta]:
-    """Check every set with `check_dataset`, and that all have one tokenizer.
-
-    Raises:
-        DataError: a set is missing or damaged, or two have different tokenizers. The message has the remedy.
-        OSError: a file may not be read.
-    """
+    """Check every set with `check_dataset`, which see for errors, and that all have one tokenizer."""
     metas = [read_meta(folder) for folder in folders]
-    known = [fingerprint(meta)["tokenizer"] for meta in metas]
-    for folder, meta, other in zip(folders, metas, known, strict=True):
-        if other != known[0]:
-            names = [each.tokenizer["name"] for each in (metas[0], meta)]
+    for folder, meta in zip(folders, metas, strict=True):
+        if meta.tokenizer != metas[0].tokenizer:
+            name, first = meta.tokenizer["name"], metas[0].tokenizer["name"]
             raise DataError(
-                f"{folder}: its tokenizer {names[1]!r} is not that of {folders[0]}, {names[0]!r}, and a mixture has "
-                f"one. Leave one of the sets out, or prepare it again with the other's --tokenizer"
+                f"{folder}: its tokenizer {name!r} is not that of {folders[0]}, {first!r}, and a mixture has one. "
+                f"Leave one of the sets out, or prepare it again with the other's --tokenizer"
             )
     return [check_dataset(folder, vocab_size) for folder in folders]
 

@@ -96,34 +96,39 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
     args.skip_bad |= args.corpus == "stdlib"
-    _check_arguments(args)
+    _check_source(args)
+    _check_output(args)
     return args
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Raise DataError where options contradict each other or the corpus, or a value is out of range."""
+def _check_source(args: argparse.Namespace) -> None:
+    """Raise DataError where options of input contradict the corpus or each other."""
     corpus, source = args.corpus, SOURCES[args.corpus]
     if args.source and not source.local:
         raise DataError(f"{corpus} takes no --source: leave it out, or prepare the corpus `text`")
-    if source.local and not source.hub and not args.source:
+    if not args.source and source.local and not source.hub:
         notes = f" ({source.notes})" if source.notes else ""
         raise DataError(f"{corpus} needs files: add --source with {source.local}{notes}")
-    if args.val_source and not args.source:
-        raise DataError("--val-source needs --source, the files for training")
-    if args.val_source and args.val_fraction:
-        raise DataError("--val-source replaces --val-fraction: leave one of them out")
     if args.roots and corpus != "stdlib":
         raise DataError(f"--roots belongs to the corpus stdlib: {corpus} takes --source")
     if args.config and args.config not in source.hub:
         raise DataError(f"{corpus} has no --config {args.config}: choose one of {', '.join(source.hub) or 'none'}")
     if args.revision and (args.source or not source.hub):
         raise DataError("--revision belongs to a data set on the hub, and these files are local: leave it out")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial"):
-        raise DataError(f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end")
-    if args.name != corpus and args.name in SOURCES:
-        raise DataError(f"--name {args.name} is the name of a corpus: choose another")
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Raise DataError where the split, the name or a number cannot be."""
+    if args.val_source and not args.source:
+        raise DataError("--val-source needs --source, the files for training")
+    if args.val_source and args.val_fraction:
+        raise DataError("--val-source replaces --val-fraction: leave one of them out")
     if not args.val_source and not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial"):
+        raise DataError(f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end")
+    if args.name != args.corpus and args.name in SOURCES:
+        raise DataError(f"--name {args.name} is the name of a corpus: choose another")
     for option, value in (("--shard-tokens", args.shard_tokens), ("--workers", args.workers)):
         if value < 1:
             raise DataError(f"{option} {value}: expected at least 1")
@@ -146,7 +151,10 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     made_from, inputs, encoder = _open_inputs(args, made_from, partial_folder(folder))
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
         left_out = _tokenize(writer, inputs, encoder, made_from, args)
-        _check_documents(writer, args.val_fraction)
+        train, val = writer.splits["train"].documents, writer.splits["val"].documents
+        if not (train and val):  # of the hub's files: local ones were looked through before
+            (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
+            raise DataError(explain_empty_split(train, val, args.val_fraction))
         meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
@@ -177,10 +185,8 @@ def _tokenize(
     """Write the documents of `inputs` from where an earlier process stopped. Returns the numbers of those left out."""
     progress = resume_progress(writer.partial, made_from, args.force)
     if progress.bad and not args.skip_bad:
-        raise DataError(
-            f"{writer.partial} was begun with --skip-bad and lacks {plural(progress.bad, 'bad document')}: add "
-            f"--skip-bad, or remove it"
-        )
+        begun = f"was begun with --skip-bad and lacks {plural(progress.bad, 'bad document')}"
+        raise DataError(f"{writer.partial} {begun}: add --skip-bad, or remove it")
     writer.resume(progress.splits)
     total, saved = sum(file.size for file in inputs), 0  # bytes
     workers = min(args.workers, 1 + total // WORKER_BYTES)
@@ -211,14 +217,6 @@ def _write_encoded(writer: Writer, encoded: Encoded, cut: bool) -> None:
         first = cut and not writer.splits[split].tokens
         documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
         writer.write(split, ids[1:] if first else ids, documents)
-
-
-def _check_documents(writer: Writer, val_fraction: float) -> None:
-    """Raise DataError if a split has no documents: of the hub's files, for local ones were looked through before."""
-    train, val = writer.splits["train"].documents, writer.splits["val"].documents
-    if not (train and val):
-        (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
-        raise DataError(explain_empty_split(train, val, val_fraction))
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:

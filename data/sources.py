@@ -145,9 +145,7 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
 def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
     """The files of known kinds below `folder`, sorted by the parts of their paths.
 
-    Args:
-        folder: where to begin.
-        read: device and inode of the folders read so far, none of which is read again: links may lead back to them.
+    `read` has device and inode of the folders read so far, none of which is read again: links may lead back to them.
     """
     state = folder.stat()
     if read.setdefault((state.st_dev, state.st_ino), folder) != folder:
@@ -165,17 +163,10 @@ def _input(path: Path, root: Path, prefix: str = "") -> Input:
 
 
 def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]:
-    """Files of a data set on the hub.
+    """Files of a data set on the hub at `revision`, a commit, branch or tag; by default the newest commit.
 
-    Args:
-        hub: which data set and files.
-        revision: a commit, branch or tag; by default the newest commit.
-
-    Returns:
-        (the commit's name, its files in sorted order).
-
-    Raises:
-        DataError: the hub is unreachable, or has no such data set or files.
+    Returns (the commit's name, its files in sorted order). Raises DataError if the hub is unreachable, or has no such
+    data set or files.
     """
     import fsspec
     from huggingface_hub import HfApi

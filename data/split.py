@@ -27,10 +27,7 @@ def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
 def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
     """How validation is chosen from local `inputs`: by "documents", or at their "ends" where there are too few.
 
-    Reads no more documents than it needs to know.
-
-    Raises:
-        DataError: there is nothing to train on or nothing to validate on.
+    Reads no more documents than it needs to know. Raises DataError if there is nothing to train or to validate on.
     """
     if val_inputs:
         for option, files in (("--source", inputs), ("--val-source", val_inputs)):
@@ -45,11 +42,11 @@ def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder)
     share = f"{100 * encoder.val_fraction:.3g}%"
     if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
         raise DataError(explain_empty_split(train, val, encoder.val_fraction))
-    print(
-        f"warning: {plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of "
-        f"each; --val-source names other text for it",
-        file=sys.stderr,
+    few, remedy = (
+        f"{plural(train + val, 'document')}, too few to set some aside",
+        "--val-source names other text for it",
     )
+    print(f"warning: {few}: validation is the last {share} of each; {remedy}", file=sys.stderr)
     return "ends"
 
 

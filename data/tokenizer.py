@@ -57,11 +57,7 @@ class ByteTokenizer(_Encoder):
 
 
 class GPT2Tokenizer(_Encoder):
-    """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file.
-
-    Args:
-        ranks: the content of that file.
-    """
+    """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file, whose content `ranks` is."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -99,12 +95,9 @@ class GPT2Tokenizer(_Encoder):
 
 
 class FileTokenizer(_Encoder):
-    """A tokenizer.json of Hugging Face, by the library `tokenizers`. `hash` is the sha256 of that file.
+    """A tokenizer.json of Hugging Face, by the library `tokenizers`. `hash` is the sha256 of its `content`.
 
-    Args:
-        name: what to call it, such as the name of its model's folder.
-        content: of the file.
-        eot: the id that ends a document.
+    `name` is what to call it, such as its model's folder; the id `eot` ends a document.
     """
 
     def __init__(self, name: str, content: bytes, eot: int) -> None:
@@ -131,8 +124,7 @@ class FileTokenizer(_Encoder):
 def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     """The tokenizer of a model's folder: its tokenizer.json, and the id that its config.json ends a text with.
 
-    Raises:
-        DataError: a file is missing or unreadable, names no such id, or has more ids than uint16 holds.
+    Raises DataError if a file is missing or unreadable, or names no such id.
     """
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -156,8 +148,7 @@ TOKENIZERS = (ByteTokenizer.name, GPT2Tokenizer.name)
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     """The tokenizer called `name`, or in the folder `name`. `ranks` is GPT-2's BPE file; others ignore it.
 
-    Raises:
-        DataError: the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
+    Raises DataError if the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()

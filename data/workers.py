@@ -28,13 +28,7 @@ class Position(NamedTuple):
 def encode_inputs(
     inputs: list[Input], encoder: Encoder, workers: int, start: Position
 ) -> Generator[tuple[Encoded, Position, int], None, None]:
-    """Tokenize all documents of `inputs` from a position on.
-
-    Args:
-        inputs: the files, in order.
-        encoder: turns documents into ids.
-        workers: number of processes; with 1 the work is done in a thread of this one.
-        start: the first document.
+    """Tokenize all documents of `inputs` from `start` on, in `workers` processes; 1 means in a thread of this one.
 
     Yields:
         (ids of the next documents, the position after them, bytes of `inputs` read up to there).
@@ -58,9 +52,8 @@ def encode_inputs(
         for encoded, position, read_bytes in pending:
             yield encoded.result(), position, read_bytes
     except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died, perhaps for lack of memory: start again to resume, with fewer --workers"
-        ) from error
+        died = "a worker process died, perhaps for lack of memory"
+        raise DataError(f"{died}: start again to resume, with fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -240,8 +240,7 @@ def find_revision(partial: Path, made_from: dict) -> str | None:
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """The progress to go on from: what is recorded in `partial`, else none.
 
-    Raises:
-        DataError: it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
+    Raises DataError if it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
     """
     was = read_progress(partial)
     if was and was.made_from == made_from:

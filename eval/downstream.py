@@ -30,15 +30,7 @@ from configure import Config
 from data.bins import sha256_of
 from eval.paper import find_paper_table
 from eval.scoring import Scorer, scoring_dtype
-from eval.tasks import (
-    TASKS,
-    Metrics,
-    build_task_manager,
-    check_tasks,
-    load_tasks,
-    local_file,
-    score_task,
-)
+from eval.tasks import TASKS, Metrics, build_task_manager, check_tasks, load_tasks, local_file, score_task
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
@@ -47,9 +39,6 @@ if TYPE_CHECKING:  # an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
     from eval.harness import Adapter
-
-
-# ---- evaluation
 
 
 def result_key(run: Path, trained: Trained, dtype: torch.dtype, folder: Path | None) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def result_key(run: Path, trained: Trained, dtype: torch.dtype, folder: Path | N
 
 def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Read `folder`/tasks: {task: {"key", "results"}} of the files whose key has all of `shared`."""
-    found = {}
+    bodies = {}
     for path in sorted(folder.glob("tasks/*.json")):
         try:
             body = json.loads(path.read_text())
@@ -72,18 +61,17 @@ def load_task_results(folder: Path, shared: dict[str, Any]) -> dict[str, dict[st
             print(f"warning: {path} cannot be read; {path.stem} is evaluated again", file=sys.stderr)
             continue
         if shared.items() <= body["key"].items():
-            found[path.stem] = body
-    return found
+            bodies[path.stem] = body
+    return bodies
 
 
 def evaluate_tasks(
     manager: "TaskManager", adapter: "Adapter", folder: Path, shared: dict[str, Any], args: argparse.Namespace
 ) -> None:
     """Write one file in `folder`/tasks for each task of --tasks that has none with the same key."""
-    ranks, keys = adapter.scorer.ranks, {}
-    for name in args.tasks:
-        data = local_file(args.tasks_dir, name).read_bytes() if args.tasks_dir else b""
-        keys[name] = shared | {"sha256": hashlib.sha256(data).hexdigest() if data else None}
+    ranks, keys = adapter.scorer.ranks, {name: shared | {"sha256": None} for name in args.tasks}
+    for name in args.tasks if args.tasks_dir else ():
+        keys[name]["sha256"] = hashlib.sha256(local_file(args.tasks_dir, name).read_bytes()).hexdigest()
     done = {name: body["key"] for name, body in load_task_results(folder, shared).items()}
     done = distributed.gather(done, ranks.control)[0]  # rank 0 decides, as another command may write meanwhile
     todo = [name for name in args.tasks if done.get(name) != keys[name]]
@@ -93,13 +81,10 @@ def evaluate_tasks(
         for name, loaded in load_tasks(manager, todo, args.tasks_dir, scratch).items():
             if not ranks.rank:
                 print(name, flush=True)
-            found = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
+            results = score_task(name, loaded, adapter, args.num_fewshot, args.limit)
             if not ranks.rank:
-                body = {"key": keys[name], "results": found}
+                body = {"key": keys[name], "results": results}
                 write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
-
-
-# ---- report
 
 
 def paper_accuracies(config: Config) -> dict[str, float]:
@@ -143,8 +128,8 @@ def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[
 def write_report(folder: Path, shared: dict[str, Any], trained: Trained, args: argparse.Namespace) -> None:
     """Write results.json and table.md from all files in `folder`/tasks, print the table, and send it to wandb."""
     bodies, config = load_task_results(folder, shared).values(), trained.config
-    found = {task: values for body in bodies for task, values in body["results"].items()}
-    results = {task: found[task] for task in [*TASKS, *found] if task in found}  # the paper's first
+    by_task = {task: values for body in bodies for task, values in body["results"].items()}
+    results = {task: by_task[task] for task in [*TASKS, *by_task] if task in by_task}  # the paper's first
     mean = mean_accuracy(results)
     about = {"run": config.run.name, "step": trained.step, "averaged_checkpoints": trained.average}
     about |= {"num_fewshot": args.num_fewshot, "limit": args.limit, **shared, "average": mean}
@@ -172,9 +157,6 @@ def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.
             tracker.finish()
         except Exception as error:
             print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
-
-
-# ---- the command
 
 
 def evaluate_run(args: argparse.Namespace) -> None:

@@ -37,15 +37,11 @@ class TaskScores:
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False
     ) -> dict[str, float] | None:
-        """Score the model after `step` steps. Every rank calls it; random numbers of training stay as they are.
+        """Score the model after `step` steps, if eval.task_interval divides them or they are the last.
 
-        Args:
-            model: on its device. It is left in training mode.
-            step: an evaluation that no multiple of eval.task_interval has scores nothing, but for the last one.
-            ranks: this rank; documents are split across all.
-            stop: whether this rank is asked to stop; looked at between batches and tasks.
-            sharded: whether ranks hold parts of its weights. Each gathers the full weights then, as generation with a
-                cache and unequal batches cannot wait for the other ranks.
+        Every rank calls it, and documents are split across them. The model is left in training mode, and random numbers
+        of training stay as they are. Where weights are `sharded`, each rank gathers them all: with a cache and unequal
+        batches it cannot wait for the others. `stop` is looked at between batches and tasks.
 
         Returns:
             {`tasks/NAME/acc`, `tasks/NAME/bits_per_byte`, …}, or None if any rank is asked to stop meanwhile.

@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,13 @@ def shuffled_baseline(x: Tensor) -> Tensor:
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
     """Run tokens `idx` (B, T) through the model and return what the router of each layer decides."""
-    seen: list[Routing] = []
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    hooks = [router.register_forward_hook(lambda module, inputs, routing: seen.append(routing)) for router in routers]
-    try:
+    decisions: list[Routing] = []
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, Router):
+                hooks.enter_context(module.register_forward_hook(lambda _, inputs, routing: decisions.append(routing)))
         model.hidden(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
+    return decisions
 
 
 @torch.no_grad()
@@ -149,9 +148,6 @@ def count_routing(
     return layers, ids, seen[ids]
 
 
-# --- measures -------------------------------------------------------------------------------------------------------
-
-
 def mean_strongest(shares: np.ndarray) -> float:
     """Mean over experts of the largest share (E, E) of an expert's tokens that chose another one too: co-activation.
 
@@ -159,11 +155,6 @@ def mean_strongest(shares: np.ndarray) -> float:
     """
     largest = np.where(np.eye(len(shares), dtype=bool), 0, shares).max(1)
     return float(largest[shares.any(1)].mean())
-
-
-def vocabulary_specialization(rows: np.ndarray, seen: np.ndarray) -> float:
-    """Mean over tokens of the share of a token's occurrences (U,) that its most frequent expert has, rows (U, E)."""
-    return float((rows.max(1) / seen).mean())
 
 
 def divergence_from_text(rows: np.ndarray) -> np.ndarray:
@@ -206,15 +197,14 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
         "zero_gates": counts.zero_gates.item() / loads.sum(),
         "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
         "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
-        "vocabulary": vocabulary_specialization(by_token[:-1], seen),
-        "vocabulary_by_chance": vocabulary_specialization(by_chance[:-1], seen),
-        "experts": [
-            {"nats": nats, "nats_by_chance": nats_by_chance, "tokens": find_tokens(chose, ids, seen, N, tokenizer)}
-            for nats, nats_by_chance, chose in zip(
-                divergence_from_text(by_token), divergence_from_text(by_chance), by_token.T, strict=True
-            )
-        ],
+        "vocabulary": (by_token[:-1].max(1) / seen).mean(),  # a token's share in its most frequent expert
+        "vocabulary_by_chance": (by_chance[:-1].max(1) / seen).mean(),
     }
+    nats = np.stack([divergence_from_text(by_token), divergence_from_text(by_chance)], 1).tolist()  # (E, 2)
+    layer["experts"] = [
+        {"nats": own, "nats_by_chance": chance, "tokens": find_tokens(chose, ids, seen, N, tokenizer)}
+        for (own, chance), chose in zip(nats, by_token.T, strict=True)
+    ]
     return json.loads(json.dumps(layer, default=lambda array: array.tolist()))  # no NumPy types
 
 
@@ -231,9 +221,6 @@ def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, to
         for row in np.argsort(-gain, kind="stable")[:SHOWN]
         if gain[row] > 0
     ]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
@@ -266,8 +253,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     trained, *others = models
     config, folders = trained.config, trained.config.data.folders
     if args.data:
-        by_name = Path(config.data.dir, args.data)
-        folders = [Path(args.data) if Path(args.data).is_dir() else by_name]
+        folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
     data = str(folders[0]) if len(folders) == 1 else config.data.label
     tokens, indices, *_ = open_validation(trained, folders, args.windows)
     if len(indices) < 2:
@@ -317,12 +303,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = build_parser("eval.routing", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("--other", type=Path, metavar="RUN", help="a run to compare with")
-    parser.add_argument(
-        "--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)"
-    )
-    parser.add_argument("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
-    parser.add_argument("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
+    add = parser.add_argument
+    add("--other", type=Path, metavar="RUN", help="a run to compare with")
+    add("--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)")
+    add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
+    add("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
     add_device_argument(parser)
     report, folder = measure_routing(parser.parse_args(argv))
     folder.mkdir(parents=True, exist_ok=True)

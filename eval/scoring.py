@@ -55,16 +55,8 @@ class Scorer:
         tokens: int = TOKENS,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Prepare to score.
-
-        Args:
-            model: in evaluation mode, on its device.
-            dtype: autocast's.
-            ranks: the processes that split the work; None: this one alone.
-            tokens: in a batch, at most.
-            is_stopped: whether this rank is asked to stop; looked at between batches.
-        """
-        self.is_stopped = is_stopped
+        """Take a model in evaluation mode, on its device. A batch has at most `tokens`; `dtype` is autocast's."""
+        self.is_stopped = is_stopped  # asked between batches
         self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
         self.ranks = ranks or distributed.Ranks(0, 1, self.device)

@@ -52,14 +52,10 @@ FEWSHOT_SEED = 1234  # the harness' own
 Metrics = dict[str, Any]  # {metric: value, "documents": count} of one task
 
 
-# ---- tasks and their documents
-
-
 def build_task_manager(names: Iterable[str]) -> "TaskManager":
     """Index the harness' tasks: the paper's alone if `names` has no other, since all take ten seconds.
 
-    Raises:
-        ValueError: lm-evaluation-harness is not installed.
+    Raises ValueError if lm-evaluation-harness is not installed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("LOGLEVEL", "ERROR")
@@ -144,9 +140,6 @@ def load_tasks(
     return loaded
 
 
-# ---- scores
-
-
 @contextmanager
 def fixed_seeds() -> Iterator[None]:
     """Within it random numbers are those that the harness' own command would draw; after it those of before go on."""
@@ -206,14 +199,9 @@ def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | No
 def score_task(
     name: str, loaded: Any, adapter: "Adapter", num_fewshot: int = 0, limit: int | None = None
 ) -> dict[str, Metrics]:
-    """Score a model on a task or a group of tasks: {task: Metrics}, on every rank.
+    """Score a model on what `load_tasks` loaded by `name`: {task: Metrics}, on every rank. It may be scored again.
 
-    Args:
-        name: for errors.
-        loaded: by `load_tasks`; it may be scored again.
-        adapter: the model.
-        num_fewshot: examples in the prompts, unless the task says 0.
-        limit: documents of each task; None: all.
+    Prompts have `num_fewshot` examples, unless the task says 0; of each task the first `limit` documents are scored.
 
     Raises:
         RunError: the harness cannot evaluate it.
@@ -227,9 +215,8 @@ def score_task(
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     try:
         with fixed_seeds():
-            results: Any = lm_eval.evaluate(
-                adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000
-            )  # of the lower level: lm_eval.simple_evaluate would look at the machine for seconds
+            # Of the lower level: lm_eval.simple_evaluate would look at the machine for seconds.
+            results: Any = lm_eval.evaluate(adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000)
     except RunError:
         raise
     except (ValueError, LookupError, TypeError, TemplateError) as error:  # of a document that lacks a column, too

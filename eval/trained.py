@@ -44,11 +44,10 @@ class Trained(NamedTuple):
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, --checkpoint (stored as `step`), --average and --ema."""
     parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
-    parser.add_argument("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
-    parser.add_argument(
-        "--average", type=int, default=1, metavar="K", help="mean weights of the K checkpoints up to that step"
-    )
-    parser.add_argument("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
+    add = parser.add_argument
+    add("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
+    add("--average", type=int, default=1, metavar="K", help="mean weights of the K checkpoints up to that step")
+    add("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +56,10 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:
-    """Load the model of a run folder.
+    """Load the model of a run folder: the weights of its last checkpoint, or that of `step`.
 
-    Args:
-        folder: the run's folder, with config.toml and checkpoints/.
-        step: the checkpoint's step; None: the last.
-        average: with K > 1, the mean weights of the K checkpoints up to `step`, summed in fp64.
-        ema: take the running mean of the weights (train.ema_decay) instead of the weights.
+    With `average` = K > 1 they are the mean of the K checkpoints up to it, summed in fp64; with `ema` the running mean
+    (train.ema_decay).
 
     Raises:
         ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, a damaged one, or no running mean.
@@ -121,8 +117,7 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     """Open a split of a prepared data set for a model.
 
-    Raises:
-        DataError: the set is damaged or incomplete, or has another tokenizer than the run's data.
+    Raises DataError if the set is damaged or incomplete, or has another tokenizer than the run's data.
     """
     _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
@@ -130,11 +125,7 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
 
 
 def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Validation:
-    """The windows of `count` that training would validate on: of one set, or of the run's mixture.
-
-    Raises:
-        DataError: see `open_set`.
-    """
+    """The windows of `count` that training would validate on: of one set, or of the run's mixture. See `open_set`."""
     config = trained.config
     parts = [open_set(trained, folder, "val") for folder in folders]
     weights = [*config.data.sets.values()] if len(parts) > 1 else [1.0]

@@ -78,9 +78,6 @@ class Result(NamedTuple):
     bits_per_byte: float  # NaN if there are no bytes
 
 
-# ---- what to score
-
-
 def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
     """Open the run's own set, or each set of its mixture with its part of the windows. Raises as `open_prepared`.
 
@@ -100,8 +97,7 @@ def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
 def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace, by_default: int) -> Corpus:
     """Open a prepared data set, of which `by_default` windows are scored without --windows and --stride.
 
-    Raises:
-        DataError: it is damaged, too short, or of another tokenizer.
+    Raises DataError if it is damaged, too short, or of another tokenizer.
     """
     tokens, block = open_set(trained, folder, args.split), trained.config.model.block_size
     if args.stride is None:
@@ -142,10 +138,7 @@ def make_windows(count: int, block: int, stride: int) -> np.ndarray:
     """Windows over a row of `count` tokens, `stride` apart; the last one may be shorter.
 
     Each token but the first is scored once, in the first window that contains it, so from at least `block - stride`
-    tokens of that window.
-
-    Returns:
-        (W, 3) int64, see Corpus.
+    tokens of that window. Returns (W, 3) int64, see Corpus.
     """
     start = stride * np.arange(1 + max(0, -(-(count - 1 - block) // stride)))
     stop = np.minimum(start + block, count - 1)
@@ -166,9 +159,6 @@ def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argpars
     )
 
 
-# ---- score it
-
-
 def batch_windows(windows: np.ndarray) -> Iterator[np.ndarray]:
     """Yield indices of windows, longest first, in batches of at most TOKENS tokens, padding included."""
     lengths = windows[:, 1] - windows[:, 0]
@@ -179,11 +169,7 @@ def batch_windows(windows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def read_windows(tokens: Tokens, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read a batch of windows, padded with 0 on the right.
-
-    Returns:
-        Inputs and targets, (B, T) int64, and which targets are scored, (B, T) bool.
-    """
+    """Windows (B, 3), padded with 0 on the right: inputs and targets (B, T) int64, and which are scored (B, T) bool."""
     ids = np.zeros((len(windows), np.max(windows[:, 1] - windows[:, 0]) + 1), np.int64)
     scored = np.zeros((len(ids), ids.shape[1] - 1), bool)
     for row, which, (start, stop, first) in zip(ids, scored, windows, strict=True):
@@ -199,14 +185,7 @@ def token_lengths(tokenizer: Tokenizer) -> np.ndarray:
 
 @torch.no_grad()
 def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.dtype = torch.float32) -> Result:
-    """Score a corpus.
-
-    Args:
-        model: in evaluation mode, on its device.
-        corpus: what to score.
-        lengths: (vocab_size,) int64, bytes of each token.
-        dtype: autocast's.
-    """
+    """Score a corpus; `lengths` (vocab_size,) int64 are the bytes of each token, `dtype` is autocast's."""
     device, windows = model.head.device, corpus.windows
     nats, size = np.zeros(len(windows)), 0
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -229,7 +208,7 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
         nats: (W,) total loss of each window.
         counts: (W,) scored tokens of each window.
         size: bytes in total.
-        documents: (W,) equal numbers for windows of one document; of a single one each window counts as one.
+        documents: (W,) see Corpus; of a single one each window counts as one.
     """
     W, tokens, loss = len(nats), int(counts.sum()), float(nats.sum() / counts.sum())
     labels = np.unique(documents, return_inverse=True)[1]
@@ -239,9 +218,6 @@ def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents:
     stderr = math.sqrt((rest**2 / (1 - parts)).sum()) / tokens if W > 1 else math.nan
     bits = float(nats.sum() / math.log(2) / size) if size else math.nan
     return Result(W, tokens, size, loss, stderr, math.exp(min(loss, 700)), bits)
-
-
-# ---- report it
 
 
 def format_row(corpus: Corpus, result: Result) -> list[str]:
@@ -280,15 +256,13 @@ def evaluate_run(args: argparse.Namespace) -> None:
     if not args.data and len(corpora) > 1:
         weighted = sum(part * result.loss for part, result in zip(config.data.sets.values(), results, strict=True))
         print(f"mean by the weights of the mixture: {weighted:.4f}")
-    lines = []
-    for corpus, result in zip(corpora, results, strict=True):
-        line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
-        line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
-        line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
-        lines.append(json.dumps(line) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as output:
-        output.writelines(lines)
+        for corpus, result in zip(corpora, results, strict=True):
+            line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
+            line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
+            line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
+            output.write(json.dumps(line) + "\n")
     print(file)
 
 
@@ -297,21 +271,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = build_parser("eval.val_loss", __doc__)
     add_run_arguments(parser)
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        metavar="SET_OR_FILE",
-        help="prepared folders, names in data.dir, text files that data.prepare reads (default: the run's own set)",
-    )
-    parser.add_argument("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
-    parser.add_argument(
-        "--windows",
-        type=window_count,
-        metavar="N",
-        help="number, spread evenly, with --stride the first N; or all (default: all; of a set without --stride\n"
-        "the run's eval.windows)",
-    )
+    add, data = parser.add_argument, "prepared folders, names in data.dir, text files that data.prepare reads"
+    add("--data", nargs="+", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
+    add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
+    add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
+    windows = "number, spread evenly, with --stride the first N; or all"
+    by_default = "(default: all; of a set without --stride\nthe run's eval.windows)"
+    add("--windows", type=window_count, metavar="N", help=f"{windows} {by_default}")
     add_device_argument(parser)
     evaluate_run(parser.parse_args(argv))
 

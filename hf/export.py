@@ -26,17 +26,13 @@ CODE = {  # file in an export of form "nanokern": its source here
 
 
 def choose_form(form: str, model: Model, biased: bool = False) -> str:
-    """Resolve "auto". Raises ValueError if a class of transformers is asked for and the model does not fit it.
+    """`form`, a key of FORMATS, or for "auto" the first of transformers' own classes that fits, else "nanokern".
 
-    Args:
-        form: a key of FORMATS, or "auto": the first of transformers' own classes that fits, else "nanokern".
-        model: the config's [model].
-        biased: whether selection biases have moved, which none of transformers' own classes has.
+    Where selection biases have moved (`biased`) none of those classes fits. Raises ValueError if `form` does not.
     """
     misfits = {name: candidate.find_misfits(model) for name, candidate in FORMATS.items()}
-    if biased:
-        for name in misfits.keys() - {"nanokern"}:
-            misfits[name].append("a selection bias (train.bias_update_rate)")
+    for name in misfits.keys() - {"nanokern"} if biased else ():
+        misfits[name].append("a selection bias (train.bias_update_rate)")
     if form == "auto":
         return next(name for name in FORMATS if not misfits[name])
     if misfits[form]:
@@ -48,13 +44,9 @@ def choose_form(form: str, model: Model, biased: bool = False) -> str:
 
 
 def write_export(source: Source, folder: Path, form: str = "auto", dtype: str = "float32") -> None:
-    """Write all files of an export into `folder`, which exists.
+    """Write all files of an export into the empty `folder`; `form` is that of `choose_form`.
 
-    Args:
-        source: the model and where it comes from.
-        folder: an empty folder.
-        form: as in `choose_form`.
-        dtype: a key of DTYPES, for all weights but the routers', which stay in fp32.
+    Weights are written in `dtype`, a key of DTYPES, but for the routers', which stay in fp32.
 
     Raises:
         ValueError: no exported model computes what the model does, or the class that `form` names does not.

@@ -42,10 +42,8 @@ class Format:
         """
         for key, values in self.allowed.items():
             if settings.get(key, values[0]) not in values:
-                raise RunError(
-                    f"config.json: {key} is {settings[key]!r}, and model.py computes {values[0]!r} only; use another "
-                    f"model"
-                )
+                only = f"and model.py computes {values[0]!r} only; use another model"
+                raise RunError(f"config.json: {key} is {settings[key]!r}, {only}")
         keys = {ours: settings[theirs] for ours, theirs in self.keys.items() if settings.get(theirs) is not None}
         missing = [theirs for ours, theirs in self.keys.items() if ours not in (*keys, *self.optional)]
         if missing:
@@ -75,26 +73,26 @@ class Format:
         return to_hf(state)
 
 
-NANOKERN_KEYS = {
+SHARED_KEYS = {  # of nanokern and of the open mixtures of experts
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
     "n_embd": "hidden_size",
     "block_size": "max_position_embeddings",
     "top_k": "num_experts_per_tok",
-    "expert_hidden": "moe_intermediate_size",
-} | {key: key for key in ("vocab_size", "router", "n_expert", "gate_scale", "pos", "bias")}
-LATER_KEYS = {  # which exports of earlier versions lack
-    "n_kv_head": "num_key_value_heads",
     "activation": "hidden_act",
-} | {key: key for key in ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base")}
+    "vocab_size": "vocab_size",
+}
+LATER_KEYS = ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base")
 
 
 class NanoKern(Format):
     """Any model, computed by modeling_nanokern.py."""
 
     architecture = "NanoKernForCausalLM"
-    keys = NANOKERN_KEYS | LATER_KEYS
-    optional = tuple(LATER_KEYS)
+    keys = SHARED_KEYS | {"expert_hidden": "moe_intermediate_size"}
+    keys |= {key: key for key in ("router", "n_expert", "gate_scale", "pos", "bias", *LATER_KEYS)}
+    optional = ("n_kv_head", "activation", *LATER_KEYS)  # which exports of earlier versions lack
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
         keys = super().read_config(settings)
@@ -119,14 +117,8 @@ class GPT2(Format):
     keys = {key: key for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     keys |= {"block_size": "n_positions", "norm_eps": "layer_norm_epsilon"}
     optional = ("norm_eps",)
-    block = {
-        "router": "dense",
-        "pos": "learned",
-        "norm": "layernorm",
-        "qk_norm": "off",
-        "activation": "gelu",
-        "gated": False,
-    }
+    block = {"router": "dense", "pos": "learned", "norm": "layernorm", "qk_norm": "off"}
+    block |= {"activation": "gelu", "gated": False}
     allowed = {
         "activation_function": ("gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -161,19 +153,7 @@ class GPT2(Format):
         return to_gpt2(state)
 
 
-OPEN_KEYS = {
-    "vocab_size": "vocab_size",
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "block_size": "max_position_embeddings",
-    "top_k": "num_experts_per_tok",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-    "n_expert": "num_experts",
-    "expert_hidden": "intermediate_size",
-}
+OPEN_KEYS = SHARED_KEYS | {"norm_eps": "rms_norm_eps", "n_expert": "num_experts", "expert_hidden": "intermediate_size"}
 OPEN_BLOCK = {"norm": "rmsnorm", "pos": "rope", "gated": True, "bias": False}
 OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "dropout": 0.0}
 

@@ -31,6 +31,7 @@ from router import ROUTERS
 from runtime import RankError, RunError, checkpoint, distributed, folder
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+BLOCK_KEYS = ("n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings")
 
 
 class Weights(NamedTuple):
@@ -45,8 +46,7 @@ class Weights(NamedTuple):
     def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
         """Move the weights into `model`, which empties `state`, and print the notes.
 
-        Raises:
-            RunError: on all ranks, if the model then differs between ranks.
+        Raises RunError, on all ranks, if the model then differs between ranks.
         """
         own = model.state_dict()
         while self.state:
@@ -62,15 +62,13 @@ class Weights(NamedTuple):
 def read_initial_weights(config: Config) -> Weights:
     """Read and check the weights that train.init_from names.
 
-    Raises:
-        RunError: they are incomplete, do not fit config.model (the message has every override that is needed), or
-            belong to another tokenizer than the data set's.
+    Raises RunError if they are incomplete, do not fit config.model (the message has every override that is needed), or
+    belong to another tokenizer than the data set's.
     """
     place, data = Path(config.train.init_from), config.data.folders[0]  # all have one tokenizer
     try:
         weights = _read_folder(place, config.model, data)
-        needed = _find_overrides(weights, config.model)
-        if needed:
+        if needed := _find_overrides(weights, config.model):
             raise RunError(f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}")
     except (RunError, configure.ConfigError) as error:
         # One rank per node reports a RankError: other nodes may have the folder.
@@ -81,27 +79,26 @@ def read_initial_weights(config: Config) -> Weights:
     return weights
 
 
-# ---- which weights fit which model
-
-
 def _find_overrides(weights: Weights, model: Model) -> list[str]:
     """The overrides under which `weights` fit into `model`; none if they fit already."""
     theirs = weights.model
-    keys = ["n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings"]
-    keys += _find_mlp_keys(theirs, model)
+    keys = [*BLOCK_KEYS, *_find_mlp_keys(theirs, model), *_find_position_keys(theirs, model)]
     if kv_heads(theirs) != (model.n_kv_head or theirs.n_head):  # once n_head is theirs
         keys.append("n_kv_head")
-    if theirs.pos == "rope":
-        keys.append("rope_base")
     if theirs.vocab_size > model.vocab_size:
         keys.append("vocab_size")
-    if theirs.pos == "learned" and theirs.block_size < model.block_size:
-        keys.append("block_size")
     needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
     biases = [name for name in weights.state if name.endswith(".bias") and not name.endswith("router.bias")]
     if not model.bias and any(weights.state[name].any() for name in biases):  # GPT-2's may all be zero
         needed["bias"] = True
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
+
+
+def _find_position_keys(theirs: Model, model: Model) -> list[str]:
+    """The keys in which `model` must be like `theirs`, so that it has their positions."""
+    if theirs.pos == "rope":
+        return ["rope_base"]
+    return ["block_size"] if theirs.block_size < model.block_size else []
 
 
 def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
@@ -155,9 +152,6 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
     """Parameters and buffers of a GPT on the meta device: shapes without memory."""
     with torch.device("meta"):
         return GPT(model).state_dict()
-
-
-# ---- reading a folder
 
 
 def _read_folder(place: Path, model: Model, data: Path) -> Weights:
@@ -266,9 +260,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunError(f"{path.name} is not a JSON object; download it again")
     return value
-
-
-# ---- the tokenizer
 
 
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:

@@ -89,11 +89,8 @@ def to_gpt2(state: State) -> dict[str, Tensor]:
 
 def from_gpt2(state: State) -> dict[str, Tensor]:
     """Rename weights of transformers' GPT-2 to those of model.py with biases."""
-    out = {}
-    for name, tensor in state.items():
-        new = _rename(name, FROM_GPT2)
-        out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(new) else tensor
-    return out
+    renamed = {_rename(name, FROM_GPT2): tensor for name, tensor in state.items()}
+    return {name: tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor for name, tensor in renamed.items()}
 
 
 def _is_gated(name: str, state: State) -> bool:
@@ -105,11 +102,7 @@ def _is_gated(name: str, state: State) -> bool:
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
-    """Replace a parameter's name, or its module's, by that in `names`; keep the layer's number.
-
-    Raises:
-        KeyError: neither is in `names`.
-    """
+    """Replace a parameter's name, or its module's, by that in `names`; keep the layer's number."""
     layer = re.search(r"\.\d+\.", name)
     general = name.replace(layer[0], ".#.", 1) if layer else name
     module, dot, leaf = (general, "", "") if general in names else general.rpartition(".")

@@ -70,7 +70,8 @@ def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
 def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES) -> Path:
     with Writer(folder, tokenizer, shard_tokens) as writer:
         for split, ids in {"train": train, "val": val}.items():
-            writer.write(split, np.asarray(ids, np.uint16))
+            ids = np.asarray(ids, np.uint16)
+            writer.write(split, ids, max(1, int((ids == tokenizer.eot).sum())))
         writer.finish(name, {"inputs": str(folder)}, f"python -m data.prepare text --name {name}")
     return folder
 
@@ -123,15 +124,15 @@ def many_workers(monkeypatch):
 
 def documents_of(folder: Path) -> dict[str, list[str]]:
     """What the set in `folder` decodes to."""
-    found, tokenizer = {}, open_tokenizer(folder)
+    documents, tokenizer = {}, open_tokenizer(folder)
     for split in ("train", "val"):
         tokens = open_tokens(folder, split)
         ids = tokens.read(0, len(tokens))
         parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
         assert not len(parts[-1])  # every document has its end
-        found[split] = [tokenizer.decode(part[:-1]) for part in parts[:-1]]
-        assert len(found[split]) == read_meta(folder).splits[split].documents
-    return found
+        documents[split] = [tokenizer.decode(part[:-1]) for part in parts[:-1]]
+        assert len(documents[split]) == read_meta(folder).splits[split].documents
+    return documents
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -144,11 +145,10 @@ def place(text: str) -> float:
 
 
 def split_of(texts, val_fraction) -> dict[str, list[str]]:
-    texts = [text for text in texts if text.strip()]
-    return {
-        "train": [text for text in texts if place(text) >= val_fraction],
-        "val": [text for text in texts if place(text) < val_fraction],
-    }
+    parts = {"train": [], "val": []}
+    for text in filter(str.strip, texts):
+        parts["val" if place(text) < val_fraction else "train"].append(text)
+    return parts
 
 
 @pytest.fixture

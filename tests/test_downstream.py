@@ -33,8 +33,6 @@ from scripts.export import export_run, load_source
 
 REPO_ROOT = Path(__file__).parents[1]
 
-# ---- against HFLM
-
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
 
@@ -89,30 +87,19 @@ def test_loglikelihoods_equal_hflms(clients):
     got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
     assert_same_scores(got, wanted, [margin for *_, margin in hand], "GPT-2")
     assert {greedy for _, greedy in wanted} == {True, False}
-
-
-@pytest.mark.numerics
-def test_rolling_loglikelihoods_equal_hflms(clients):
-    texts = [(words(random.Random(i + SEED), i),) for i in (1, 3, 9, 30)]
+    texts = [(words(rng, count),) for count in (1, 3, 9, 30)]
     wanted, got = (torch.tensor(ask(client, "loglikelihood_rolling", texts)).double() for client in clients)
     assert_near(got, wanted, tolerance(torch.float32, 32), "rolling")
-    assert len(texts[-1][0].encode()) > 4 * 32
 
 
-def test_answer_without_a_token_is_refused(clients):
-    ours = clients[1]
+def test_generation_and_an_answer_without_a_token_are_refused(clients):
     with pytest.raises(ValueError, match="'' after 'so' has no token"):
-        ask(ours, "loglikelihood", [("so", "")])
-
-
-def test_generation_is_refused(clients):
+        ask(clients[1], "loglikelihood", [("so", "")])
     with pytest.raises(ValueError, match="scripts.export"):
         ask(clients[1], "generate_until", [("x", {"until": []})])
 
 
-# ---- the command
-
-EASY = {"text": ["a", "bb", "c{i}", "d"], "label": ["A", "B", "C", "D"]}
+EASY = {"text": ["a", "bé", "c{i}", "d"], "label": ["A", "B", "C", "D"]}
 CHALLENGE = {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}
 CONTEXT = {"activity_label": "Hop", "ctx_a": "He{i}", "ctx_b": "he"}
 DISTRACTORS = {"distractor1": "o", "distractor2": "u{i}", "distractor3": "e"}
@@ -158,7 +145,7 @@ def results(run, label="step_00000004"):
 
 # Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer, its place.
 RIGHT = {
-    "arc_easy": ("Question: Q{i}?\nAnswer:", " bb", 1),
+    "arc_easy": ("Question: Q{i}?\nAnswer:", " bé", 1),  # of more bytes than characters
     "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
     "hellaswag": ("Hop: He{i} He", " is.", 1),
     "piqa": ("Question: Go {i}\nAnswer:", " walk", 0),
@@ -170,9 +157,9 @@ RIGHT = {
 @pytest.mark.numerics
 def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and command."""
-    folder = write_tasks(tmp_path / "tasks", 4)
-    assert call(run, "--tasks-dir", folder) == 0
-    report, out = results(run), capsys.readouterr().out
+    folder = write_tasks(tmp_path / "tasks")
+    assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
+    report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
     assert [*report["results"]] == [*downstream.TASKS] and report["step"] == 4
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
@@ -183,16 +170,17 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
     manager = tasks.build_task_manager(RIGHT)
     specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
-    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000)
+    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4)
     for name, (context, answer, place) in RIGHT.items():
         ours, samples = report["results"][name], theirs["samples"][name]
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
         asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
         assert [sample["arguments"][place] for sample in samples] == asked and ours["documents"] == 4
-        bits = [-sample["resps"][place][0][0] / math.log(2) / len(answer) for sample in samples]
-        got, wanted = (torch.tensor(value, dtype=torch.float64) for value in (ours["bits_per_byte"], sum(bits) / 4))
-        assert_near(got, wanted, tolerance(torch.float32, 257, roundings=8), name)
+        nats = torch.tensor([sample["resps"][place][0][0] for sample in samples], dtype=torch.float64)
+        bits = -nats / math.log(2) / len(answer.encode())
+        got = torch.tensor([ours["bits_per_byte"], ours["bits_per_byte_stderr"]], dtype=torch.float64)
+        assert_near(got, torch.stack([bits.mean(), bits.std() / 2]), tolerance(torch.float32, 257, roundings=8), name)
 
 
 @pytest.fixture
@@ -212,45 +200,40 @@ def evaluated(monkeypatch):
     return names
 
 
-def keep_lines(file, count):
-    """Cut a file to its first lines, without a new time, as rsync and tar leave it."""
-    time = file.stat().st_mtime_ns
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:count]))
-    os.utime(file, ns=(time, time))
-
-
 def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, capsys, evaluated):
     folder, other = write_tasks(tmp_path / "tasks"), write_tasks(tmp_path / "other", 2)
     assert call(run, "--tasks-dir", folder) == 0 and evaluated == [*downstream.TASKS]
     assert call(run, "--tasks-dir", folder) == 0 and len(evaluated) == 6
     assert "done already: arc_easy" in capsys.readouterr().out
-    keep_lines(folder / "piqa.jsonl", 5)
+    file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
+    file.write_text(file.read_text().replace("walk", "talk"))
+    os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
     assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
-    assert results(run)["results"]["piqa"]["documents"] == 5 and results(run)["average"] == 0.5
+    assert results(run)["results"]["piqa"]["documents"] == 6 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
     assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
-    (other / "piqa.jsonl").write_text((other / "piqa.jsonl").read_text().replace("walk", "talk"))  # of the same size
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 10  # a damaged file
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9  # a damaged file
     assert "piqa is evaluated again" in capsys.readouterr().err
 
 
 def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluated):
-    folder, keys = write_tasks(tmp_path / "tasks", 2), {}
-    labels = ["step_00000002", "step_00000004"] + [f"step_00000004_{end}" for end in ("1shot", "limit2", "mean2")]
-    options = [["--checkpoint", 2], [], ["--num-fewshot", 1], ["--limit", 2], ["--average", 2]]
-    about = [[2, 1, 0, None], [4, 1, 0, None], [4, 1, 1, None], [4, 1, 0, 2], [4, 2, 0, None]]
-    for label, more, values in zip(labels, options, about, strict=True):
+    folder, weights = write_tasks(tmp_path / "tasks", 2), {}
+    keys = ("dtype", "source", "step", "averaged_checkpoints", "num_fewshot", "limit")
+    for label, more, values in (
+        ("step_00000002", ["--checkpoint", 2], [2, 1, 0, None]),
+        ("step_00000004", [], [4, 1, 0, None]),
+        ("step_00000004_1shot", ["--num-fewshot", 1], [4, 1, 1, None]),
+        ("step_00000004_limit2", ["--limit", 2], [4, 1, 0, 2]),
+        ("step_00000004_mean2", ["--average", 2], [4, 2, 0, None]),
+    ):
         assert call(run, "--tasks-dir", folder, "--tasks", "sciq", *more) == 0
-        found = results(run, label)
-        assert [found[key] for key in ("step", "averaged_checkpoints", "num_fewshot", "limit")] == values
-        assert (found["dtype"], found["source"]) == ("float32", str(folder))
-        keys[label] = found["weights"]
-    assert sorted(path.name for path in (run / "eval").iterdir()) == labels and len(evaluated) == 5
-    last = keys.pop("step_00000004")
-    assert keys["step_00000004_1shot"] == keys["step_00000004_limit2"] == last  # the same weights
-    assert len({last, keys["step_00000002"], keys["step_00000004_mean2"]}) == 3
+        report = results(run, label)
+        assert [report[key] for key in keys] == ["float32", str(folder), *values]
+        weights[label] = report["weights"]
+    assert sorted(path.name for path in (run / "eval").iterdir()) == [*weights] and len(evaluated) == 5
+    first, *last, mean = weights.values()
+    assert len({*last}) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
     shutil.rmtree(run / "checkpoints/step_00000002")
     assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5  # not part of the key
@@ -353,20 +336,12 @@ def test_table_of_results():
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
     gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
-    rows = downstream.tabulate_results(gaps, config)[1]
-    assert [row[:3] for row in rows] == [
-        ["group", "", "0.2500"],
-        ["text", "3", ""],
-        ["text: nll", "", "1.0000 ± 0.1000"],
-    ]
+    rows = [row[:3] for row in downstream.tabulate_results(gaps, config)[1]]
+    assert rows == [["group", "", "0.2500"], ["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
 
 
 @pytest.mark.integration
 def test_tasks_that_do_not_exist_or_cannot_read_local_files(tmp_path):
-    manager = downstream.build_task_manager(["arc_easy"])
-    assert {*downstream.TASKS} <= {*manager.all_subtasks}
-    with pytest.raises(ValueError, match="task hellswag: no such task; nearest: hellaswag"):
-        downstream.check_tasks(manager, ["hellswag"], None)
     manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
     with pytest.raises(ValueError, match="task ai2_arc: a group of tasks"):
         downstream.check_tasks(manager, ["ai2_arc"], tmp_path)

@@ -1,5 +1,6 @@
 """eval/generation.py and scripts/sample.py: how tokens are drawn, cached passes against full ones, the command."""
 
+import io
 import math
 import re
 import shutil
@@ -36,17 +37,10 @@ def sampled_probabilities(logits, temperature, top_k, top_p):
 LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
 
 
-@pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (2.0, 3, 1.0),
-        (1.0, 0, 0.7),
-        (0.8, 4, 0.6),
-        (1.0, 0, 0.85),
-    ],
-)
+SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (0.8, 4, 0.6), (1.0, 0, 0.85)]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
 def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
     generator, draws = torch.Generator().manual_seed(0), 3000
     choice = generation.SamplingParams(temperature, top_k, top_p)
@@ -130,26 +124,21 @@ def test_repetition_penalty_covers_prompt_and_new_tokens():
     assert len({1, 2, *continuation(1e6)}) == 14
 
 
-def test_rows_end_one_by_one():
+def test_rows_end_one_by_one_and_padding_is_never_drawn():
     model = small_model()
 
-    def sample_rows(prompts, end=None):
-        drawn = generation.generate(model, prompts, 14, generation.SamplingParams(), seeded(), end=end)
-        return [list(row) for row in zip(*drawn, strict=True)]
+    def sample_row(prompts, **more):
+        drawn = generation.generate(model, prompts, 14, generation.SamplingParams(), seeded(), **more)
+        return list(next(zip(*drawn, strict=True)))
 
-    free = sample_rows([[1], [2]])[0]
-    end = free[3]
-    at = free.index(end) + 1
-    assert free[at] != end  # which the row would sample if it had not ended
-    row = sample_rows([[1], [2]], end)[0]
+    free = sample_row([[1], [2]])
+    at = free.index(free[3]) + 1
+    assert free[at] != free[3]  # which the row would sample if it had not ended
+    row = sample_row([[1], [2]], end=free[3])
     assert row == free[:at] + [None] * (len(row) - at) and len(row) > at + 1
-    free = sample_rows([[1]])[0]
-    assert sample_rows([[1]], free[3])[0] == free[: free.index(free[3]) + 1]  # and the model is not asked for more
-
-
-def test_padding_of_the_vocabulary_is_never_drawn():
-    tokens = list(generation.generate(small_model(), [[0]], 14, generation.SamplingParams(), vocab_size=3))
-    assert {token for (token,) in tokens} <= {0, 1, 2}
+    free = sample_row([[1]])
+    assert sample_row([[1]], end=free[3]) == free[: free.index(free[3]) + 1]  # and the model is not asked for more
+    assert {*sample_row([[0]], vocab_size=3)} <= {0, 1, 2}
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +174,11 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
 
 
 def test_sample_asks_for_prompts(trained, capsys, monkeypatch):
-    prompts = iter(["june", "x" * 40, "kestrels"])
-    monkeypatch.setattr("builtins.input", lambda _: next(prompts, None) or raise_(EOFError))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"june\n{'x' * 40}\nkestrels\n"))
     assert sample.main([str(trained), "--tokens", "5"]) == 0
     said = capsys.readouterr()
     assert [line[:4] for line in said.out.splitlines() if line[:4] in ("june", "kest")] == ["june", "kest"]
     assert "a prompt of 40 tokens" in said.err and "at most 32 (model.block_size)" in said.err
-
-
-def raise_(error):
-    raise error
 
 
 def test_sample_refuses_bad_input(trained, tmp_path, call):

@@ -31,7 +31,6 @@ from scripts import export
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
-GAMMA = "model.layers.0.mlp.router.gamma"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,31 +127,6 @@ def test_dense_is_plain_gpt2(exported, more):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_attention_mask_hides_padding_only(exported, pos):
-    """All ones change nothing; rows padded on the left or right are computed as each alone."""
-    trained, out = exported("model.router=kern", f"model.pos={pos}")
-    own, theirs, idx = trained.model.double(), load(out).double(), random_ids(2, 20)
-    wanted, ones = logits_of(own, idx), torch.ones(2, 20, dtype=torch.int64)
-    assert_near(theirs(idx, attention_mask=ones).logits, wanted, NEAR, "ones")
-    mask = ones.clone()
-    mask[1, :7] = 0
-    got = theirs(idx, attention_mask=mask).logits
-    assert_near(got[0], wanted[0], NEAR, "the row without padding")
-    assert_near(got[1:, 7:], logits_of(own, idx[1:, 7:]), NEAR, "padded on the left")
-    got = theirs(idx, attention_mask=mask.flip(1)).logits
-    assert_near(got[1:, :13], wanted[1:, :13], NEAR, "padded on the right")
-
-
-def test_hidden_states_and_cache_on_request(exported):
-    _, out = exported("model.router=kern")
-    idx, theirs = random_ids(1, 9), AutoModel.from_pretrained(out, trust_remote_code=True)
-    output = theirs(idx, output_hidden_states=True, use_cache=False)
-    assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
-    assert output.past_key_values is None and theirs(idx).past_key_values.get_seq_length() == 9
-
-
-@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_routers_stay_in_fp32(exported, dtype):
     """With all experts chosen, so that rounding cannot choose others."""
@@ -197,9 +171,13 @@ def test_export_is_trained_with_dropout_and_from_scratch(exported):
     _, out = exported("model.router=kern", "model.dropout=0.99", "model.bias=true")
     theirs = load(out).train()
     assert theirs.config.dropout == 0.99
+    base, idx = AutoModel.from_pretrained(out, trust_remote_code=True), random_ids(1, 9)
+    output = base(idx, output_hidden_states=True, use_cache=False)
+    assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
+    assert output.past_key_values is None and base(idx).past_key_values.get_seq_length() == 9
     theirs.apply(lambda module: setattr(module, "dropout", 1.0) if hasattr(module, "dropout") else None)
     theirs.config.dropout = 1.0
-    assert not theirs.model(random_ids(1, 9), output_hidden_states=True).hidden_states[-2].any()
+    assert not theirs.model(idx, output_hidden_states=True).hidden_states[-2].any()
     new = AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
     for p in new.model.layers[0].mlp.experts.parameters():
         assert p.std().item() == pytest.approx(0.3, rel=0.2)
@@ -248,9 +226,8 @@ def test_layout_that_vllm_expects(exported):
     assert calls == [(layer, (1, 4, 9, 8), 8**-0.5, None, 0.0, "it") for layer in range(2)]
     theirs.train().model(idx, **settings)
     assert [dropout for *_, dropout, _ in calls] == [0.0, 0.0, 0.25, 0.25]
-    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= {
-        f"layers.*.self_attn.{part}_proj" for part in "qkvo"
-    }
+    parts = {f"layers.*.self_attn.{part}_proj" for part in "qkvo"}
+    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= parts
     moe = theirs.model.layers[0].mlp
     assert {tuple(p.shape) for p in moe.experts.parameters()} == {(8, 32, 8), (8, 8, 32)}
     tokens = torch.randn(5, 32, dtype=torch.float64)
@@ -261,36 +238,24 @@ def test_layout_that_vllm_expects(exported):
     assert not known & json.loads((out / "config.json").read_text()).keys()
 
 
-# ---- --check
-
-
-def edit_weights(out, edit):
+def break_weights(out):
+    """One is wrong, one is missing."""
     state = load_file(out / "model.safetensors")
-    edit(state)
+    state["model.layers.1.mlp.experts.down_proj"][:, 3] *= 1.5
+    del state["model.layers.0.mlp.router.gamma"]
     save_file(state, out / "model.safetensors", {"format": "pt"})
 
 
-def break_weight(out):
-    edit_weights(out, lambda state: state["model.layers.1.mlp.experts.down_proj"][:, 3].mul_(1.5))
-
-
-def break_names(out):
-    edit_weights(out, lambda state: state.update({GAMMA.replace("mma", "ma"): state.pop(GAMMA)}))
-
-
 def break_tokenizer(out):
-    file = out / "tokenizer.json"
-    body = json.loads(file.read_text())
+    body = json.loads((out / "tokenizer.json").read_text())
     body["model"]["vocab"] |= {"a": ord("b"), "b": ord("a")}
-    file.write_text(json.dumps(body))
+    (out / "tokenizer.json").write_text(json.dumps(body))
 
 
 def break_positions(out):
     """Every later token gets the first token's position."""
     code = (out / "modeling_nanokern.py").read_text()
-    for old, new in (("if position_ids is None:", "if True:"), ("[:, -len(columns) :]", "[:, : len(columns)]")):
-        assert code.count(old) == 1
-        code = code.replace(old, new)
+    code = code.replace("if position_ids is None:", "if True:").replace("[:, -len(columns) :]", "[:, : len(columns)]")
     (out / "modeling_nanokern.py").write_text(code)
 
 
@@ -299,11 +264,10 @@ def cut(out):
 
 
 HARMS = {
-    break_weight: "logits of 4 rows",
-    break_positions: "logits of 4 rows",
-    break_names: "missing_keys: model.layers.0.mlp.router.gamma",
-    break_tokenizer: "the tokenizer gives other ids",
-    cut: "cannot be loaded or run",
+    break_weights: ("in one pass: at most", "missing_keys: model.layers.0.mlp.router.gamma"),
+    break_positions: ("generated with a cache: at most",),
+    break_tokenizer: ("the tokenizer gives other ids",),
+    cut: ("cannot be loaded or run",),
 }
 
 
@@ -316,6 +280,6 @@ def test_differences_are_found(exported, tmp_path, capsys):
         harm(copy)
         assert export.check_export(trained, copy) == 1
         printed = capsys.readouterr()
-        assert words in printed.err and words not in printed.out, harm
+        assert all(said in printed.err and said not in printed.out for said in words), (harm, printed)
         assert f"export {trained.run} again, into a new folder" in printed.err
-    assert "tokens: at most" in correct
+    assert correct.count("at most") == 2 and "tokenizer: the same" in correct

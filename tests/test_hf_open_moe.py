@@ -58,8 +58,7 @@ def ids(T=32):
 @KINDS
 def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, kind):
     theirs = make_model(kind)
-    theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")
-    assert len([*(tmp_path / kind).glob("model-*.safetensors")]) > 2
+    theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")  # several files
     model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
     assert words.endswith(f"a model of class {FORMATS[kind].architecture}")  # and nothing changes, as the router
     idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
@@ -71,9 +70,8 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, k
     assert_near(out.loss, loss, LIMIT, "loss")
     out.loss.backward()
     loss.backward()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.copy_(p.grad)
+    for p in theirs.parameters():
+        p.data = p.grad
     theirs.save_pretrained(tmp_path / "gradients")
     expected = FORMATS[kind].to_own(load_file(tmp_path / "gradients/model.safetensors"))
     for name, p in model.named_parameters():
@@ -147,7 +145,6 @@ def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen
     config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
     settings, state = qwen3
     folders = [(settings | {key: value}, state) for key in settings for value in STRANGE]
-    folders += [({k: v for k, v in settings.items() if k != key}, state) for key in settings]
     for name in state:
         if "layers.0" not in name and "experts.1" not in name:
             strange = (torch.ones(()), torch.ones(0), state[name][:-1].clone(), state[name][None].clone())
@@ -163,21 +160,15 @@ def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen
     assert refusals > len(folders) / 3
 
 
-@KINDS
-def test_what_a_family_does_not_compute_is_named(tiny, kind):
-    model = tiny(*SHAPE, *OURS[kind]).model
-    assert FORMATS[kind].find_misfits(model) == []
-    kern = model.model_copy(update={"router": "kern", "n_shared_expert": 1, "n_dense_layer": 1, "dropout": 0.1})
-    assert FORMATS[kind].find_misfits(kern) == [
-        *("model.n_shared_expert = 1", "model.n_dense_layer = 1", "model.dropout = 0.1", "model.router = kern")
-    ]
-
-
-def test_a_run_with_selection_biases_needs_our_code(tiny, tmp_path, capsys):
-    config = tiny("train.max_steps=2", "train.bias_update_rate=0.1", *SHAPE, *OURS["olmoe"])
+def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, capsys):
+    more = ["model.n_shared_expert=1", "model.n_dense_layer=1", "model.dropout=0.1", "model.router=sigmoid"]
+    once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]  # a second step may undo it
+    config = tiny(*once, *SHAPE, *OURS["olmoe"], *more)
     run(config)
     assert export.main([str(path_of(config)), str(tmp_path / "out"), "--format", "olmoe"]) == 2
-    assert "the run has a selection bias (train.bias_update_rate), unlike Olmoe" in capsys.readouterr().err
+    misfits = ", ".join(word.replace("=", " = ") for word in more)
+    says = f"the run has {misfits}, a selection bias (train.bias_update_rate), unlike Olmoe"
+    assert says in capsys.readouterr().err
     assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/modeling_nanokern.py").is_file()
 

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import column, end, meet_in, metrics, start_ranks
-from test_downstream import DOCUMENTS, RIGHT, results, write_tasks
+from test_downstream import DOCUMENTS, results, write_tasks
 
 import configure
 import train
-from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
-from eval.harness import Adapter
 from eval.in_loop import open_tasks
 from eval.scoring import Scorer
 from model import GPT
@@ -41,39 +39,6 @@ def scored(folder, names=DOCUMENTS, *more):
     return [f"eval.tasks={','.join(names)}", f"eval.tasks_dir={folder}", *more]
 
 
-# ---- bits per byte
-
-
-@pytest.mark.numerics
-def test_bits_per_byte_are_those_of_the_right_answer_by_hand(folder, tmp_path):
-    """By a model of made-up likelihoods, on all six tasks, one with an answer of more bytes than characters."""
-
-    def likelihood(context, answer):
-        return -sum(map(ord, context + answer)) % 97 / 7 - 0.125
-
-    class Client(Adapter):
-        def loglikelihood(self, requests, disable_tqdm=False):
-            return [(likelihood(*request.args), False) for request in requests]
-
-    lines = (folder / "arc_easy.jsonl").read_text().replace("bb", "b\u00e9")
-    (folder / "arc_easy.jsonl").write_text(lines, "utf-8")
-    right = RIGHT | {"arc_easy": (RIGHT["arc_easy"][0], " b\u00e9", 1)}
-    manager = tasks.build_task_manager(DOCUMENTS)
-    model = SimpleNamespace(config=SimpleNamespace(block_size=64), head=torch.zeros(1))
-    client = Client(Scorer(model), ByteTokenizer())
-    for name, loaded in tasks.load_tasks(manager, DOCUMENTS, folder, tmp_path).items():
-        for limit in (None, 3):
-            found = tasks.score_task(name, loaded, client, limit=limit)[name]
-            context, answer, _ = right[name]
-            bits = [-likelihood(context.replace("{i}", str(i)), answer) / math.log(2) for i in range(limit or 5)]
-            wanted = [one / len(answer.encode()) for one in bits]
-            mean = sum(wanted) / len(wanted)
-            assert found["bits_per_byte"] == pytest.approx(mean, rel=1e-12), name
-            error = math.sqrt(sum((one - mean) ** 2 for one in wanted) / (len(wanted) - 1) / len(wanted))
-            assert found["bits_per_byte_stderr"] == pytest.approx(error, rel=1e-9)
-            assert found["documents"] == (limit or 5)
-
-
 def test_bits_of_answers_that_are_several_or_none():
     """The most likely of several right ones; a text to continue; an answer that is not among the choices."""
 
@@ -88,9 +53,6 @@ def test_bits_of_answers_that_are_several_or_none():
     assert bits(" caf\u00e9", 12, kind="loglikelihood") == pytest.approx(2)
 
 
-# ---- a run
-
-
 def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
     own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
     config = tiny(
@@ -102,8 +64,8 @@ def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder)
     for line in with_scores[1:]:
         words = [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "winogrande", "hellaswag"]
         assert downstream.main([*words, "--limit", "4", "--checkpoint", str(line["step"])]) == 0
-        found = results(path_of(config), f"step_{line['step']:08}_limit4")["results"]
-        values = {f"tasks/{task}/{key}": value for task in found for key, value in found[task].items()}
+        report = results(path_of(config), f"step_{line['step']:08}_limit4")["results"].items()
+        values = {f"tasks/{task}/{key}": value for task, metrics in report for key, value in metrics.items()}
         wanted = {key: value for key, value in values.items() if "stderr" not in key}
         assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
         assert {"tasks/sciq/bits_per_byte", "tasks/hellaswag/acc_norm"} <= wanted.keys()
@@ -140,13 +102,9 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
         config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
         line = metrics(config)[-1]
         assert downstream.main([str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "piqa"]) == 0
-        found = results(path_of(config))["results"]
-        for task in ("sciq", "piqa"):
+        for task, metrics_of_task in results(path_of(config))["results"].items():
             for key in ("acc", "bits_per_byte"):
-                assert line[f"tasks/{task}/{key}"] == found[task][key], (parallel, task, key)
-
-
-# ---- bad input
+                assert line[f"tasks/{task}/{key}"] == metrics_of_task[key], (parallel, task, key)
 
 
 def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch):

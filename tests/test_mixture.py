@@ -3,12 +3,11 @@
 import random
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import WORDS, write_tiny
+from corpora import write_ids
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs import column, content, end, metrics, run
@@ -19,12 +18,8 @@ from data import DataError, prepare
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
 from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
-from data.tokenizer import ByteTokenizer
-from data.writer import Writer
 from eval import val_loss
 from runtime import RunError
-from runtime.batches import micro_batches
-from runtime.distributed import Ranks
 from runtime.folder import path_of
 
 WEIGHTS = {"arxiv": 0.3, "books": 0.5, "edu": 0.2}
@@ -37,13 +32,9 @@ def sets(tmp_path_factory):
     """A folder with three prepared sets of bytes, of different sizes."""
     folder, choice = tmp_path_factory.mktemp("sets"), random.Random(1).choice
     for name, documents in {"arxiv": 20, "books": 30, "edu": 3}.items():
-        tokenizer = ByteTokenizer()
-        with Writer(folder / name, tokenizer) as writer:
-            for split, count in {"train": documents, "val": 4}.items():
-                for _ in range(count):
-                    text = name + " ".join(choice(WORDS) for _ in range(60))
-                    writer.write(split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot)))
-            writer.finish(name, {}, f"python -m data.prepare text --source FILES --name {name} --tokenizer bytes")
+        texts = [name + " ".join(choice(WORDS) for _ in range(60)) for _ in range(documents + 4)]
+        ids = [[*text.encode(), 256] for text in texts]
+        write_ids(folder / name, sum(ids[4:], []), sum(ids[:4], []), name=name)
     return folder
 
 
@@ -62,30 +53,20 @@ def trained(tmp_path_factory, sets):
     return config
 
 
-# ---- which row is of which set
-
-
 @given(weights=some_weights, first=st.sampled_from([0, 0, 77, 10**12]))
 @example(weights=[1.0] * 5, first=0)
+@example(weights=[5e-324, 1.0], first=0)
 @settings(deadline=None, max_examples=60)
 def test_every_set_has_its_part_of_the_rows(weights, first):
     rows = np.arange(first, first + 3000)
     shares = to_shares(weights)
-    found, places = assign_rows(rows, shares)
-    assert shares.sum() == UNIT and len(found) == len(places) == 3000
-    for of, share in enumerate(shares.tolist()):
-        mine = places[found == of]
+    sets, places = assign_rows(rows, shares)
+    assert shares.sum() == UNIT and len(sets) == len(places) == 3000
+    for number, share in enumerate(shares.tolist()):
+        mine = places[sets == number]
         assert np.array_equal(mine, mine[:1].repeat(len(mine)) + np.arange(len(mine)))  # none twice, none left out
-        before = np.cumsum(found == of) + (mine[0] if len(mine) else 0)  # rows of the set up to each row
-        parts = [int(row + 1) * share / UNIT for row in rows]
-        assert not len(mine) or np.abs(before - parts).max() < 2
-
-
-def test_weights_of_any_size():
-    assert to_shares([5e-324, 1.0]).tolist() == [1, UNIT - 1]
-    assert to_shares([3.0]).tolist() == [UNIT]
-    weights = configure.schema.Data(mix={"b": 1e308, "a": 1e308, "c": 1e-300}).sets
-    assert [*weights] == ["a", "b", "c"] and weights["a"] == 0.5  # the order in the file means nothing
+        before = np.cumsum(sets == number) + (mine[0] if len(mine) else 0)  # rows of the set up to each row
+        assert not len(mine) or np.abs(before - (rows + 1.0) * share / UNIT).max() < 2
 
 
 def tokens_from(first, count):
@@ -97,7 +78,7 @@ def test_each_set_is_read_as_if_alone():
     """Also over epochs: that of 9 windows has some 25 of them here, the others less than one."""
     parts = [tokens_from(0, 4 * 900 + 1), tokens_from(10_000, 4 * 9 + 1), tokens_from(20_000, 4 * 800 + 3)]
     mixture, seen = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3]), [[], [], []]
-    rows = np.concatenate([mixture.batch(step)[0] for step in range(160)])
+    rows = np.concatenate([mixture.batch(step, *part)[0] for step in range(160) for part in ((0, 2), (2, 1), (3,))])
     for row in rows:
         seen[row[0] // 10_000].append(row)
     for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
@@ -116,9 +97,6 @@ def test_where_rows_are_from():
     assert [4 * window for window in alone.locate(3)] == alone.batch(3)[0][:, 0].tolist()
 
 
-# ---- validation
-
-
 def test_windows_are_shared_out():
     assert split_windows(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
     assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
@@ -127,19 +105,19 @@ def test_windows_are_shared_out():
 
 def test_validation_windows_are_those_of_each_set(sets):
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
-    found = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
-    assert np.bincount(found.sets).tolist() == [12, 20, 8]
+    chosen = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
+    assert np.bincount(chosen.sets).tolist() == [12, 20, 8]
     first, last = 0, -1
-    for of, part in enumerate(parts):
-        mine = found.sets == of
+    for number, part in enumerate(parts):
+        mine = chosen.sets == number
         alone = fixed_windows(part, 32, mine.sum())
-        assert np.array_equal(found.windows[mine], first + alone)
-        labels = found.documents[mine]
+        assert np.array_equal(chosen.windows[mine], first + alone)
+        labels = chosen.documents[mine]
         assert np.array_equal(labels - labels[0], window_documents(part, 32, alone)) and labels[0] > last
         first, last = first + (len(part) - 1) // 32, labels[-1]
-    assert np.allclose(found.weights, 1)  # numbers of windows are as the weights here
+    assert np.allclose(chosen.weights, 1)  # numbers of windows are as the weights here
     short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
-    sums = [short.weights[short.sets == of].sum() / len(short.sets) for of in range(3)]
+    sums = [short.weights[short.sets == number].sum() / len(short.sets) for number in range(3)]
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
 
 
@@ -160,14 +138,10 @@ def test_a_mixture_of_one_set_is_that_set(mixed):
     assert column(one, "val/loss") == column(one, "val/books/loss") == column(alone, "val/loss")
 
 
-# ---- resume
-
-
 def test_a_resumed_run_is_the_undisturbed_one(mixed):
     steps = ["train.max_steps=6", "train.checkpoint_interval=3", "eval.interval=3"]
     train.train(calm := mixed(*steps, "run.name=calm"))
-    torn = mixed(*steps, "run.name=torn", "train.keep_checkpoints=9")
-    train.train(torn)
+    train.train(torn := mixed(*steps, "run.name=torn", "train.keep_checkpoints=9"))
     shutil.rmtree(path_of(torn) / "checkpoints/step_00000006")
     train.train(torn)
     assert end(torn) == end(calm)
@@ -217,13 +191,10 @@ def test_sets_that_are_listed(sets, call, tmp_path):
     ("mix", "says"),
     [
         ("{books = 0.5, arxiv = -0.5}", ": 'arxiv': Input should be greater than 0"),
-        ("{books = 0}", ": 'books': Input should be greater than 0"),
         ("{books = nan}", ": 'books': "),
         ("{books = inf}", ": 'books': "),
         ("{books = true}", ": 'books': "),
-        ("{books = {a = 1}}", ": 'books': "),
         ('{"../books" = 1}', "'../books': '[key]': String should match"),
-        ("books", "data.mix = 'books': Input should be a valid dictionary"),
         ("{books: 1}", "data.mix = '{books: 1}': "),
     ],
 )
@@ -245,10 +216,11 @@ def test_a_set_beside_a_mixture_is_refused(tmp_path):
 
 def test_a_mixture_in_a_file(tmp_path):
     file = tmp_path / "x.toml"
-    file.write_text('[data]\ndir = "d"\n[data.mix]\nbooks = 2\n"fineweb-edu" = 0.5\n')
-    config = configure.load(file)
-    assert config.data.sets == {"books": 0.8, "fineweb-edu": 0.2} and config.run.name == "x-kern"
+    file.write_text('[data.mix]\n"fineweb-edu" = 0.5\nbooks = 2\n')
+    sets = configure.load(file).data.sets
+    assert [*sets.items()] == [("books", 0.8), ("fineweb-edu", 0.2)]  # the order in the file means nothing
     assert configure.load(file, ["--data.mix={}"]).data.sets == {"books3": 1.0}
+    assert configure.schema.Data(mix={"b": 1e308, "a": 1e308, "c": 1e-300}).sets["a"] == 0.5
     file.write_text("[data.mix]\nbooks = 0\n")
     with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")):
         configure.load(file)
@@ -265,9 +237,6 @@ def test_a_sweep_over_mixtures(tmp_path):
         configure.load(file)  # the remedy, as a shell takes it
 
 
-# ---- commands
-
-
 def test_val_loss_of_each_set(trained, call):
     said = call(val_loss.main, path_of(trained))
     last = metrics(trained)[-1]
@@ -276,15 +245,3 @@ def test_val_loss_of_each_set(trained, call):
     assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
     assert "no longer" not in said
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
-
-
-@pytest.mark.parametrize("ranks, micro_batch", [(1, 1), (2, 2), (4, 1), (4, 2)])
-def test_the_batch_does_not_depend_on_ranks(mixed, sets, ranks, micro_batch):
-    parts = [open_tokens(sets / name, "train") for name in WEIGHTS]
-    loader, accumulation = Loader(parts, 32, 8, 0, [*WEIGHTS.values()]), 8 // (ranks * micro_batch)
-    plan = SimpleNamespace(
-        loader=loader, config=mixed(f"train.micro_batch_size={micro_batch}"), accumulation=accumulation
-    )
-    seen = [list(micro_batches(plan, [300], Ranks(rank, ranks, torch.device("cpu")))) for rank in range(ranks)]
-    rows = torch.cat([seen[rank][micro][0] for micro in range(accumulation) for rank in range(ranks)])
-    assert torch.equal(rows, torch.from_numpy(loader.batch(300)[0]))

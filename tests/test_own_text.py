@@ -1,7 +1,6 @@
 """data/: a text of one's own, in one file or a few: how validation is split off, and sources that would vanish."""
 
 import gzip
-import io
 import re
 import tarfile
 from pathlib import Path
@@ -33,12 +32,10 @@ def texts_of(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["input.txt", "input.md.gz", "input.jsonl", "input.parquet", "input.tar"])
 def test_one_document_is_cut(run, tmp_path, name):
-    if name == "input.parquet":
-        parquet(tmp_path / name, [LINES])
-    else:
-        kinds = {".txt": str.encode, ".gz": lambda text: gzip.compress(text.encode())}
-        kinds |= {".jsonl": lambda text: jsonl([text]), ".tar": lambda text: tar({"a.txt": text.encode()})}
-        (tmp_path / name).write_bytes(kinds[Path(name).suffix](LINES))
+    parquet(tmp_path / "input.parquet", [LINES])
+    text = LINES.encode()
+    files = {"input.txt": text, "input.md.gz": gzip.compress(text), "input.tar": tar({"a.txt": text})}
+    write_tree(tmp_path, files | {"input.jsonl": jsonl([LINES])})
     out = run("text", "--source", tmp_path / name)
     assert "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
     cut = int(0.95 * len(LINES))
@@ -130,23 +127,18 @@ def test_linked_folders_are_read_and_loops_end(tmp_path):
     (tmp_path / "in/e.txt").symlink_to("../disk/c.txt")
     (tmp_path / "folder").symlink_to("in")
     for root in ("in", "folder"):
-        found = [file.name for file in local_inputs([tmp_path / root])]
-        assert found == ["a.txt", "e.txt", "k/c.txt", "k/d/d.txt", "m/b.txt"]
+        names = [file.name for file in local_inputs([tmp_path / root])]
+        assert names == ["a.txt", "e.txt", "k/c.txt", "k/d/d.txt", "m/b.txt"]
 
 
 def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for i in range(20):
-            member = tarfile.TarInfo(f"{i}.txt")
-            member.size = 20
-            archive.addfile(member, io.BytesIO(b"document number   %02d" % i))
+    (tmp_path / "a.tar").write_bytes(tar({f"{i}.txt": b"document number %02d" % i for i in range(20)}))
+    with tarfile.open(tmp_path / "a.tar", "a") as archive:
         kinds = {"hard.txt": tarfile.LNKTYPE, "soft.md": tarfile.SYMTYPE, "no.pdf": tarfile.LNKTYPE}
         for name, kind in (kinds | {"pipe.txt": tarfile.FIFOTYPE, "folder.txt": tarfile.DIRTYPE}).items():
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "3.txt"
             archive.addfile(member)
-    (tmp_path / "a.tar").write_bytes(stream.getvalue())
     args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
     assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in run(*args)
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20

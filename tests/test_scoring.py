@@ -39,8 +39,8 @@ def assert_same_scores(got, wanted, margins, name):
     """Equal log-likelihoods and greedy flags of pairs, where the margins are large enough for both to be certain."""
     sure = [i for i, margin in enumerate(margins) if margin > MARGIN]
     assert len(sure) > len(margins) / 2
-    found, expected = (torch.tensor([rows[i][0] for i in sure], dtype=torch.float64) for rows in (got, wanted))
-    assert_near(found, expected, tolerance(torch.float32, 32), name)
+    sums = (torch.tensor([rows[i][0] for i in sure], dtype=torch.float64) for rows in (got, wanted))
+    assert_near(*sums, tolerance(torch.float32, 32), name)
     assert [got[i][1] for i in sure] == [wanted[i][1] for i in sure]
 
 

@@ -3,13 +3,14 @@
 import gzip
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import write_tiny
-from corpora import write_ids
+from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
 from runs import column
 from runs import run as train_run
@@ -18,13 +19,7 @@ import configure
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
 from eval.trained import load_model, load_run
-from eval.val_loss import (
-    main,
-    make_windows,
-    open_prepared,
-    open_text,
-    token_lengths,
-)
+from eval.val_loss import main, open_prepared, open_text
 from runtime import folder
 from runtime.metrics import ARRAYS, read_metrics
 
@@ -57,27 +52,23 @@ def score(trained, capsys):
     return call
 
 
-def nats_after(model, context, token):
-    """-log p(token | context), by a separate forward pass."""
-    with torch.no_grad():
-        return -model(torch.tensor([context])).logits[0, -1].double().log_softmax(-1)[token].item()
-
-
+@torch.no_grad()
 def by_hand(model, documents, block, stride):
     """Nats of each token of `documents` but the first of each, from the definition: windows begin at multiples of
     `stride`, and the first that holds a token among its targets scores it."""
-    found = []
+    nats = []
     for ids in documents:
         for at in range(1, len(ids)):
             start = next(start for start in range(0, len(ids), stride) if start < at <= start + block)
-            found.append(nats_after(model, ids[start:at], ids[at]))
-    return found
+            logits = model(torch.tensor([ids[start:at]])).logits[0, -1]  # by a forward pass of its own
+            nats.append(-logits.double().log_softmax(-1)[ids[at]].item())
+    return nats
 
 
-def assert_close(found, wanted, name):
+def assert_close(measured, wanted, name):
     """Equal but for the rounding of fp32 in the model; sums over windows are in fp64."""
-    found, wanted = (torch.tensor([float(value)], dtype=torch.float64) for value in (found, wanted))
-    assert_near(found, wanted, tolerance(torch.float32, 32), name)
+    values = (torch.tensor([float(value)], dtype=torch.float64) for value in (measured, wanted))
+    assert_near(*values, tolerance(torch.float32, 32), name)
 
 
 @pytest.mark.numerics
@@ -105,12 +96,12 @@ def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride
     """Documents of several windows, one token and none, in batches with and without padding."""
     monkeypatch.setattr(val_loss, "TOKENS", at_once)
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     file = tmp_path / "one.txt.gz"
     file.write_bytes(gzip.compress(b"a bee"))
-    found, _ = score("--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride]))
+    lines, _ = score("--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride]))
     model = load_model(trained).model
-    for line, documents in zip(found, ([TEXT, "x", *texts[3:]], ["a bee"]), strict=True):
+    for line, documents in zip(lines, ([TEXT, "x", *texts[3:]], ["a bee"]), strict=True):
         nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
         size = len("".join(documents).encode())
         assert line["tokens"] == line["bytes"] == len(nats) == size
@@ -121,7 +112,7 @@ def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride
     assert few[0]["tokens"] == 32 + 8 + 8  # the first three
     few, _ = score("--data", tmp_path / "many.jsonl", "--windows", 3)
     assert few[0]["tokens"] == 32 + 6 + 14  # windows 0, 2 and 4 of 7, the third of the first text
-    assert [line["windows"] for line in found] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
+    assert [line["windows"] for line in lines] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
 
 
 @pytest.mark.numerics
@@ -140,41 +131,16 @@ def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
 
 def test_all_windows_of_a_split(trained, score, corpus):
     tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
-    found, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
-    assert [line["data"] for line in found] == [str(corpus / "tiny")] * 2
-    assert found[0]["windows"] == (len(tokens) - 1) // 32
+    lines, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
+    assert [line["data"] for line in lines] == [str(corpus / "tiny")] * 2
+    assert lines[0]["windows"] == (len(tokens) - 1) // 32
     assert out.count("tiny (train)") == 2
+    assert main([str(trained), "--windows", "6", "--stride", "16"]) == 0
+    kept = (trained / "eval/step_00000004/val_loss.json").read_text().splitlines()  # results are added
+    assert [*map(json.loads, kept[:2])] == lines and [json.loads(line)["stride"] for line in kept] == [None, None, 16]
     (few,), _ = score("--windows", 3)
     losses = column(read_metrics(trained / "metrics.jsonl", ARRAYS), "val/window_losses")[-1]
     assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
-
-
-@pytest.mark.parametrize("block, stride", [(1, 1), (8, 8), (8, 3), (8, 1), (7, 6)])
-def test_each_token_is_scored_once_after_enough_context(block, stride):
-    for count in range(2, 40):
-        windows = make_windows(count, block, stride)
-        scored = [at + 1 for _, stop, first in windows for at in range(first, stop)]
-        assert scored == list(range(1, count))
-        for start, stop, first in windows:
-            assert 0 <= start <= first < stop <= start + block and stop < count
-            assert first == 0 or first + 1 - start >= block - stride  # tokens before the first one scored
-
-
-def test_results_are_added(trained, score):
-    (first,), _ = score()
-    assert main([str(trained), "--stride", "16", "--windows", "6"]) == 0
-    file = trained / "eval/step_00000004/val_loss.json"
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert kept[0] == first and [line["stride"] for line in kept] == [None, 16]
-
-
-def test_bytes_of_gpt2_tokens(fake_ranks, monkeypatch):
-    tokenizer = GPT2Tokenizer(fake_ranks)
-    lengths = token_lengths(tokenizer)
-    assert lengths.shape == (50257,) and lengths[tokenizer.eot] == 0
-    for text in (TEXT, "naïve 猫 🐝", "<|endoftext|>"):
-        ids = tokenizer.encode(text)
-        assert len(ids) < len(text.encode()) == lengths[ids].sum()
 
 
 def test_standard_error_of_unequal_windows():
@@ -199,27 +165,22 @@ def test_documents_of_scored_windows(trained, tmp_path, score, corpus):
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2")
     for stride in (None, 8):
         args = SimpleNamespace(split="val", stride=stride, windows=math.inf)
-        found = open_prepared(corpus / "tiny", trained_model, args, 6)
-        middles = [(first + stop + 1) // 2 for _, stop, first in found.windows.tolist()]
+        scored = open_prepared(corpus / "tiny", trained_model, args, 6)
+        middles = [(first + stop + 1) // 2 for _, stop, first in scored.windows.tolist()]
         wanted = [int(np.count_nonzero(tokens[:middle] == EOT)) for middle in middles]
-        assert (np.diff(found.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist() and wanted[-1] > 2
-    (tmp_path / "two.jsonl").write_text(json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": "x" * 40}) + "\n")
-    args = SimpleNamespace(stride=8, windows=None)
-    found = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, args)
-    assert found.documents.tolist() == sorted(found.documents.tolist()) and {*found.documents.tolist()} == {0, 1}
-    assert len(found.documents) == len(found.windows)
+        assert (np.diff(scored.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist() and wanted[-1] > 2
+    (tmp_path / "two.jsonl").write_bytes(jsonl([TEXT, "x" * 40]))
+    scored = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None))
+    assert scored.documents.tolist() == [0] * 6 + [1] * 2
 
 
-def test_changed_data_set_is_noted(trained, score, tmp_path):
+def test_changed_data_set_is_noted(trained, score, call, corpus, tmp_path):
     assert "no longer" not in score()[1]
-    config = (trained / "config.toml").read_text()
-    write_set(tmp_path / "tiny", ByteTokenizer())
-    try:
-        lines = [f'dir = "{tmp_path.as_posix()}"' if line.startswith("dir = ") else line for line in config.split("\n")]
-        (trained / "config.toml").write_text("\n".join(lines))
-        assert f"note: {tmp_path}/tiny is no longer the data that tiny was trained on" in score()[1]
-    finally:
-        (trained / "config.toml").write_text(config)
+    run, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(trained, run)
+    write_set(data / "tiny", ByteTokenizer())
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(corpus), str(data)))
+    assert f"note: {data}/tiny is no longer the data that tiny was trained on" in call(main, run)
 
 
 def write_set(path, tokenizer, length=99):
@@ -238,14 +199,13 @@ def write_set(path, tokenizer, length=99):
         ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
     ],
 )
-def test_bad_input(trained, tmp_path, capsys, fake_ranks, words, message):
+def test_bad_input(trained, tmp_path, call, fake_ranks, words, message):
     (tmp_path / "short.txt").write_text("x")
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))
     write_set(tmp_path / "small", ByteTokenizer(), 20)
     write_set(tmp_path / "damaged", ByteTokenizer())
     (tmp_path / "damaged/val-00000.bin").write_bytes(b"y\0" * 99)
-    assert main([str(trained), *words.format(tmp_path).split()]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and message in said.err
+    said = call(main, trained, *words.format(tmp_path).split(), code=2)
+    assert said.startswith("error: ") and message in said
     with pytest.raises(SystemExit, match="2"):
         main([str(trained), "--windows", "0"])
