@@ -31,7 +31,7 @@ class Benchmark:
     def __init__(self, args: Namespace, device: torch.device, title: str, *notes: str) -> None:
         self.args, self.device = args, device
         self.cold = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-        machine = {"device": distributed.device_name(device), "threads": torch.get_num_threads()}
+        machine: dict[str, Any] = {"device": distributed.device_name(device), "threads": torch.get_num_threads()}
         machine |= {"torch": torch.__version__, "python": platform.python_version()}
         machine["triton"] = getattr(sys.modules.get("triton"), "__version__", None)  # kernels/ imports it if installed
         date = datetime.now().astimezone().isoformat(timespec="seconds")
