@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from configure.schema import Model as ModelConfig
-from router import ROUTERS, Router, RouterSpec, monte_carlo_scale
+from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
 
 Array = np.ndarray
 
@@ -45,7 +45,7 @@ def gate_scale(config: ModelConfig) -> float:
 
     Seven digits, so that processors that round differently have the same.
     """
-    spec = ROUTERS[config.router]
+    spec = find_spec(config.router)
     if spec is None or not config.gate_norm:
         return config.gate_scale
     if torch.get_default_device().type == "meta":

@@ -23,7 +23,7 @@ from gate_norm import gate_scale
 from kernels import expert_mlp, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
-from router import ROUTERS, Router, Stats
+from router import Router, Stats, find_spec
 
 
 class Output(NamedTuple):
@@ -83,7 +83,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        spec = ROUTERS[config.router]
+        spec = find_spec(config.router)
         assert spec is not None, "a dense model has no MoE"
         self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, gate_scale(config))
         self.router.fused = partial(route, backend=config.backend)
@@ -231,7 +231,7 @@ class GPT(nn.Module):
 
 def dense_layers(config: ModelConfig) -> int:
     """The number of layers without experts, which are the first: all of a dense model."""
-    return config.n_layer if ROUTERS[config.router] is None else config.n_dense_layer
+    return config.n_layer if find_spec(config.router) is None else config.n_dense_layer
 
 
 def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:

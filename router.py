@@ -9,6 +9,7 @@ find its name there.
 Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported models can ship it.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -84,6 +85,33 @@ ROUTERS: dict[str, RouterSpec | None] = {
     "softmax-l2": RouterSpec("exp", post="l2 over all"),  # control: KERN's norm with softmax's φ
     "sqrtgate": RouterSpec("sqrtexp", post="l2 over topk"),  # control for scale: √softmax over topk, so Σ g² = 1
 }
+
+
+def find_spec(router: str) -> RouterSpec | None:
+    """The spec of a name in ROUTERS, or of a formula such as "tanh, post=l2 over topk, gamma, c=2".
+
+    A formula is φ and, after commas, the terms that differ from RouterSpec's defaults.
+
+    Raises:
+        ValueError: it is neither, or the formula has no meaning.
+    """
+    if router in ROUTERS:
+        return ROUTERS[router]
+    phi, *terms = (term.strip() for term in router.split(","))
+    fields: dict[str, Any] = {}
+    for term in terms:
+        name, _, value = (part.strip() for part in term.partition("="))
+        if name in ("gamma", "bias") and not value:
+            fields[name] = True
+        elif name in ("pre", "post") and value:
+            fields[name] = value
+        elif name == "c" and re.fullmatch(r"\d+(\.\d+)?", value):
+            fields[name] = float(value)
+        elif term == "c=monte_carlo":
+            fields[name] = value
+        else:
+            raise ValueError(f"router {router!r}: {term!r} is none of pre=NORM, post=NORM, gamma, bias, c=NUMBER")
+    return RouterSpec(phi, **fields)
 
 
 Fused = Callable[..., tuple[Tensor, ...] | None]  # as `kernels.route`

@@ -188,6 +188,7 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     """
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
+    table.pop("track", None)  # a contest's protocol: scripts/track/protocol.py
     in_file = {key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}}
     if Path(path).name == "config.toml":
         in_file = _older_behaviour(in_file) | in_file

@@ -8,15 +8,18 @@ This package imports no torch, so that a typo in a config file is reported withi
 """
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 ROUTER_FILE = Path(__file__).parents[1] / "router.py"
 
 
+@cache
 def read_router_names(file: Path = ROUTER_FILE) -> list[str]:
     """The keys of the dict literal ROUTERS, a line each, read from the source: importing router.py imports torch."""
     routers = file.read_text(encoding="utf-8").partition("\nROUTERS: ")[2].partition("\n}")[0]
@@ -55,8 +58,11 @@ class Model(Section):
     block_size: int = Field(512, ge=1, le=2**20, description="context length in tokens")
     vocab_size: int = Field(50304, ge=2, le=2**16, description="vocabulary; GPT-2's 50257 padded to a multiple of 64")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation")
-    router: Literal[*read_router_names()] = Field(  # pyrefly: ignore[invalid-literal]  # known at run time only
-        "kern", description="how tokens choose experts; dense: one MLP as wide as all experts that a token takes"
+    router: str = Field(
+        "kern",
+        description="how tokens choose experts; dense: one MLP as wide as all experts that a token takes; "
+        'a formula such as "tanh, post=l2 over topk, gamma, c=2" is a router, too',
+        json_schema_extra={"enum": [*read_router_names()]},
     )
     n_expert: int = Field(64, ge=1, le=2**14, description="experts per block; ignored by dense")
     top_k: int = Field(8, ge=1, le=2**14, description="experts per token")
@@ -75,6 +81,15 @@ class Model(Section):
     bias: bool = Field(False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none")
     init_std: float = Field(0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) in residual projections")
     backend: Literal["auto", "reference", "torch", "triton"] = Field("auto", description="kernels of experts, LM head")
+
+    @field_validator("router")
+    @classmethod
+    def _find_router(cls, value: str) -> str:
+        """A name of ROUTERS, or what may be a formula: `router.find_spec` reads it."""
+        if value not in read_router_names() and "," not in value:
+            choices = ", ".join(map(repr, read_router_names()))
+            raise PydanticCustomError("literal_error", "Input should be {c}, or a formula with commas", {"c": choices})
+        return value
 
 
 class Mix(dict[str, float]):

@@ -38,7 +38,7 @@ from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation
 from model import GPT
-from router import ROUTERS, Router, Routing, entropy, expert_loads, token_distribution
+from router import Router, Routing, entropy, expert_loads, find_spec, token_distribution
 from runtime import distributed
 
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
@@ -232,7 +232,7 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
         models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
     for model in models:
         name = model.config.run.name
-        if ROUTERS[model.config.model.router] is None:
+        if find_spec(model.config.model.router) is None:
             raise ValueError(f"{name} is dense and has no router; name a run with another model.router")
         for key in COMPARABLE:
             mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)

@@ -8,7 +8,7 @@ from common.text import markdown_table
 from configure import Config
 from data.tokenizer import Tokenizer
 from model import GPT, count_parameters
-from router import ROUTERS
+from router import find_spec
 from runtime.metrics import read_metrics
 
 CARD = Path(__file__).with_name("card.md")
@@ -31,7 +31,7 @@ def format_card(source: Source, form: str, dtype: str) -> str:
     """README.md of an export of `source` as `form`, a key of FORMATS, with weights in `dtype`."""
     model, own_code = source.config.model, form == "nanokern"
     total, active = count_parameters(model)
-    settings = model.model_dump() | {"router": f"{model.router}: {ROUTERS[model.router]}"}
+    settings = model.model_dump() | {"router": f"{model.router}: {find_spec(model.router)}"}
     mean = f"the {source.mean} up to" if source.mean else "those of"
     return CARD.read_text("utf-8").format(
         tags=", ".join(["nanokern", model.router] if own_code else ["nanokern", model.router, form]),

@@ -10,9 +10,10 @@ class NanoKernConfig(PretrainedConfig):
     experts with weights in its own layout. It has to run modeling_nanokern.py instead.
 
     Args:
-        router: a key of ROUTERS in router.py. "dense" has one MLP of hidden width `intermediate_size` per block, as
-            have the first `n_dense_layer` blocks of any other model; the rest have `n_expert` experts of hidden width
-            `moe_intermediate_size`, `num_experts_per_tok` per token, and `n_shared_expert` that every token takes.
+        router: a name or formula, as `router.find_spec` takes it. "dense" has one MLP of hidden width
+            `intermediate_size` per block, as have the first `n_dense_layer` blocks of any other model; the rest have
+            `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` per token, and
+            `n_shared_expert` that every token takes.
         gated: MLPs and experts compute hidden_act(gate) * up.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
         qk_norm: norm of queries and keys: "off", over each "head", or over "all" heads.

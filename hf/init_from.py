@@ -27,7 +27,7 @@ from hf.formats import FORMATS, Format, dense_width
 from hf.names import BUFFERS
 from hf.tokenizer_files import make_vocabulary
 from model import GPT
-from router import ROUTERS
+from router import find_spec
 from runtime import RankError, RunError, checkpoint, distributed, folder
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -103,7 +103,7 @@ def _find_position_keys(theirs: Model, model: Model) -> list[str]:
 
 def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
     """The keys in which `model` must be like `theirs`, so that MLPs and experts have the same shapes."""
-    dense, was_dense = ROUTERS[model.router] is None, ROUTERS[theirs.router] is None
+    dense, was_dense = find_spec(model.router) is None, find_spec(theirs.router) is None
     keys = ["router"] if dense != was_dense else []
     if was_dense:
         same = dense_width(theirs) == dense_width(model)
@@ -116,7 +116,7 @@ def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
 
 def _describe_changes(theirs: Model, model: Model) -> list[str]:
     """What `model` computes differently with the same weights."""
-    keys = ["norm_eps"] if ROUTERS[model.router] is None else ["router", "top_k", "gate_scale", "norm_eps"]
+    keys = ["norm_eps"] if find_spec(model.router) is None else ["router", "top_k", "gate_scale", "norm_eps"]
     before, now = ({**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model))
     return [f"model.{key} changes from {before[key]} to {now[key]}" for key in keys if before[key] != now[key]]
 

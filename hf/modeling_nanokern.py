@@ -21,7 +21,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_nanokern import NanoKernConfig
-from .router import ROUTERS, Router  # pyrefly: ignore[missing-import]  (beside this file in an export)
+from .router import Router, find_spec  # pyrefly: ignore[missing-import]  (beside this file in an export)
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
 
@@ -143,7 +143,7 @@ class NanoKernMoE(nn.Module):
 
     def __init__(self, config: NanoKernConfig) -> None:
         super().__init__()
-        spec = ROUTERS[config.router]
+        spec = find_spec(config.router)
         assert spec is not None  # dense models have no MoE
         self.router = Router(config.hidden_size, config.n_expert, config.num_experts_per_tok, spec, config.gate_scale)
         self.experts = NanoKernExperts(config)
@@ -167,7 +167,7 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = NanoKernAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
-        dense = ROUTERS[config.router] is None or layer_idx < config.n_dense_layer
+        dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
         self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias) if dense else NanoKernMoE(config)
         self.dropout = config.dropout
 

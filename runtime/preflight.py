@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.util import find_spec as find_package
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
 from data.mixture import check_documents, check_sets, identify
 from model import parameter_shapes
+from router import find_spec
 from runtime import RunError, distributed, memory
 from runtime.branch import Branch, check_length, find_branch
 from runtime.folder import RunFolder, path_of, replace
@@ -81,8 +82,12 @@ def preflight(config: Config, open_tasks: OpenTasks | None = None) -> Plan:
         RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit its settings.
         DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
     """
-    if config.log.tensorboard and find_spec("tensorboard") is None:
+    if config.log.tensorboard and find_package("tensorboard") is None:
         raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
+    try:
+        find_spec(config.model.router)
+    except ValueError as error:
+        raise RunError(f"model.router: {error}") from None
     run = RunFolder(path_of(config))
     config = run.keep_recorded(config)
     changes, last_step = run.find_changes(config), run.last_step

@@ -12,6 +12,8 @@ from configure import Config, ConfigError, differences, dumps, from_command_line
 from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
+from runtime import RunError
+from runtime.preflight import preflight
 
 ROOT = Path(__file__).parents[1]
 
@@ -275,6 +277,14 @@ def test_every_router_can_be_chosen(tmp_path):
     copy = tmp_path / "router.py"
     copy.write_text(source.replace(first, '    "mine": RouterSpec("relu"),\n' + first))
     assert read_router_names(copy) == ["mine", *ROUTERS]
+
+
+def test_a_formula_is_a_router(tiny_file):
+    """It names the run; train.py refuses one without meaning before it writes anything."""
+    config = load(tiny_file, ["--model.router=tanh, post=l2 over topk", "--run.name="])
+    assert config.run.name == "tiny-tanh-post-l2-over-topk"
+    with pytest.raises(RunError, match="model.router: norm 'l9' is not one of"):
+        preflight(load(tiny_file, ["--model.router=tanh, post=l9"]))
 
 
 @pytest.mark.parametrize("command", ["{} --model.router=tanh --run.seed=3", "--model.router tanh {} --run.seed 3"])

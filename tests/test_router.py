@@ -13,7 +13,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import router as router_module
 from eval.theory import exact
-from router import ROUTERS, Router, RouterSpec, balance_loss, expert_loads, monte_carlo_scale, token_distribution
+from router import (
+    ROUTERS,
+    Router,
+    RouterSpec,
+    balance_loss,
+    expert_loads,
+    find_spec,
+    monte_carlo_scale,
+    token_distribution,
+)
 
 N, C, E, K = 48, 12, 16, 4
 SPARSE = [name for name in ROUTERS if name != "dense"]
@@ -36,6 +45,14 @@ GATES = {
     "sqrtsoftplus": lambda s, top: (1 + top.exp()).log().sqrt() / total((1 + top.exp()).log().sqrt()),
     "softmax-l2": lambda s, top: top.exp() / total((2 * s).exp()).sqrt(),
     "sqrtgate": lambda s, top: (top.exp() / total(top.exp())).sqrt(),
+}
+# Another way to write each of ROUTERS, docs/paper.md's table
+FORMULAS = {
+    "softmax": "exp, post=l1 over all",
+    "kern": "relu, pre=l2 over all, gamma, bias",
+    "kern-after": "relu,bias,gamma, pre = l2 over topk",
+    "kern-mc": "relu, pre=l2 over all, gamma, bias, c=monte_carlo",
+    "sqrtgate": "sqrtexp, post=l2 over topk, c=1",
 }
 GATES |= dict.fromkeys(("kern-mc", "kern-nogamma", "kern-nobias"), GATES["kern"])
 # What experts are chosen by, plus the bias, where a router is published with one
@@ -279,3 +296,13 @@ def test_what_means_nothing_is_refused(fields, message):
     for top_k in (0, E + 1):
         with pytest.raises(ValueError, match=f"top_k {top_k} must lie between 1 and n_expert {E}"):
             Router(C, E, top_k, ROUTERS["kern"])
+
+
+def test_a_formula_is_the_router_that_it_names():
+    for name, formula in FORMULAS.items():
+        assert find_spec(formula) == find_spec(name) == ROUTERS[name]
+    assert find_spec("dense") is None and find_spec("tanh, c=2.5") == RouterSpec("tanh", c=2.5)
+    cases = ["tanh, pre", "tanh, gamma=1", "tanh, c=", "tanh, c=-1", "tanh,", "tanh, post=l3 over all", "cosh, gamma"]
+    for wrong in [*cases, "exp, c=2", "tanh, c=monte_carlo"]:
+        with pytest.raises(ValueError, match="router|phi|norm|c ="):
+            find_spec(wrong)

@@ -13,7 +13,7 @@ import configure
 from configure.schema import Config
 from kernels import route
 from model import GPT, flops_per_token
-from router import ROUTERS, Router
+from router import Router, find_spec
 from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
 from runtime.state import build_optimizer
@@ -66,7 +66,7 @@ class Step:
 
 def build_router(config: Config, device: torch.device) -> Callable[[], object]:
     """A config's router, forward, and backward to its input and parameters, on random fp32 tokens; no balance loss."""
-    model, spec = config.model, ROUTERS[config.model.router]
+    model, spec = config.model, find_spec(config.model.router)
     if spec is None:
         raise RunError(f"model.router = {model.router} has no router: set --model.router=kern")
     router = Router(model.n_embd, model.n_expert, model.top_k, spec).to(device)
