@@ -4,6 +4,7 @@ Files may be local or on the Hugging Face hub, plain or compressed; nothing is e
 does not grow with the file. Decoding and parsing happen in encode.py, in the workers.
 """
 
+import bz2
 import gzip
 import io
 import tarfile
@@ -15,9 +16,9 @@ from common.text import first_line
 from data import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-COMPRESSION = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+COMPRESSION = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _STEMS = (".txt", ".md", ".jsonl", ".json", ".tar")
-KINDS = (*(stem + end for end in ("", ".gz", ".zst") for stem in _STEMS), ".tgz", ".parquet")
+KINDS = (*(stem + end for end in ("", ".gz", ".zst", ".bz2") for stem in _STEMS), ".tgz", ".parquet")
 TEXT = (".txt", ".md")  # the members of an archive that are documents
 
 
@@ -90,6 +91,8 @@ def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
     """Decodes any number of frames in sequence; raises OSError or EOFError if the last one is cut short."""
     if compression == "gzip":  # pyarrow takes zeros after the end, with which tapes and disk images pad, for damage
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)  # pyrefly: ignore[bad-argument-type]
+    if compression == "bz2":
+        return bz2.BZ2File(raw)  # pyrefly: ignore[bad-return]
     import pyarrow
 
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), 2**20)

@@ -1,5 +1,6 @@
 """data/: files of every kind as input, good, bad and damaged."""
 
+import bz2
 import gzip
 import json
 import re
@@ -71,10 +72,10 @@ def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
         assert done == sorted(done) and 0 <= done[0] and done[-1] <= inputs[0].size and done[-1] > inputs[0].size / 2
 
 
-@pytest.mark.parametrize("end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst"])
+@pytest.mark.parametrize("end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst", ".txt.bz2"])
 def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp_path, end):
     data = "\r\n# naïve\r\n\n a <|endoftext|> b \x00\u2028 🙂\n".encode()
-    compress = {".gz": gzip.compress, ".zst": corpora.zstd}.get(Path("a" + end).suffix, bytes)
+    compress = {".gz": gzip.compress, ".zst": corpora.zstd, ".bz2": bz2.compress}.get(Path("a" + end).suffix, bytes)
     stored = b"\xef\xbb\xbf" + data
     (tmp_path / f"a{end}").write_bytes(corpora.in_parts(compress, stored) if compress is not bytes else stored)
     assert [raw.data for raw in read_documents(local_inputs([tmp_path])[0], "text")] == [data]
