@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -234,11 +235,20 @@ def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) 
 
 
 class Pool:
-    """Trains points, as many at once as there are shares of the GPUs."""
+    """Trains points, as many at once as there are shares of the GPUs.
 
-    def __init__(self, file: str, points: list[Point], shares: list[list[str]]) -> None:
-        self.file, self.waiting, self.free = file, [*points], [*shares]
-        self.parallel = len(shares) > 1
+    `on_end(point, exit code)` is called when a point has ended, instead of lines about it.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        points: list[Point],
+        shares: list[list[str]],
+        on_end: Callable[[Point, int], None] | None = None,
+    ) -> None:
+        self.file, self.waiting, self.free, self.on_end = file, [*points], [*shares], on_end
+        self.to_logs = len(shares) > 1 or on_end is not None
         self.threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
         self.running: list[Job] = []
         self.failed: list[Job] = []
@@ -268,28 +278,31 @@ class Pool:
             self.running.remove(job)
             self.free.append(job.gpus)
             code = job.process.returncode
-            if self.parallel:
+            if self.on_end:
+                self.on_end(job.point, code)
+            elif self.to_logs:
                 print(f"[{job.point.number}] exit code {code}: {job.point.folder}", flush=True)
             if code not in (0, EXIT_CODE) and not self.stopping:
                 self.failed.append(job)
         return [job.process.returncode for job in ended]
 
     def _describe(self, point: Point, gpus: list[str]) -> str:
-        log = f"    # log: {point.folder}/train.log" if self.parallel else ""
+        log = f"    # log: {point.folder}/train.log" if self.to_logs else ""
         return point.command(self.file, len(gpus)) + log
 
     def _start(self, point: Point, gpus: list[str]) -> None:
         """Start train.py on `gpus`; in parallel with a share of the cores, and its output in the run's train.log."""
-        print(f"[{point.number}] {self._describe(point, gpus)}", flush=True)
+        if not self.on_end:
+            print(f"[{point.number}] {self._describe(point, gpus)}", flush=True)
         launch = [sys.executable]
         if len(gpus) > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
         command, env, log = [*launch, TRAIN, self.file, *point.overrides], dict(os.environ), nullcontext()
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        elif self.parallel:
+        elif self.to_logs:
             env.setdefault("OMP_NUM_THREADS", str(self.threads))
-        if self.parallel:
+        if self.to_logs:
             point.folder.mkdir(parents=True, exist_ok=True)
             log = (point.folder / "train.log").open("ab")
         follow = partial(end_with_parent, os.getpid())

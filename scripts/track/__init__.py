@@ -1,0 +1,1 @@
+"""The router track: one fixed contest that any router can enter; track/README.md is its page."""

@@ -1,0 +1,171 @@
+"""The router track: is this router better? One fixed contest, with a verdict. track/README.md has its rules.
+
+    python -m scripts.track enter kern --parallel 2                     a router of router.py: 26 runs
+    python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, without editing code
+    python -m scripts.track enter mine --draft                          4 draws and 2 judged seeds, uncommitted code
+    python -m scripts.track verify track/records/cpu/*.json             check records and show their verdicts
+    python -m scripts.track verify track/records/cpu/kern.json --rerun 100      train one judged seed again
+    python -m scripts.track table                                       write the tables of both READMEs
+
+`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json, of a draft runs/track-cpu/drafts/.
+"""
+
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from common.command import build_parser, command, require_packages, run_command
+from common.text import markdown_table
+from router import ROUTERS, find_spec
+from runtime.signals import EXIT_CODE, Stop
+from scripts.sweep import Point, Pool
+from scripts.track import entry, table
+from scripts.track.protocol import Protocol, Task, load_protocol
+from scripts.track.record import LARGEST, Record, find_faults, has_judged_runs, judged_runs, losses_of, read_record
+from scripts.track.verdicts import judge_entries
+
+CPU = "config/track/cpu.toml"
+DRAFT_SEEDS = 2
+
+
+@command
+def main(argv: list[str] | None, stop: Stop) -> int:
+    """Run a command."""
+    parser = build_parser("scripts.track", __doc__)
+    parser.add_argument("--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    enter = commands.add_parser("enter", help="tune, judge and record a router")
+    enter.add_argument("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
+    enter.add_argument("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
+    enter.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)"
+    )
+    enter.add_argument("--draft", action="store_true", help="4 draws and few seeds; code may be uncommitted")
+    enter.add_argument("--seeds", type=int, metavar="N", help="judged seeds of a draft (default: 2)")
+    verify = commands.add_parser("verify", help="check records and show their verdicts")
+    verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
+    verify.add_argument("--rerun", type=int, metavar="SEED", help="train a judged seed of a record again and compare")
+    commands.add_parser("table", help="write the tables and the picture from all records")
+    args = parser.parse_args(argv)
+    require_packages("scipy")
+    protocol = load_protocol(args.track)
+    return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](protocol, args, stop)
+
+
+def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Enter a router; prints the verdict."""
+    router = args.spec or args.name
+    name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
+    if not args.spec and router not in ROUTERS:
+        raise ValueError(f"{name or 'NAME'!r} is no router of router.py: add its line to ROUTERS, or give --spec")
+    if args.spec and name in ROUTERS and name != args.spec:
+        raise ValueError(f"{name} is another router of router.py; give the formula a name of its own")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
+    find_spec(router)
+    if args.parallel < 1:
+        raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
+    if args.draft:
+        seeds = DRAFT_SEEDS if args.seeds is None else args.seeds
+        if not 2 <= seeds <= len(protocol.judge_seeds):
+            raise ValueError(f"--seeds {seeds}: expected 2 to {len(protocol.judge_seeds)}")
+        protocol = protocol.as_draft(seeds)
+    elif args.seeds is not None:
+        raise ValueError("--seeds is of a draft; an entry has all seeds of the protocol")
+    else:
+        entry.check_committed()
+    runs = protocol.runs / ("drafts" if args.draft else "") / name
+    path = runs.parent / f"{name}.json" if args.draft else protocol.records / f"{name}.json"
+    record = entry.start_record(protocol, path, name, router)
+    entry.prepare_data(protocol)
+    code = entry.enter(protocol, record, path, runs, args.parallel, stop)
+    if code:
+        print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
+        return code
+    print(f"{path}: complete", flush=True)
+    others = [other for other in load_complete(protocol.records, protocol) if other["name"] != name]
+    print_verdicts(protocol, [*others, read_record(path)])
+    return 0
+
+
+def load_complete(folder: Path, protocol: Protocol) -> list[Record]:
+    """The records of a folder that have all judged runs; others are named on stderr."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        record = read_record(path)
+        if has_judged_runs(protocol, record):
+            records.append(record)
+        else:
+            print(f"{path}: not complete; enter {record['name']} to resume", file=sys.stderr)
+    return records
+
+
+def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
+    """A row for each record; the verdicts are corrected for all of them."""
+    head = ["router", "loss, nats per byte", f"minus {protocol.reference}", f"minus {protocol.second}", "speed-up"]
+    rows = judge_entries(protocol, records)
+    print(markdown_table(head, [table.format_verdicts(protocol, row) for row in rows]), flush=True)
+
+
+def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Check records; exit code 1 if one has a fault."""
+    if args.rerun is not None:
+        (path,) = args.records if len(args.records) == 1 else [None]
+        if path is None:
+            raise ValueError("--rerun is of one record; name only that")
+        return rerun(protocol, read_record(path), args.rerun, stop)
+    intact, faulty, names = [], 0, {}
+    for path in args.records:
+        record = read_record(path)
+        faults = find_faults(protocol, record, path.name)
+        if path.stat().st_size > LARGEST:
+            faults.append(f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
+        if other := names.setdefault(record["name"], path) != path:
+            faults.append(f"{other} is an entry of the same name; keep one")
+        print(f"{path}: {'intact' if not faults else f'{len(faults)} fault(s)'}", flush=True)
+        for fault in faults:
+            print(f"  {fault}")
+        faulty += bool(faults)
+        if not faults:
+            intact.append(record)
+    if intact:
+        print_verdicts(protocol, intact)
+    return int(faulty > 0)
+
+
+def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
+    """Train a judged seed again: 0 if its loss is the record's but for another processor's rounding, within the margin.
+
+    A run of the same processor and versions is bit-equal; elsewhere rounding grows to a few thousandths.
+    """
+    judged = judged_runs(record)
+    if seed not in judged:
+        raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}")
+    entry.prepare_data(protocol)
+    task = Task("judge", judged[seed]["draw"], seed)
+    folder = protocol.runs / "rerun" / record["name"]
+    results = []
+
+    def collect(point: Point, code: int) -> None:
+        if code != EXIT_CODE:
+            results.append(entry.read_result(point.folder, task))
+
+    point = entry.make_point(protocol, record["router"], task, folder)
+    if code := Pool(protocol.file, [point], [[]], collect).run(stop):
+        return code
+    before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], results[0]))
+    print(f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}")
+    return int(not (before == now or abs(before - now) <= protocol.margin))
+
+
+def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Write the tables and the picture."""
+    require_packages("matplotlib")
+    rows = judge_entries(protocol, load_complete(protocol.records, protocol))
+    print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:], Stop().listen()))

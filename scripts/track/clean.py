@@ -1,0 +1,65 @@
+"""Make track/text from the books' sources, and say whether each is what the repository holds.
+
+    git clone https://github.com/mlschmitt/classic-books-markdown CLONE
+    git -C CLONE checkout 944882722e9a96fa6cf2739dc2ea757e101f412f
+    python -m scripts.track.clean CLONE
+
+track/text/SOURCES.tsv names the file of the clone that each book is from, and the sha256 of its cleaned text.
+"""
+
+import bz2
+import csv
+import hashlib
+import re
+from pathlib import Path
+
+from common.command import build_parser, command, run_command
+
+FOLDER = Path(__file__).parents[2] / "track/text"
+TABLE = FOLDER / "SOURCES.tsv"
+STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-"})
+
+
+def clean(markdown: str) -> str:
+    """Plain text of a book: without its head, marks of Markdown, or curly quotes; paragraphs with a line between."""
+    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff").partition("\n-------\n")[2].translate(STRAIGHT)
+    text = re.sub(r"<[^<>]{1,80}>|!?\[([^]\[]*)\]\([^()]*\)", r"\1", text)  # HTML, links
+    text = re.sub(r"(?m)^ {0,3}(#+|>+|[*_-]{3,}\s*$)", "", text)  # headings, quotations, rules
+    text = re.sub(r"\\(?=[^\w\s])|[*_]", "", text)  # escapes, emphasis
+    lines = (" ".join(line.split()) for line in text.split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def read_sources() -> list[dict[str, str]]:
+    """The rows of SOURCES.tsv: sha256, file, source."""
+    with TABLE.open(newline="") as lines:
+        return list(csv.DictReader(lines, delimiter="\t"))
+
+
+def text_digest(file: str) -> str:
+    """sha256 of the text in a file of track/text. Raises OSError if it is damaged."""
+    return hashlib.sha256(bz2.decompress((FOLDER / file).read_bytes())).hexdigest()
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 1 if a text differs."""
+    parser = build_parser("scripts.track.clean", __doc__)
+    parser.add_argument("clone", type=Path, metavar="CLONE", help="folder with the sources")
+    clone = parser.parse_args(argv).clone
+    differ = 0
+    for row in read_sources():
+        text = clean((clone / row["source"]).read_text(encoding="utf-8")).encode()
+        digest = hashlib.sha256(text).hexdigest()
+        same = digest == row["sha256"]
+        differ += not same
+        print(f"{row['file']}: {'the same' if same else f'differs, sha256 {digest}'}", flush=True)
+        path = FOLDER / row["file"]
+        if not path.exists() or bz2.decompress(path.read_bytes()) != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bz2.compress(text))
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,136 @@
+"""A record: what an entry tried, and every loss by seed and document. track/README.md lists its fields."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.files import write_atomic
+from router import ROUTERS, find_spec
+from scripts.track.protocol import Protocol, Task, digest
+
+FORMAT = 1
+LARGEST = 150_000  # bytes of a record
+TOLERANCE = 1e-6  # nats per byte: losses by document are rounded
+
+Record = dict[str, Any]
+
+
+def new_record(protocol: Protocol, name: str, router: str) -> Record:
+    """A record without runs."""
+    return {
+        "format": FORMAT,
+        "track": protocol.name,
+        "version": protocol.version,
+        "fixed_sha256": protocol.fixed_sha256,
+        "data_sha256": protocol.data_sha256,
+        "name": name,
+        "router": router,
+        "formula": repr(find_spec(router)),
+        "draft": protocol.draft,
+        "settings": protocol.draw_settings(),
+        "runs": [],
+        "made": [],
+    }
+
+
+def task_of(run: Mapping[str, Any]) -> Task:
+    """The task that a run of a record answers."""
+    return Task(run["round"], run["draw"], run["seed"], run["length"])
+
+
+def losses_of(record: Record) -> dict[Task, float]:
+    """{task: validation loss, nats per byte}; infinite where the run diverged."""
+    return {task_of(run): math.inf if run["loss"] is None else run["loss"] for run in record["runs"]}
+
+
+def judged_runs(record: Record) -> dict[int, Mapping[str, Any]]:
+    """{seed: run} of the runs that count."""
+    return {run["seed"]: run for run in record["runs"] if run["round"] == "judge"}
+
+
+def has_judged_runs(protocol: Protocol, record: Record) -> bool:
+    """Whether the record has all that a verdict needs. The reference's runs of other lengths may be missing."""
+    return judged_runs(record).keys() >= {*protocol.judge_seeds}
+
+
+def missing_tasks(protocol: Protocol, record: Record) -> list[Task]:
+    """The runs that the record still lacks, as far as they are decided."""
+    losses = losses_of(record)
+    return [task for task in protocol.list_tasks(record["name"], losses) if task not in losses]
+
+
+def summarize(record: Record) -> dict[str, Any]:
+    """What the losses say: the judged settings, their mean loss (None if a run diverged), and how many diverged."""
+    judged = [*judged_runs(record).values()]
+    losses = [run["loss"] for run in judged]
+    diverged = sum(run["loss"] is None for run in record["runs"])
+    if not judged:
+        return {"diverged": diverged}
+    mean = None if None in losses else round(sum(losses) / len(losses), 6)
+    return {"settings": record["settings"][judged[0]["draw"]], "loss": mean, "diverged": diverged}
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record with its summary and the digest of all else in it."""
+    record = {key: value for key, value in record.items() if key != "sha256"} | {"summary": summarize(record)}
+    lines = [f"  {json.dumps(run)}" for run in record["runs"]]
+    text = json.dumps(record | {"runs": [], "sha256": digest(record)}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.replace('"runs": []', '"runs": [\n' + ",\n".join(lines) + "\n ]", 1) + "\n")
+
+
+def read_record(path: Path) -> Record:
+    """Read a record. Raises ValueError if it is none, or of another format."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}; take it from its commit again") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a record of format {FORMAT}; python -m scripts.track enter writes them")
+    return record
+
+
+def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
+    """What is wrong with a record, each with what to do; none of an intact record that is complete."""
+    again = f"enter it again: python -m scripts.track enter {record['name']}"
+    if record["version"] != protocol.version:
+        return [f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"]
+    faults = []
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    if record.get("sha256") != digest(content):
+        faults.append("its digest is not that of its content: it was changed by hand; take it from its commit again")
+    if record["name"] != Path(file_name).stem:
+        faults.append(f"it is of {record['name']}: one entry a name, in {record['name']}.json")
+    for key in ("fixed_sha256", "data_sha256"):
+        if record[key] != getattr(protocol, key):
+            faults.append(f"{key} is {record[key]:.12}, of the protocol {getattr(protocol, key):.12}; {again}")
+    if record["settings"] != protocol.draw_settings():
+        faults.append(f"its settings are not the protocol's draws; {again}")
+    if record["router"] in ROUTERS and record["formula"] != repr(ROUTERS[record["router"]]):
+        faults.append(f"its formula is {record['formula']}, and router.py has {ROUTERS[record['router']]}; {again}")
+    counted = losses_of(record)
+    if len(counted) != len(record["runs"]):
+        faults.append(f"a run is in it more than once; {again}")
+    required = protocol.list_tasks(record["name"], counted)
+    faults += [f"{task.name} is missing; {again}" for task in required if task not in counted]
+    faults += [f"{task.name} is not in the protocol; {again}" for task in counted if task not in required]
+    for run in record["runs"]:
+        faults += find_loss_faults(run)
+    if record.get("summary") != summarize(record):
+        faults.append(f"its summary is not that of its losses, which give {summarize(record)}")
+    if "step_ms" not in record and record["name"] != protocol.reference:
+        faults.append(f"it lacks the times of a step; {again}")
+    return faults
+
+
+def find_loss_faults(run: Mapping[str, Any]) -> list[str]:
+    """Whether a judged run's loss is the mean of those of its documents."""
+    if run["round"] != "judge" or run["loss"] is None:
+        return []
+    windows = sum(count for _, count in run["documents"])
+    mean = sum(loss * count for loss, count in run["documents"]) / windows
+    if abs(mean - run["loss"]) < TOLERANCE:
+        return []
+    return [f"{task_of(run).name}: its loss is {run['loss']}, the mean of its documents {mean:.6f}"]

@@ -1,0 +1,358 @@
+"""scripts/track: its verdicts against scipy, records that were changed, and a tiny contest from end to end."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TINY
+from scipy import stats
+
+import configure
+from data.bins import read_meta
+from data.mixture import identify
+from router import ROUTERS
+from runtime.signals import EXIT_CODE, Stop
+from scripts.track import clean
+from scripts.track import protocol as protocols
+from scripts.track.__main__ import CPU, main
+from scripts.track.protocol import Task, load_protocol
+from scripts.track.record import (
+    find_faults,
+    has_judged_runs,
+    losses_of,
+    missing_tasks,
+    new_record,
+    read_record,
+    write_record,
+)
+from scripts.track.table import build_tables, write_tables
+from scripts.track.verdicts import judge_entries, tokens_needed
+
+CONTEST = """
+[track]
+version = 3
+reference = "softmax-renorm"
+second = "kern"
+margin = 0.02
+text = ["absent", "absent"]
+data_sha256 = "{data}"
+draw_seed = 1
+tune_seed = 0
+final_seed = 1
+finalists = 2
+judge_seeds = [100, 101, 102]
+lengths = [0.5, 2.0]
+length_seeds = [100, 101]
+
+[track.draws]
+count = 3
+lr = [1e-3, 1e-2]
+router_lr_ratio = [0.2, 2.0]
+expert_out_lr_ratio = [0.5, 4.0]
+gate_norm = [0.5, 8.0]
+own_gate_norm = 0.25
+balance_loss_coef = [1e-3, 1e-1]
+bias_update_rate = [1e-4, 1e-2]
+"""
+
+
+@pytest.fixture
+def contest(tmp_path: Path, corpus: Path, monkeypatch) -> Path:
+    """The config file of a contest of 3 draws and 3 judged seeds, 4 steps each, on the tiny corpus."""
+    monkeypatch.setattr(protocols, "RECORDS", tmp_path / "records")
+    data = identify([read_meta(corpus / "tiny")], [1.0])["data"]
+    text = TINY.format(runs=(tmp_path / "runs").as_posix(), data=corpus.as_posix()).replace('name = "tiny"\n', "", 1)
+    (tmp_path / "contest.toml").write_text(text + CONTEST.format(data=data))
+    return tmp_path / "contest.toml"
+
+
+def make_record(protocol, name, losses, step_ms=None):
+    """A complete record: `losses` of the judged seeds, of draws 2 + their number, of lengths 1.7 - 0.1 log2."""
+    record = new_record(protocol, name, name)
+    judged = dict(zip(protocol.judge_seeds, losses, strict=True))
+    while missing := missing_tasks(protocol, record):
+        for task in missing:
+            loss = {"judge": judged.get(task.seed), "length": 1.7 - 0.1 * math.log2(task.length)}
+            run = {**task._asdict(), "loss": loss.get(task.round, 2.0 + task.draw)}
+            if task.round == "judge" and run["loss"] is not None:
+                run["documents"] = [[run["loss"] - 0.3, 1], [run["loss"] + 0.1, 3]]
+                run |= {"gate_norm": [1.0, 2.0], "load_imbalance": 3.0, "dead_experts": 0.5}
+            record["runs"].append(run)
+    record["step_ms"] = step_ms or {"reference": 10.0, "entry": 10.0}
+    return record
+
+
+def save(path, record):
+    write_record(path, record)
+    return read_record(path)
+
+
+def test_draws_lie_in_their_ranges_and_suit_every_router():
+    protocol = load_protocol(CPU)
+    draws = protocol.draw_settings()
+    assert draws[:4] == protocol.as_draft(2).draw_settings() and len(draws) == 16
+    many = protocol.model_copy(update={"draws": protocol.draws | {"count": 3000}}).draw_settings()
+    assert many[:16] == draws
+    for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio"):
+        low, high = np.log(protocol.draws[key])
+        parts = (np.log([draw[f"optim.{key}"] for draw in many]) - low) / (high - low)
+        assert stats.kstest(parts, "uniform").pvalue > 0.001, key
+    own = np.mean([draw["model.gate_norm"] == 0 for draw in many])
+    assert own == pytest.approx(0.25, abs=0.03)
+    for key in ("train.balance_loss_coef", "train.bias_update_rate"):
+        assert np.mean([key in draw for draw in many]) == pytest.approx(1 / 3, abs=0.03)
+    for router in ROUTERS:
+        for draw in range(16):
+            config = configure.load(CPU, protocol.overrides(router, Task("judge", draw, 100)))
+            assert config.run.seed == 100 and config.optim.lr == draws[draw]["optim.lr"]
+
+
+def test_tasks_follow_from_losses(contest):
+    protocol = load_protocol(str(contest))
+    draws = [Task("draw", draw, 0) for draw in range(3)]
+    assert protocol.list_tasks("kern", {}) == draws
+    losses = dict(zip(draws, [1.5, math.inf, 1.4], strict=True))
+    finals = [Task("final", 2, 1), Task("final", 0, 1)]
+    assert protocol.list_tasks("kern", losses) == draws + finals
+    losses |= {finals[0]: 1.7, finals[1]: 1.5}  # 1.55 and 1.50
+    judged = [Task("judge", 0, seed) for seed in (100, 101, 102)]
+    assert protocol.list_tasks("kern", losses) == draws + finals + judged
+    lengths = [Task("length", 0, seed, length) for length in (0.5, 2.0) for seed in (100, 101)]
+    assert protocol.list_tasks("softmax-renorm", losses) == draws + finals + judged + lengths
+    assert "--train.max_steps=8" in protocol.overrides("kern", lengths[-1])
+    draft = protocol.as_draft(2)
+    first = {Task("draw", draw, 0): 1.0 + draw for draw in range(4)}
+    assert draft.list_tasks("kern", first) == [*first, Task("judge", 0, 100), Task("judge", 0, 101)]
+
+
+def test_verdicts_are_those_of_scipy():
+    """Four words; t and two one-sided t-tests by scipy, Holm by hand."""
+    protocol, draw = load_protocol(CPU), np.random.default_rng(0)
+    base = draw.normal(1.6, 0.02, 10)
+    shifts = {"kern": -0.05, "tanh": 0.05, "sigmoid": 0.0, "softmax": -0.008}
+    noise = {"kern": 0.01, "tanh": 0.01, "sigmoid": 0.004, "softmax": 0.03}
+    losses = {name: base + shift + draw.normal(0, noise[name], 10) for name, shift in shifts.items()}
+    records = [make_record(protocol, "softmax-renorm", base)]
+    records += [make_record(protocol, name, values.tolist()) for name, values in losses.items()]
+    rows = {row.record["name"]: row for row in judge_entries(protocol, records)}
+    words = {name: row.against["softmax-renorm"].verdict.text for name, row in rows.items()}
+    assert words == {
+        "softmax-renorm": "",
+        "kern": "lower",
+        "tanh": "higher",
+        "sigmoid": "equivalent",
+        "softmax": "undecided",
+    }
+    p_values = sorted((stats.ttest_rel(values, base).pvalue, name) for name, values in losses.items())
+    largest = 0.0
+    for rank, (p, name) in enumerate(p_values):
+        judgement, oracle = rows[name].against["softmax-renorm"], stats.ttest_rel(losses[name], base)
+        largest = max(largest, min(1, (4 - rank) * p))
+        assert judgement.verdict.p == pytest.approx(largest)
+        interval = oracle.confidence_interval(0.95)
+        assert (judgement.difference.low, judgement.difference.high) == pytest.approx(interval)
+        one_sided = (
+            stats.ttest_1samp(losses[name] - base, -0.012, alternative="greater").pvalue,
+            stats.ttest_1samp(losses[name] - base, 0.012, alternative="less").pvalue,
+        )
+        assert judgement.difference.p_equivalent(0.012) == pytest.approx(max(one_sided))
+    assert rows["tanh"].against["kern"].difference.mean == pytest.approx((losses["tanh"] - losses["kern"]).mean())
+    assert rows["tanh"].mean == pytest.approx(losses["tanh"].mean())
+
+
+def test_a_diverged_run_is_higher_and_listed():
+    protocol = load_protocol(CPU)
+    records = [make_record(protocol, "softmax-renorm", [1.6, 1.61] * 5)]
+    records.append(make_record(protocol, "tanh", [1.5] * 9 + [None]))
+    low, high = judge_entries(protocol, records)
+    assert high.record["name"] == "tanh" and high.against["softmax-renorm"].verdict.text == "higher"
+    assert high.mean == math.inf and high.speedup is None
+    assert judge_entries(protocol.model_copy(update={"reference": "tanh"}), records)[0].against == {}
+
+
+def test_speedup_is_tokens_times_step_times():
+    """The reference's loss falls by 0.1 with each doubling: 0.05 lower is worth √2, a 1.5 times longer step 2/3."""
+    protocol = load_protocol(CPU)
+    reference = make_record(protocol, "softmax-renorm", [1.7] * 10)
+    spread = np.array([0.01, -0.01] * 5)
+    entry = make_record(protocol, "kern", (1.65 + spread).tolist(), {"reference": 10.0, "entry": 15.0})
+    rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, entry])}
+    half = stats.ttest_1samp(spread, 0).confidence_interval().high
+    wanted = [2 ** (0.5 + shift / 0.1) / 1.5 for shift in (-half, 0, half)]
+    assert rows["kern"].speedup == pytest.approx(wanted)
+    curve = {0.5: 1.8, 1.0: 1.7, 2.0: 1.6}
+    assert tokens_needed(curve, 1.81) == 0 and tokens_needed(curve, 1.59) == math.inf
+
+
+def test_verify_refuses_tampering(contest, tmp_path, capsys):
+    protocol = load_protocol(str(contest))
+    path = protocol.records / "kern.json"
+    intact = make_record(protocol, "kern", [1.5, 1.6, 1.7])
+    record = save(path, intact)
+    assert find_faults(protocol, record, path.name) == []
+    assert record["summary"]["loss"] == pytest.approx(1.6) and path.stat().st_size < 150_000
+
+    judged = next(i for i, run in enumerate(intact["runs"]) if run["round"] == "judge")
+
+    def without(key, i):
+        return intact | {key: [value for j, value in enumerate(intact[key]) if j != i]}
+
+    changed = [{**run, "loss": 1.4} if i == judged else run for i, run in enumerate(intact["runs"])]
+    other_draw = [{"optim.lr": 0.5}, *intact["settings"][1:]]
+    cases = {
+        "version 2 of the protocol": intact | {"version": 2},
+        "fixed_sha256": intact | {"fixed_sha256": "0" * 64},
+        "data_sha256": intact | {"data_sha256": "0" * 64},
+        "not the protocol's draws": intact | {"settings": other_draw},
+        "judge-draw0-seed100 is missing": without("runs", judged),
+        "the mean of its documents 1.5": intact | {"runs": changed},
+        "more than once": intact | {"runs": [*intact["runs"], intact["runs"][0]]},
+        "is not in the protocol": intact | {"runs": [*intact["runs"], {**intact["runs"][judged], "seed": 9}]},
+        "its formula is": intact | {"formula": "RouterSpec(phi='tanh')"},
+        "one entry a name": intact | {"name": "tanh", "router": "tanh", "formula": repr(ROUTERS["tanh"])},
+        "lacks the times": {key: value for key, value in intact.items() if key != "step_ms"},
+    }
+    for reason, tampered in cases.items():
+        assert reason in "; ".join(find_faults(protocol, save(path, tampered), path.name)), reason
+    text = json.dumps(record | {"margin": 1})
+    path.write_text(text)
+    assert "its digest is not" in find_faults(protocol, read_record(path), path.name)[0]
+    arguments = ["--track", str(contest), "verify", str(path)]
+    assert main(arguments, Stop()) == 1 and "1 fault" in capsys.readouterr().out
+    path.write_text(text[:-9])
+    assert main(arguments, Stop()) == 2 and "not JSON" in capsys.readouterr().err
+
+
+def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
+    protocol = load_protocol(str(contest))
+    records = [make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8]), make_record(protocol, "kern", [1.4, 1.5, 1.6])]
+    records = [save(protocol.records / f"{record['name']}.json", record) for record in records]
+    pages = tmp_path / "README.md", tmp_path / "front.md"
+    for page, name in zip(pages, ("PAGE", "FRONT_PAGE"), strict=True):
+        monkeypatch.setattr(f"scripts.track.table.{name}", page)
+        page.write_text("above\n<!-- track: begin -->\nold\n<!-- track: end -->\nbelow\n")
+    rows = judge_entries(protocol, records)
+    write_tables(protocol, rows)
+    lines = pages[0].read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("above", "below") and "old" not in lines
+    kern = [cell.strip() for cell in lines[4].split("|")[1:-1]]
+    settings = protocol.draw_settings()[0]
+    assert kern[:4] == ["kern", "1.5000", "-0.2000 [-0.2000, -0.2000] **lower**", ""]
+    assert kern[5:8] == ["1.00 → 2.00", "3.0", "0.5"] and float(kern[8]) == settings["optim.lr"]
+    assert len(build_tables(protocol, rows)) == 2 and (tmp_path / "contest.png").stat().st_size > 5000
+    pages[1].write_text("no marks")
+    with pytest.raises(ValueError, match=r"front\.md lacks the lines"):
+        write_tables(protocol, rows)
+
+
+def test_text_is_what_the_protocol_pins():
+    """20 MB at least in 8 MB, every file by its digest, no author on both sides."""
+    rows = clean.read_sources()
+    files = [clean.FOLDER / row["file"] for row in rows]
+    assert set(files) == set(clean.FOLDER.glob("*/*"))
+    assert sum(file.stat().st_size for file in files) < 8e6
+    assert [clean.text_digest(row["file"]) for row in rows] == [row["sha256"] for row in rows]
+    authors = {(row["file"].split("/")[0], row["source"].split("/")[0]) for row in rows}
+    assert len(authors) == len(rows) == len({author for _, author in authors})
+    markdown = (
+        "# T\n\n-------\n\n## I \n\n> \u201cAn _old_ \\[tale\\]\u201d\u2014[see](x.md) <b>it</b>\n\n\n\nEnd  \n***\n"
+    )
+    assert clean.clean(markdown) == 'I\n\n"An old [tale]"--see it\n\nEnd\n'
+
+
+def test_records_of_the_repository_are_right():
+    """At most 20 s; the tables of both pages are those of the records."""
+    protocol = load_protocol(CPU)
+    paths = sorted(protocol.records.glob("*.json"))
+    records = [read_record(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        if not missing_tasks(protocol, record):
+            assert find_faults(protocol, record, path.name) == [], path
+    complete = [record for record in records if has_judged_runs(protocol, record)]
+    for page, text in build_tables(protocol, judge_entries(protocol, complete)).items():
+        assert text in page.read_text(), f"{page}: python -m scripts.track table"
+
+
+def test_bad_arguments(contest, capsys):
+    cases = {
+        "'krn' is no router of router.py": ["enter", "krn"],
+        "norm 'l3' is not one of": ["enter", "--spec", "tanh, post=l3", "--draft"],
+        "kern is another router": ["enter", "kern", "--spec", "tanh, c=2"],
+        "has small letters": ["enter", "../x", "--spec", "tanh, c=2"],
+        "--parallel 0": ["enter", "kern", "--draft", "--parallel", "0"],
+        "--seeds 1: expected 2 to 3": ["enter", "kern", "--draft", "--seeds", "1"],
+        "--seeds is of a draft": ["enter", "kern", "--seeds", "2"],
+        "No such file": ["verify", "absent.json"],
+    }
+    for reason, arguments in cases.items():
+        assert main(["--track", str(contest), *arguments], Stop()) == 2
+        assert reason in capsys.readouterr().err
+    contest.write_text(contest.read_text().replace("margin", "marginn"))
+    assert main(["--track", str(contest), "table"], Stop()) == 2 and "margin" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
+    """Records of a killed and resumed entry equal those of one that was not; another data set is refused."""
+    command = [sys.executable, "-m", "scripts.track", "--track", str(contest)]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    enter = [*command, "enter", "--draft", "--parallel", "2", "--spec", "tanh, post=l2 over topk"]
+    whole = run([*enter, "whole"])
+    assert whole.returncode == 0, whole.stderr
+    drafts = tmp_path / "runs/track-contest/drafts"
+    wanted = losses_of(read_record(drafts / "whole.json"))
+    assert len(wanted) == 4 + 2 and all(map(math.isfinite, wanted.values()))
+
+    process = subprocess.Popen([*enter, "cut"])
+    while not (drafts / "cut.json").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == EXIT_CODE
+    assert 1 <= len(losses_of(read_record(drafts / "cut.json"))) < 6
+    assert run([*enter, "cut"]).returncode == 0
+    assert losses_of(read_record(drafts / "cut.json")) == wanted
+    assert read_record(drafts / "cut.json")["settings"] == load_protocol(str(contest)).as_draft(2).draw_settings()
+
+    other = run([*command, "enter", "--draft", "cut", "--spec", "tanh, c=2"])
+    assert other.returncode == 2 and "cut.json has router" in other.stderr
+    record = load_protocol(str(contest)).records / "mine.json"
+    record.parent.mkdir(parents=True)
+    os.replace(drafts / "whole.json", record)
+    again = run([*command, "verify", str(record), "--rerun", "101"])
+    assert again.returncode == 0 and "difference +0.0000000" in again.stdout
+    contest.write_text(contest.read_text().replace("data_sha256 = ", 'data_sha256 = "0" # '))
+    assert "the protocol 0" in run(enter).stderr
+
+
+@pytest.mark.slow
+def test_error_rates_of_a_table():
+    """11 entries, a deviation of differences above the pilot's: at most 5% of tables hold a false word; power."""
+    protocol, draw = load_protocol(CPU), np.random.default_rng(0)
+    names = [name for name in ROUTERS if name != "softmax-renorm"][:11]
+    deviation, seeds, tables = 0.009, len(protocol.judge_seeds), 400
+
+    def share(word, shift):
+        """The share of tables, and of entries, with the word, where all entries differ by `shift`."""
+        hits = np.zeros((tables, len(names)), bool)
+        for i in range(tables):
+            base = draw.normal(1.6, 0.02, seeds)
+            records = [make_record(protocol, "softmax-renorm", base)]
+            for name in names:
+                losses = base + shift + draw.normal(0, deviation, seeds)
+                records.append(make_record(protocol, name, losses.tolist()))
+            rows = {row.record["name"]: row for row in judge_entries(protocol, records)}
+            hits[i] = [rows[name].against["softmax-renorm"].verdict.text == word for name in names]
+        return hits.any(1).mean(), hits.mean()
+
+    limit = stats.binom.ppf(0.999, tables, 0.05) / tables
+    assert share("lower", 0.0)[0] <= limit
+    assert share("equivalent", protocol.margin)[0] <= limit
+    assert share("equivalent", 0.0)[1] > 0.8
