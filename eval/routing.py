@@ -5,7 +5,7 @@
     python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
-earlier call; `python -m scripts.draw FILE` makes a page with pictures of it. Computed in float32, in memory that does
+earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32, in memory that does
 not grow with --windows. A comparison needs requirements-report.txt.
 
 Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060, Sec. 5). The chance
@@ -274,7 +274,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
 
 
 def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of one line per layer; the page of scripts.draw explains the columns."""
+    """Head and rows of the table of one line per layer; docs/after.md explains the columns."""
     rows = []
     for layer in report["layers"]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{text_table(*summarize_layers(report))}\n")
     if "agreement" in report:
         print(f"agreement with {report['other']}\n{text_table(*summarize_agreement(report))}\n")
-    print(f"{report['tokens']:,} tokens; a page with pictures: python -m scripts.draw {folder}/routing.json")
+    print(f"{report['tokens']:,} tokens; a picture of the loads: python -m scripts.draw {folder}/routing.json")
 
 
 if __name__ == "__main__":

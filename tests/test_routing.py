@@ -159,7 +159,7 @@ def test_command_compares_two_checkpoints(made, capsys):
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
     said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"
-    assert f"192 tokens; a page with pictures: python -m scripts.draw {out}/routing.json" in said
+    assert f"192 tokens; a picture of the loads: python -m scripts.draw {out}/routing.json" in said
     assert "agreement with kern, step_00000002" in said and "beyond chance" in said
     report = json.loads((out / "routing.json").read_text())
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
