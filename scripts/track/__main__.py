@@ -53,8 +53,8 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](protocol, args, stop)
 
 
-def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
-    """Enter a router; prints the verdict."""
+def name_entry(args: Namespace) -> tuple[str, str]:
+    """The entry's name and its `model.router`. Raises ValueError for a wrong name or formula."""
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
     if not args.spec and router not in ROUTERS:
@@ -64,6 +64,12 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
     find_spec(router)
+    return name, router
+
+
+def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
+    """Enter a router; prints the verdict."""
+    name, router = name_entry(args)
     if args.parallel < 1:
         raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
     if args.draft:

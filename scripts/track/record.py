@@ -110,18 +110,23 @@ def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]
         faults.append(f"its settings are not the protocol's draws; {again}")
     if record["router"] in ROUTERS and record["formula"] != repr(ROUTERS[record["router"]]):
         faults.append(f"its formula is {record['formula']}, and router.py has {ROUTERS[record['router']]}; {again}")
-    counted = losses_of(record)
-    if len(counted) != len(record["runs"]):
-        faults.append(f"a run is in it more than once; {again}")
-    required = protocol.list_tasks(record["name"], counted)
-    faults += [f"{task.name} is missing; {again}" for task in required if task not in counted]
-    faults += [f"{task.name} is not in the protocol; {again}" for task in counted if task not in required]
-    for run in record["runs"]:
-        faults += find_loss_faults(run)
     if record.get("summary") != summarize(record):
         faults.append(f"its summary is not that of its losses, which give {summarize(record)}")
     if "step_ms" not in record and record["name"] != protocol.reference:
         faults.append(f"it lacks the times of a step; {again}")
+    return faults + find_run_faults(protocol, record, again)
+
+
+def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]:
+    """What is wrong with the runs of a record."""
+    losses = losses_of(record)
+    required = protocol.list_tasks(record["name"], losses)
+    faults = [f"{task.name} is missing; {again}" for task in required if task not in losses]
+    faults += [f"{task.name} is not in the protocol; {again}" for task in losses if task not in required]
+    if len(losses) != len(record["runs"]):
+        faults.append(f"a run is in it more than once; {again}")
+    for run in record["runs"]:
+        faults += find_loss_faults(run)
     return faults
 
 
