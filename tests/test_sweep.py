@@ -355,10 +355,10 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "4", "SLURM_NNODES": "1"}
-PROGRAMS = {  # stand-ins: srun runs its command here, scancel signals torchrun and then lets it end
+PROGRAMS = {  # stand-ins: srun runs its command here, scancel signals torchrun, lets it end and sees it end
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": '[ "$1" = show ] && echo host1 || echo "$@" > requeued',
-    "scancel": 'echo "$@" > canceled; kill -USR1 "$(cat pid)"; touch done',
+    "scancel": 'echo "$@" > canceled; kill -USR1 "$(cat pid)"; touch done; while kill -0 "$(cat pid)"; do :; done',
     "torchrun": f'printf "%s\\n" "$@" > arguments; echo "$OMP_NUM_THREADS $$" > started; echo $$ > pid\n'
     f'[ -z "$WAIT" ] || for i in {{1..{10 * HANG}}}; do [ -e done ] && break; sleep 0.1; done; exit "${{CODE:-0}}"',
 }
