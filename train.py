@@ -52,6 +52,12 @@ from runtime.state import TrainState
 from runtime.statistics import Statistics
 from runtime.validation import evaluate
 
+NEXT = """\
+next:
+  python -m scripts.report {run}
+  python -m eval.val_loss {run}
+  python -m scripts.sample {run} --prompt "The \""""
+
 
 def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     """Rate of optimizer step `step` (from 0).
@@ -219,6 +225,7 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
 
     if due.stop:
         raise Stopped(f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it")
+    distributed.print_once(f"{plan.run}: finished, {plan.run.describe_result(max_steps)}")
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
@@ -233,6 +240,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         if config.eval.task_names:
             from eval.in_loop import open_tasks
         train(config, stop, open_tasks)
+        distributed.print_once(NEXT.format(run=path_of(config)))
     except Stopped as stopped:
         distributed.print_once(str(stopped))
         return EXIT_CODE

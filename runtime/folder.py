@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import configure
@@ -133,9 +134,18 @@ class RunFolder:
             except checkpoint.DamagedError as error:
                 print_once(f"warning: {error}")
                 continue
-            loss = self.read_val_losses().get(step)
-            return f"{self}: finished already, {step} steps" + ("" if loss is None else f", val loss {loss:.4f}")
+            return f"{self}: finished already, {self.describe_result(step)}"
         return None
+
+    def describe_result(self, step: int) -> str:
+        """`1000 steps, val loss 1.5931, 12,900 tokens/s`, as far as it is known; the speed is the median."""
+        result, speeds = f"{step} steps", []
+        for line in read_metrics(self.path / "metrics.jsonl"):
+            if line["step"] == step and "val/loss" in line:
+                result += f", val loss {line['val/loss']:.4f}"
+            if "perf/tokens_per_sec" in line:
+                speeds.append(line["perf/tokens_per_sec"])
+        return result + (f", {median(speeds):,.0f} tokens/s" if speeds else "")
 
     def find_owner(self) -> str | None:
         """Who trains this run now, such as `process 12 on host`; None if nobody does."""

@@ -144,8 +144,16 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         return 0
     code = Pool(file, left, shares).run(stop or Stop())
     if code != EXIT_CODE:
-        print(f"\n{format_results(points)}", flush=True)
+        print(f"\n{format_results(points)}\n\n{report_command(points)}", flush=True)
     return code
+
+
+def report_command(points: list[Point]) -> str:
+    """The command that compares the points' runs; many of them as a pattern."""
+    folders = [str(point.folder) for point in points]
+    if len(folders) > 3:
+        return f"python -m scripts.report {shlex.quote(os.path.commonprefix(folders))}*"
+    return shlex.join(["python", "-m", "scripts.report", *folders])
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:

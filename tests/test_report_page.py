@@ -161,6 +161,8 @@ def test_runs_with_little_in_them(tmp_path, call, shape):
     printed = call(report.main, *make_seeds(tmp_path, {"kern": 2, "softmax": 2}, 1, **shape), "--out", tmp_path / "out")
     assert "kern" in printed and (tmp_path / "out/report.html").is_file()
     assert ("undecided (1 seed)" in printed) == ("until" not in shape)
+    add_seed = re.search(r"Add seeds .*: python train.py (\S+)/config.toml --run.seed=1 ", printed)
+    assert (add_seed is None) == ("until" in shape) and (add_seed is None or tmp_path.name in add_seed[1])
 
 
 def test_names_cannot_break_the_page(tmp_path):

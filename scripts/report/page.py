@@ -22,6 +22,9 @@ interval is about one difference. **Verdicts** count all pairs of a table as one
 the first has a **lower** or a **higher** loss, else the pair is **undecided**. Undecided does not mean equal.
 **Paper claims**: what the paper says of the first loss of a pair at the routers' own norms, and whether the verdict
 supports it."""
+HOW_SEEDS = f"""\
+**Add seeds** for a verdict, {MIN_SEEDS} for each router, such as: python train.py {{run.folder}}/config.toml \
+--run.seed={{seed}} --run.name={{name}}-seed{{seed}}"""
 HOW_EQUIVALENT = """\
 **Equivalent**: two one-sided t-tests, with Holm's correction, place the difference within ±{} nats."""
 HOW_BEST = "Each arm at the value with its lowest mean loss over seeds {}, compared by its other seeds, one family."
@@ -86,6 +89,8 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
         blocks.append(("table", *table))
     if comparisons:
         blocks.append(("table", *tables.build_pairs_table(comparisons)))
+        if few := [pair.left.runs[-1] for pair in comparisons if pair.difference.seeds < MIN_SEEDS]:
+            blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=few[0].config.run.name, seed=few[0].seed + 1)]))
     if report.choose_on:
         best = tables.build_pairs_table(choose_best(setting, report.choose_on))
         blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]
