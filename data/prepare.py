@@ -151,10 +151,14 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     made_from, inputs, encoder = _open_inputs(args, made_from, partial_folder(folder))
     with Writer(folder, encoder.tokenizer, args.shard_tokens) as writer:
         left_out = _tokenize(writer, inputs, encoder, made_from, args)
-        train, val = writer.splits["train"].documents, writer.splits["val"].documents
-        if not (train and val):  # of the hub's files: local ones were looked through before
+        train, val = writer.splits["train"], writer.splits["val"]
+        if min(train.tokens, val.tokens) < 2:
             (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
-            raise DataError(explain_empty_split(train, val, args.val_fraction))
+            if train.documents and val.documents:
+                raise DataError(f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text")
+            raise DataError(
+                explain_empty_split(train.documents, val.documents, args.val_fraction)
+            )  # of the hub's files
         meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 

@@ -88,6 +88,14 @@ def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
     assert re.search(message, out) and not (tmp_path / "out").exists()
 
 
+def test_a_text_without_a_window_is_no_set(run, tmp_path):
+    for text, code in ((b"ab", 2), (b"abc" * 20, 0)):  # the second is another text under the same name
+        (tmp_path / "a.txt").write_bytes(text)
+        out = run("text", "--source", tmp_path / "a.txt", code=code)
+        assert ("train has 1 and val 1 token(s)" in out) == (code == 2)
+        assert (tmp_path / "out/text/meta.json").exists() == (code == 0)
+
+
 def test_val_source(run, tmp_path, small_batches, many_workers):
     train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
     files = {"in/a.jsonl": jsonl(train), "val/b.jsonl.zst": zstd(jsonl(val[:11])), "c.txt": val[11].encode()}
