@@ -9,9 +9,16 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 
+class Parser(argparse.ArgumentParser):
+    """Its errors are one line, without the usage of every option before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; {self.prog} --help has all arguments\n")
+
+
 def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m MODULE` whose --help begins with `doc`, the module's docstring, as it is written."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
 

@@ -38,6 +38,10 @@ def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
     with pytest.raises(SystemExit):
         build_parser("scripts.some", "Does it.\n\n    two   columns\n").parse_args(["--help"])
     assert capsys.readouterr().out.startswith("usage: python -m scripts.some [-h]\n\nDoes it.\n\n    two   columns\n")
+    with pytest.raises(SystemExit) as end:
+        build_parser("scripts.some", "Does it.").parse_args(["--no-such"])
+    error = "error: unrecognized arguments: --no-such; python -m scripts.some --help has all arguments\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, error)
     require_packages("torch")
     with pytest.raises(ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"):
         require_packages("torch", "no_such_one")
