@@ -18,9 +18,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m MODULE` whose --help begins with `doc`, the module's docstring, as it is written."""
-    return Parser(
-        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter
-    )
+    return Parser(prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter)
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:

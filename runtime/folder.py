@@ -78,12 +78,20 @@ class RunFolder:
         return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
     def keep_recorded(self, config: Config) -> Config:
-        """`config` with what a resume keeps: the train.dtype that "auto" stands for, and checkpoints of keep_steps."""
+        """`config` with what a resume keeps.
+
+        That is the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that were the defaults
+        when the run began, where `config` has today's.
+        """
         if self.recorded is None:
             return config
         before, train = self.recorded.train, config.train
         if train.dtype == "auto":
             config = replace(config, "train", dtype=before.dtype)
+        for key, schema in KEYS.items():
+            if attrgetter(key)(self.recorded) == schema.get("before") and attrgetter(key)(config) == schema["default"]:
+                section, name = key.split(".")
+                config = replace(config, section, **{name: schema["before"]})
         kept = {step for step in before.kept_steps - train.kept_steps if step <= train.max_steps}
         if kept:
             config = replace(config, "train", keep_steps=",".join(map(str, sorted(kept | train.kept_steps))))

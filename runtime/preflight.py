@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+import configure
 from configure import Config
 from data.bins import open_tokens
 from data.loader import Loader, Validation, choose_validation
@@ -75,6 +76,25 @@ class Plan(NamedTuple):
                 )
 
 
+def check_settings(config: Config) -> None:
+    """Raise RunError for settings that need what is not installed, and for a router's formula without meaning."""
+    if config.log.tensorboard and find_package("tensorboard") is None:
+        raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
+    try:
+        find_spec(config.model.router)
+    except ValueError as error:
+        raise RunError(f"model.router: {error}") from None
+
+
+def keep_recorded(run: RunFolder, config: Config) -> Config:
+    """`RunFolder.keep_recorded`, with a line for each default that is another one since the run began."""
+    kept = run.keep_recorded(config)
+    for line in configure.differences(config, kept):
+        if "before" in configure.KEYS[line.split(":")[0]]:
+            distributed.print_once(f"{run}: {line}, as this run began; --fresh begins another run")
+    return kept
+
+
 def preflight(config: Config, open_tasks: OpenTasks | None = None) -> Plan:
     """Read, check and plan a run, without changing anything on disk or on a device. eval.tasks needs `open_tasks`.
 
@@ -82,14 +102,9 @@ def preflight(config: Config, open_tasks: OpenTasks | None = None) -> Plan:
         RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit its settings.
         DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
     """
-    if config.log.tensorboard and find_package("tensorboard") is None:
-        raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
-    try:
-        find_spec(config.model.router)
-    except ValueError as error:
-        raise RunError(f"model.router: {error}") from None
+    check_settings(config)
     run = RunFolder(path_of(config))
-    config = run.keep_recorded(config)
+    config = keep_recorded(run, config)
     changes, last_step = run.find_changes(config), run.last_step
     check_length(run, config)
     branch = None if last_step else find_branch(config)
