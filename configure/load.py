@@ -22,6 +22,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ def dumps(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> list[str]:
     """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`."""
-    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
+    before, after = ({key: attrgetter(key)(config) for key in KEYS} for config in (old, new))
     return [f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]]
 
 

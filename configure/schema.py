@@ -93,13 +93,26 @@ class Model(Section):
 
 
 class Mix(dict[str, float]):
-    """Weights by the name of a set, sorted by name. Hashable and with a short text, as all values of settings are."""
+    """Weights by the name of a set, sorted by name. Equal if the parts are: {a = 6, b = 4} is {a = 0.6, b = 0.4}.
+
+    Hashable and with a short text, as all values of settings are.
+    """
 
     def __init__(self, weights: dict[str, float]) -> None:
         super().__init__(sorted(weights.items()))
 
     def __hash__(self) -> int:  # pyrefly: ignore[bad-override]  # nobody changes the settings of a run
-        return hash(tuple(self.items()))
+        return hash(tuple(self._parts().items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and self._parts() == Mix(other)._parts()
+
+    def __ne__(self, other: object) -> bool:  # dict has one of its own
+        return not self == other
+
+    def _parts(self) -> dict[str, float]:
+        most = max(self.values(), default=1.0)
+        return {name: round(weight / most, 12) for name, weight in self.items()}  # finite, whatever the weights
 
     def __str__(self) -> str:
         return " + ".join(f"{name} {weight:g}" for name, weight in self.items())
