@@ -1,8 +1,8 @@
 """scripts/track: its verdicts against scipy, records that were changed, and a tiny contest from end to end."""
 
+import hashlib
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -34,7 +34,7 @@ from scripts.track.record import (
     write_record,
 )
 from scripts.track.table import build_tables, write_tables
-from scripts.track.verdicts import judge_entries, tokens_needed
+from scripts.track.verdicts import judge_entries
 
 CONTEST = """
 [track]
@@ -49,6 +49,7 @@ tune_seed = 0
 final_seed = 1
 finalists = 2
 judge_seeds = [100, 101, 102]
+draft_seeds = [200, 201]
 lengths = [0.5, 2.0]
 length_seeds = [100, 101]
 
@@ -83,7 +84,8 @@ def make_record(protocol, name, losses, step_ms=None):
             loss = {"judge": judged.get(task.seed), "length": 1.7 - 0.1 * math.log2(task.length)}
             run = {**task._asdict(), "loss": loss.get(task.round, 2.0 + task.draw)}
             if task.round == "judge" and run["loss"] is not None:
-                run["documents"] = [[run["loss"] - 0.3, 1], [run["loss"] + 0.1, 3]]
+                quarter = protocol.windows / 4
+                run["documents"] = [[run["loss"] - 0.3, quarter], [run["loss"] + 0.1, 3 * quarter]]
                 run |= {"gate_norm": [1.0, 2.0], "load_imbalance": 3.0, "dead_experts": 0.5}
             record["runs"].append(run)
     record["step_ms"] = step_ms or {"reference": 10.0, "entry": 10.0}
@@ -93,6 +95,12 @@ def make_record(protocol, name, losses, step_ms=None):
 def save(path, record):
     write_record(path, record)
     return read_record(path)
+
+
+def sign(record):
+    """The record with a digest of its own, made by hand."""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def test_draws_lie_in_their_ranges_and_suit_every_router():
@@ -126,11 +134,13 @@ def test_tasks_follow_from_losses(contest):
     judged = [Task("judge", 0, seed) for seed in (100, 101, 102)]
     assert protocol.list_tasks("kern", losses) == draws + finals + judged
     lengths = [Task("length", 0, seed, length) for length in (0.5, 2.0) for seed in (100, 101)]
-    assert protocol.list_tasks("softmax-renorm", losses) == draws + finals + judged + lengths
+    drafts = [Task("draft", 0, seed) for seed in (200, 201)]
+    assert protocol.list_tasks("softmax-renorm", losses) == draws + finals + judged + drafts + lengths
+    assert (protocol.count_tasks("kern"), protocol.count_tasks("softmax-renorm")) == (8, 14)
     assert "--train.max_steps=8" in protocol.overrides("kern", lengths[-1])
     draft = protocol.as_draft(2)
     first = {Task("draw", draw, 0): 1.0 + draw for draw in range(4)}
-    assert draft.list_tasks("kern", first) == [*first, Task("judge", 0, 100), Task("judge", 0, 101)]
+    assert draft.list_tasks("kern", first) == [*first, Task("judge", 0, 200), Task("judge", 0, 201)]
 
 
 def test_verdicts_are_those_of_scipy():
@@ -186,10 +196,12 @@ def test_speedup_is_tokens_times_step_times():
     entry = make_record(protocol, "kern", (1.65 + spread).tolist(), {"reference": 10.0, "entry": 15.0})
     rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, entry])}
     half = stats.ttest_1samp(spread, 0).confidence_interval().high
-    wanted = [2 ** (0.5 + shift / 0.1) / 1.5 for shift in (-half, 0, half)]
-    assert rows["kern"].speedup == pytest.approx(wanted)
-    curve = {0.5: 1.8, 1.0: 1.7, 2.0: 1.6}
-    assert tokens_needed(curve, 1.81) == 0 and tokens_needed(curve, 1.59) == math.inf
+    wanted = [2 ** (0.5 + shift / 0.1) / 1.5 for shift in (0, -half, half)]
+    assert rows["kern"].speedup == [f"{value:.2f}" for value in wanted]
+    for loss, text in ((1.81, "<0.33"), (1.49, ">2.67")):  # beyond half and four times the tokens
+        entry = make_record(protocol, "kern", [loss] * 10, {"reference": 10.0, "entry": 15.0})
+        rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, entry])}
+        assert rows["kern"].speedup[0] == text
 
 
 def test_verify_refuses_tampering(contest, tmp_path, capsys):
@@ -206,6 +218,7 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
         return intact | {key: [value for j, value in enumerate(intact[key]) if j != i]}
 
     changed = [{**run, "loss": 1.4} if i == judged else run for i, run in enumerate(intact["runs"])]
+    short = intact["runs"][judged] | {"documents": [[1.5, 3]]}
     other_draw = [{"optim.lr": 0.5}, *intact["settings"][1:]]
     cases = {
         "version 2 of the protocol": intact | {"version": 2},
@@ -218,17 +231,27 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
         "is not in the protocol": intact | {"runs": [*intact["runs"], {**intact["runs"][judged], "seed": 9}]},
         "its formula is": intact | {"formula": "RouterSpec(phi='tanh')"},
         "one entry a name": intact | {"name": "tanh", "router": "tanh", "formula": repr(ROUTERS["tanh"])},
+        "it is of the router tanh": intact | {"router": "tanh", "formula": repr(ROUTERS["tanh"])},
+        "it is a draft": intact | {"draft": True},
+        "a field is missing": {key: value for key, value in intact.items() if key != "settings"},
+        "do not have 6 windows": intact | {"runs": [*without("runs", judged)["runs"], short]},
         "lacks the times": {key: value for key, value in intact.items() if key != "step_ms"},
     }
     for reason, tampered in cases.items():
-        assert reason in "; ".join(find_faults(protocol, save(path, tampered), path.name)), reason
+        path.write_text(json.dumps(sign(tampered)))
+        assert reason in "; ".join(find_faults(protocol, read_record(path), path.name)), reason
     text = json.dumps(record | {"margin": 1})
     path.write_text(text)
     assert "its digest is not" in find_faults(protocol, read_record(path), path.name)[0]
     arguments = ["--track", str(contest), "verify", str(path)]
     assert main(arguments, Stop()) == 1 and "1 fault" in capsys.readouterr().out
     path.write_text(text[:-9])
-    assert main(arguments, Stop()) == 2 and "not JSON" in capsys.readouterr().err
+    assert main(arguments, Stop()) == 1 and "not JSON" in capsys.readouterr().out
+    path.write_text(json.dumps(record))
+    (tmp_path / "kern.json").write_text(json.dumps(record))
+    assert main([*arguments, str(tmp_path / "kern.json")], Stop()) == 1
+    printed = capsys.readouterr().out
+    assert f"{path}: intact" in printed and f"{path} is an entry of the same name; keep one" in printed
 
 
 def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
@@ -288,9 +311,9 @@ def test_bad_arguments(contest, capsys):
         "kern is another router": ["enter", "kern", "--spec", "tanh, c=2"],
         "has small letters": ["enter", "../x", "--spec", "tanh, c=2"],
         "--parallel 0": ["enter", "kern", "--draft", "--parallel", "0"],
-        "--seeds 1: expected 2 to 3": ["enter", "kern", "--draft", "--seeds", "1"],
-        "--seeds is of a draft": ["enter", "kern", "--seeds", "2"],
-        "No such file": ["verify", "absent.json"],
+        "--seeds 1: expected 2 to 2": ["enter", "kern", "--draft", "--seeds", "1"],
+        "--seeds needs --draft": ["enter", "kern", "--seeds", "2"],
+        "--rerun takes one record": ["verify", "a.json", "b.json", "--rerun", "1"],
     }
     for reason, arguments in cases.items():
         assert main(["--track", str(contest), *arguments], Stop()) == 2
@@ -301,33 +324,43 @@ def test_bad_arguments(contest, capsys):
 
 @pytest.mark.integration
 def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
-    """Records of a killed and resumed entry equal those of one that was not; another data set is refused."""
+    """Records of a killed and resumed draft equal those of one that was not. A run that diverges ends nothing."""
     command = [sys.executable, "-m", "scripts.track", "--track", str(contest)]
     run = partial(subprocess.run, capture_output=True, text=True, check=False)
     enter = [*command, "enter", "--draft", "--parallel", "2", "--spec", "tanh, post=l2 over topk"]
-    whole = run([*enter, "whole"])
-    assert whole.returncode == 0, whole.stderr
     drafts = tmp_path / "runs/track-contest/drafts"
-    wanted = losses_of(read_record(drafts / "whole.json"))
+
+    def draft(name):
+        (path,) = drafts.glob(f"{name}-*.json")
+        return read_record(path)
+
+    whole = run([*enter, "whole"])
+    assert whole.returncode == 0 and "6 of 6 runs" in whole.stdout, whole.stderr
+    wanted = losses_of(draft("whole"))
     assert len(wanted) == 4 + 2 and all(map(math.isfinite, wanted.values()))
+    assert all(draft("whole")["made"][run["made"]]["machine"] for run in draft("whole")["runs"])
 
     process = subprocess.Popen([*enter, "cut"])
-    while not (drafts / "cut.json").exists():
+    while not [*drafts.glob("cut-*.json")]:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == EXIT_CODE
-    assert 1 <= len(losses_of(read_record(drafts / "cut.json"))) < 6
+    assert 1 <= len(losses_of(draft("cut"))) < 6
     assert run([*enter, "cut"]).returncode == 0
-    assert losses_of(read_record(drafts / "cut.json")) == wanted
-    assert read_record(drafts / "cut.json")["settings"] == load_protocol(str(contest)).as_draft(2).draw_settings()
+    assert losses_of(draft("cut")) == wanted
+    assert draft("cut")["settings"] == load_protocol(str(contest)).as_draft(2).draw_settings()
 
-    other = run([*command, "enter", "--draft", "cut", "--spec", "tanh, c=2"])
-    assert other.returncode == 2 and "cut.json has router" in other.stderr
+    mad = tmp_path / "mad.toml"
+    mad.write_text(contest.read_text().replace("lr = [1e-3, 1e-2]", "lr = [1e30, 1e31]"))
+    diverged = run([*command[:-1], str(mad), "enter", "--draft", "tanh", "--parallel", "2"])
+    assert diverged.returncode == 0 and "6 of 6 runs" in diverged.stdout, diverged.stdout + diverged.stderr
+    assert diverged.stdout.count(": diverged; ") == 6 and "tanh (draft) | diverged" in diverged.stdout
+
     record = load_protocol(str(contest)).records / "mine.json"
-    record.parent.mkdir(parents=True)
-    os.replace(drafts / "whole.json", record)
-    again = run([*command, "verify", str(record), "--rerun", "101"])
-    assert again.returncode == 0 and "difference +0.0000000" in again.stdout
+    write_record(record, draft("whole"))
+    for _ in range(2):
+        again = run([*command, "verify", str(record), "--rerun", "201"])
+        assert again.returncode == 0 and "difference +0.0000000" in again.stdout
     contest.write_text(contest.read_text().replace("data_sha256 = ", 'data_sha256 = "0" # '))
     assert "the protocol 0" in run(enter).stderr
 

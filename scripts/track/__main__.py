@@ -1,22 +1,23 @@
 """The router track: is this router better? One fixed contest, with a verdict. track/README.md has its rules.
 
-    python -m scripts.track enter kern --parallel 2                     a router of router.py: 26 runs
+    python -m scripts.track enter kern --parallel 2                     a router of router.py: 28 runs
     python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, without editing code
-    python -m scripts.track enter mine --draft                          4 draws and 2 judged seeds, uncommitted code
+    python -m scripts.track enter mine --draft                          4 draws and 4 seeds; code may be uncommitted
     python -m scripts.track verify track/records/cpu/*.json             check records and show their verdicts
     python -m scripts.track verify track/records/cpu/kern.json --rerun 100      train one judged seed again
     python -m scripts.track table                                       write the tables of both READMEs
 
-`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json, of a draft runs/track-cpu/drafts/.
+`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json; drafts stay in runs/.
 """
 
 import re
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 from common.command import build_parser, command, require_packages, run_command
-from common.text import markdown_table
+from common.text import markdown_table, plural
 from router import ROUTERS, find_spec
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, Pool
@@ -26,7 +27,6 @@ from scripts.track.record import LARGEST, Record, find_faults, has_judged_runs, 
 from scripts.track.verdicts import judge_entries
 
 CPU = "config/track/cpu.toml"
-DRAFT_SEEDS = 2
 
 
 @command
@@ -41,8 +41,8 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     enter.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)"
     )
-    enter.add_argument("--draft", action="store_true", help="4 draws and few seeds; code may be uncommitted")
-    enter.add_argument("--seeds", type=int, metavar="N", help="judged seeds of a draft (default: 2)")
+    enter.add_argument("--draft", action="store_true", help="4 draws and 4 seeds, no record; code may be uncommitted")
+    enter.add_argument("--seeds", type=int, metavar="N", help="seeds of a draft (default: 4)")
     verify = commands.add_parser("verify", help="check records and show their verdicts")
     verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
     verify.add_argument("--rerun", type=int, metavar="SEED", help="train a judged seed of a record again and compare")
@@ -72,38 +72,39 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     name, router = name_entry(args)
     if args.parallel < 1:
         raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
-    if args.draft:
-        seeds = DRAFT_SEEDS if args.seeds is None else args.seeds
-        if not 2 <= seeds <= len(protocol.judge_seeds):
-            raise ValueError(f"--seeds {seeds}: expected 2 to {len(protocol.judge_seeds)}")
-        protocol = protocol.as_draft(seeds)
-    elif args.seeds is not None:
-        raise ValueError("--seeds is of a draft; an entry has all seeds of the protocol")
-    else:
+    seeds = len(protocol.draft_seeds) if args.seeds is None else args.seeds
+    if not 2 <= seeds <= len(protocol.draft_seeds):
+        raise ValueError(f"--seeds {seeds}: expected 2 to {len(protocol.draft_seeds)}")
+    if args.seeds is not None and not args.draft:
+        raise ValueError("--seeds needs --draft; an entry has all seeds of the protocol")
+    if not args.draft:
         entry.check_committed()
-    runs = protocol.runs / ("drafts" if args.draft else "") / name
-    path = runs.parent / f"{name}.json" if args.draft else protocol.records / f"{name}.json"
-    record = entry.start_record(protocol, path, name, router)
     entry.prepare_data(protocol)
-    code = entry.enter(protocol, record, path, runs, args.parallel, stop)
+    entered = protocol.as_draft(seeds) if args.draft else protocol
+    code, path = entry.enter(entered, name, router, args.parallel, stop)
     if code:
         print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
         return code
     print(f"{path}: complete", flush=True)
-    others = [other for other in load_complete(protocol.records, protocol) if other["name"] != name]
-    print_verdicts(protocol, [*others, read_record(path)])
+    others = load_complete(protocol)
+    if args.draft:  # a family of its own: the reference and this
+        others = [other for other in others if other["name"] == protocol.reference]
+        others.append(read_record(path) | {"name": f"{name} (draft)"})
+    print_verdicts(protocol, others)
     return 0
 
 
-def load_complete(folder: Path, protocol: Protocol) -> list[Record]:
-    """The records of a folder that have all judged runs; others are named on stderr."""
+def load_complete(protocol: Protocol) -> list[Record]:
+    """The records that have all judged runs of this protocol; others are named on stderr."""
     records = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(protocol.records.glob("*.json")):
         record = read_record(path)
-        if has_judged_runs(protocol, record):
+        if record["version"] != protocol.version or record["fixed_sha256"] != protocol.fixed_sha256:
+            print(f"{path}: left out, of another protocol; scripts.track verify tells more", file=sys.stderr)
+        elif has_judged_runs(protocol, record):
             records.append(record)
         else:
-            print(f"{path}: not complete; enter {record['name']} to resume", file=sys.stderr)
+            print(f"{path}: left out, not complete; enter {record['name']} to resume", file=sys.stderr)
     return records
 
 
@@ -119,24 +120,26 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     if args.rerun is not None:
         (path,) = args.records if len(args.records) == 1 else [None]
         if path is None:
-            raise ValueError("--rerun is of one record; name only that")
+            raise ValueError("--rerun takes one record")
         return rerun(protocol, read_record(path), args.rerun, stop)
-    intact, faulty, names = [], 0, {}
+    faulty, names = 0, {}
     for path in args.records:
-        record = read_record(path)
-        faults = find_faults(protocol, record, path.name)
-        if path.stat().st_size > LARGEST:
+        try:
+            record = read_record(path)
+            faults = find_faults(protocol, record, path.name)
+            other = names.setdefault(record.get("name"), path)
+            if other != path:
+                faults.append(f"{other} is an entry of the same name; keep one")
+        except (ValueError, OSError) as error:
+            faults = [str(error)]
+        if path.exists() and path.stat().st_size > LARGEST:
             faults.append(f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
-        if other := names.setdefault(record["name"], path) != path:
-            faults.append(f"{other} is an entry of the same name; keep one")
-        print(f"{path}: {'intact' if not faults else f'{len(faults)} fault(s)'}", flush=True)
+        print(f"{path}: {'intact' if not faults else plural(len(faults), 'fault')}", flush=True)
         for fault in faults:
             print(f"  {fault}")
         faulty += bool(faults)
-        if not faults:
-            intact.append(record)
-    if intact:
-        print_verdicts(protocol, intact)
+    if not faulty:  # the verdicts are corrected for all entries
+        print_verdicts(protocol, load_complete(protocol))
     return int(faulty > 0)
 
 
@@ -150,15 +153,17 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
         raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}")
     entry.prepare_data(protocol)
     task = Task("judge", judged[seed]["draw"], seed)
-    folder = protocol.runs / "rerun" / record["name"]
     results = []
 
     def collect(point: Point, code: int) -> None:
         if code != EXIT_CODE:
             results.append(entry.read_result(point.folder, task))
 
-    point = entry.make_point(protocol, record["router"], task, folder)
-    if code := Pool(protocol.file, [point], [[]], collect).run(stop):
+    with tempfile.TemporaryDirectory() as folder:
+        point = entry.make_point(protocol, record["router"], task, Path(folder))
+        code = Pool(protocol.file, [point], [[]], collect).run(stop)
+    if not results or results[0] is None:
+        print(f"{task.name}: ended with exit code {code} before its end")
         return code
     before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], results[0]))
     print(f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}")
@@ -168,7 +173,7 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
 def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Write the tables and the picture."""
     require_packages("matplotlib")
-    rows = judge_entries(protocol, load_complete(protocol.records, protocol))
+    rows = judge_entries(protocol, load_complete(protocol))
     print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}")
     return 0
 

@@ -23,15 +23,16 @@ import configure
 from common.text import plural
 from data.bins import read_meta
 from data.mixture import identify
+from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
 from scripts.report.runs import load_run
 from scripts.sweep import Point, Pool
 from scripts.track.clean import read_sources, text_digest
-from scripts.track.protocol import REPO_ROOT, Protocol, Task
+from scripts.track.protocol import REPO_ROOT, Protocol, Task, digest
 from scripts.track.record import Record, missing_tasks, new_record, read_record, write_record
 
-TRAINING_CODE = [":(glob)*.py", "kernels", "runtime", "configure", "data", "common", "config/track", "track/text"]
+TRAINING_CODE = ["kernels", "runtime", "configure", "data", "common"]  # and the files at the top
 
 
 def start_record(protocol: Protocol, path: Path, name: str, router: str) -> Record:
@@ -51,7 +52,8 @@ def start_record(protocol: Protocol, path: Path, name: str, router: str) -> Reco
 
 def check_committed() -> None:
     """Raise ValueError if code that trains differs from its commit: a record names the commit."""
-    command = ["git", "-C", str(REPO_ROOT), "status", "--porcelain", "--", *TRAINING_CODE]
+    places = [":(glob)*.py", *TRAINING_CODE, "config/track", "track/text"]
+    command = ["git", "-C", str(REPO_ROOT), "status", "--porcelain", "--", *places]
     status = subprocess.run(command, capture_output=True, text=True, check=False)
     if status.returncode:
         raise ValueError(f"{REPO_ROOT} is no git checkout, so a record could name no commit; clone it, or add --draft")
@@ -86,43 +88,69 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
-def enter(protocol: Protocol, record: Record, path: Path, runs: Path, parallel: int, stop: Stop) -> int:
-    """Train what the record lacks, `parallel` runs at a time in `runs`, one thread each; returns the exit status."""
+def enter(protocol: Protocol, name: str, router: str, parallel: int, stop: Stop) -> tuple[int, Path]:
+    """Train what the entry's record lacks, `parallel` runs at a time, one thread each; the exit status and the record.
+
+    Raises:
+        ValueError: another process trains the entry, its record is of another protocol or router, or code that trains
+            was changed meanwhile.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # so that a run does not depend on how many go on at once
     made = describe_machine(protocol)
-    if made not in record["made"]:
-        record["made"].append(made)
-    began, done = time.monotonic(), 0
+    code = digest([made["code_sha256"], repr(find_spec(router))])[:8]  # runs of other code are no runs of this entry
+    runs = protocol.runs / ("drafts" if protocol.draft else "entries") / f"{name}-{code}"
+    path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
+    with only_one(runs):
+        record = start_record(protocol, path, name, router)
+        status = Training(protocol, record, made, path, runs).train(parallel, stop)
+        if status:
+            return status, path
+        if "step_ms" not in record and name != protocol.reference:
+            record["step_ms"] = time_steps(protocol, router)
+            write_record(path, record)
+    return 0, path
 
-    def collect(point: Point, code: int) -> None:
-        nonlocal done
-        task = tasks[point.config.run.name]
+
+class Training:
+    """The runs of an entry, round by round."""
+
+    def __init__(self, protocol: Protocol, record: Record, made: dict[str, str], path: Path, runs: Path) -> None:
+        self.protocol, self.record, self.made, self.path, self.runs = protocol, record, made, path, runs
+        self.tasks: dict[str, Task] = {}  # those of this round, by name
+        self.began, self.trained, self.failed = time.monotonic(), 0, 0
+
+    def train(self, parallel: int, stop: Stop) -> int:
+        """Train the missing runs; returns the exit status: 1 if one failed, EXIT_CODE if asked to stop."""
+        while missing := missing_tasks(self.protocol, self.record):
+            print(f"{self.record['name']}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
+            self.tasks = {task.name: task for task in missing}
+            points = [make_point(self.protocol, self.record["router"], task, self.runs) for task in missing]
+            status = Pool(self.protocol.file, points, [[] for _ in range(parallel)], self.collect).run(stop)
+            if status == EXIT_CODE or self.failed:  # a run that diverged has failed for train.py, but not here
+                return status
+        return 0
+
+    def collect(self, point: Point, code: int) -> None:
+        """Add a run that has ended to the record. Raises ValueError if its code may have been another one."""
         if code in (EXIT_CODE, -signal.SIGTERM):  # asked to stop, after it began to listen and before
             return
+        task = self.tasks[point.config.run.name]
         run = read_result(point.folder, task)
         if run is None:
+            self.failed += 1
             print(f"{task.name} failed with exit code {code}: {point.folder}/train.log", file=sys.stderr, flush=True)
             return
-        record["runs"].append(run)
-        write_record(path, record)
-        done += 1
+        if describe_machine(self.protocol)["code_sha256"] != self.made["code_sha256"]:
+            raise ValueError(f"{task.name}: code that trains was changed meanwhile; {self.path} has the runs before")
+        if self.made not in self.record["made"]:
+            self.record["made"].append(self.made)
+        self.record["runs"].append(run | {"made": self.record["made"].index(self.made)})
+        write_record(self.path, self.record)
+        self.trained += 1
+        done, total = len(self.record["runs"]), self.protocol.count_tasks(self.record["name"])
+        minutes = (time.monotonic() - self.began) / self.trained * (total - done) / 60
         loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
-        left = sum(1 for _ in missing_tasks(protocol, record))
-        minutes = (time.monotonic() - began) / done * left / 60
-        print(f"{task.name}: {loss}, {left} left of this round, about {minutes:.0f} min", flush=True)
-
-    with only_one(runs):
-        while missing := missing_tasks(protocol, record):
-            print(f"{record['name']}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
-            tasks = {task.name: task for task in missing}
-            points = [make_point(protocol, record["router"], task, runs) for task in missing]
-            code = Pool(protocol.file, points, [[] for _ in range(parallel)], collect).run(stop)
-            if code:
-                return code
-        if "step_ms" not in record and record["name"] != protocol.reference:
-            record["step_ms"] = time_steps(protocol, record["router"])
-    write_record(path, record)
-    return 0
+        print(f"{task.name}: {loss}; {done} of {plural(total, 'run')}, about {minutes:.0f} min left", flush=True)
 
 
 def make_point(protocol: Protocol, router: str, task: Task, folder: Path) -> Point:
@@ -138,8 +166,9 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
         return None
     run = load_run(folder)
     if not run.ended:
-        diverged = run.diverged is not None or any(folder.glob("crash-*.json"))
-        return result if diverged else None
+        log = (folder / "train.log").read_text(errors="replace")
+        dumped = any(folder.glob("crash-*.json")) or "steps in a row skipped" in log  # by runtime/guard.py
+        return result if dumped or run.diverged is not None else None
     first, last = run.evaluations[min(run.evaluations)], run.evaluations[run.max_steps]
     result["loss"] = round(last["val/loss"], 7)
     result["tokens_per_second"] = round(float(np.median([*run.series("perf/tokens_per_sec").values()])))
@@ -156,25 +185,33 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
 
 
 def time_steps(protocol: Protocol, router: str, rounds: int = 40) -> dict[str, float]:
-    """Milliseconds of a training step of the reference and of the router, measured in turn in one process."""
+    """Milliseconds of a training step of the reference and of the router, measured in turn in one process.
+
+    Without auxiliary losses. Raises ValueError if a step fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         routers = [f"--model.router={name}" for name in (protocol.reference, router)]
-        command = ["-m", "scripts.bench", "step", protocol.file, *routers, f"--rounds={rounds}"]
-        subprocess.run([sys.executable, *command, "--json", file], check=True, stdout=subprocess.DEVNULL)
-        reference, entry = json.loads(file.read_text())["rows"]
-    return {"reference": round(reference["ms"], 3), "entry": round(entry["ms"], 3)}
+        command = [sys.executable, "-m", "scripts.bench", "step", protocol.file, *routers, f"--rounds={rounds}"]
+        done = subprocess.run([*command, "--json", file], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stdout[-300:]}{done.stderr}")
+        rows = json.loads(file.read_text())["rows"]
+    return {"reference": round(rows[0]["ms"], 3), "entry": round(rows[-1]["ms"], 3)}
 
 
 def describe_machine(protocol: Protocol) -> dict[str, str]:
-    """Where runs are made: commit, processor, versions, day."""
+    """Where runs are made: commit and digests of the code that trains, processor, versions, day."""
     head = subprocess.run(["git", "-C", REPO_ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    router = (REPO_ROOT / "router.py").read_bytes()
+    files = [*REPO_ROOT.glob("*.py"), *(file for part in TRAINING_CODE for file in (REPO_ROOT / part).rglob("*.py"))]
+    code = {str(file.relative_to(REPO_ROOT)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     return {
         "commit": head.stdout.strip(),
-        "router_sha256": hashlib.sha256(router).hexdigest(),
+        "router_sha256": code["router.py"],
+        "code_sha256": digest(code),
         "machine": device_name(pick_device(configure.load(protocol.file).train.device)),
         "torch": version("torch"),
+        "numpy": version("numpy"),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }

@@ -14,13 +14,12 @@ from configure.schema import Section
 REPO_ROOT = Path(__file__).parents[2]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
-ROUNDS = "draw", "final", "judge", "length"
 
 
 class Task(NamedTuple):
     """A run of an entry."""
 
-    round: str  # of ROUNDS: tuning; the finalists' second seed; judged; the reference's other lengths
+    round: str  # draw, final (tuning); judge; draft, length (of the reference alone)
     draw: int  # number of its settings
     seed: int
     length: float = 1.0  # times the tokens
@@ -49,11 +48,13 @@ class Protocol(Section):
     final_seed: int
     finalists: int
     judge_seeds: list[int]
+    draft_seeds: list[int]
     lengths: list[float]
     length_seeds: list[int]
     draws: dict[str, Any]
     max_steps: int
     warmup_steps: int
+    windows: int  # of an evaluation
     draft: bool = False
 
     @property
@@ -67,9 +68,9 @@ class Protocol(Section):
         return RECORDS / self.name
 
     def as_draft(self, seeds: int) -> "Protocol":
-        """Fewer draws, no finals, and only the first judged seeds."""
+        """Fewer draws, no finals, and `seeds` seeds of drafts, which no entry is judged by."""
         draws = self.draws | {"count": DRAFT_DRAWS}
-        fewer = {"draws": draws, "finalists": 1, "judge_seeds": self.judge_seeds[:seeds], "lengths": []}
+        fewer = {"draws": draws, "finalists": 1, "judge_seeds": self.draft_seeds[:seeds]}
         return self.model_copy(update=fewer | {"draft": True})
 
     def draw_settings(self) -> list[dict[str, float]]:
@@ -96,7 +97,7 @@ class Protocol(Section):
         return float(f"{low * (high / low) ** part:.3g}")
 
     def list_tasks(self, name: str, losses: Mapping[Task, float]) -> list[Task]:
-        """Every run of an entry that its `losses` so far (nats per byte) decide; of a complete entry all.
+        """Every run of an entry that its `losses` so far (nats per byte) decide; for a complete entry all runs.
 
         The draws with the lowest losses are run with one more seed; the best of these by the mean is judged.
         """
@@ -111,9 +112,17 @@ class Protocol(Section):
         sums = {first.draw: losses[first] + losses[second] for first, second in zip(best, finals, strict=bool(finals))}
         winner = min(sums, key=sums.__getitem__) if sums else best[0].draw
         tasks += [Task("judge", winner, seed) for seed in self.judge_seeds]
-        if name == self.reference:
+        if name == self.reference and not self.draft:
+            tasks += [Task("draft", winner, seed) for seed in self.draft_seeds]
             tasks += [Task("length", winner, seed, length) for length in self.lengths for seed in self.length_seeds]
         return tasks
+
+    def count_tasks(self, name: str) -> int:
+        """How many runs an entry has in all."""
+        tasks = dict.fromkeys(self.list_tasks(name, {}), 0.0)
+        while more := [task for task in self.list_tasks(name, tasks) if task not in tasks]:
+            tasks |= dict.fromkeys(more, 0.0)
+        return len(tasks)
 
     def overrides(self, router: str, task: Task) -> list[str]:
         """The command line of a run, but for its folder."""
@@ -129,7 +138,8 @@ def load_protocol(file: str) -> Protocol:
     """The protocol of a config file. Raises ConfigError if its other tables are wrong, ValueError if [track] is."""
     config = configure.load(file)
     table = tomllib.loads(Path(file).read_text())
-    fields = {"max_steps": config.train.max_steps, "warmup_steps": config.optim.warmup_steps, **table.get("track", {})}
+    fields = {"max_steps": config.train.max_steps, "warmup_steps": config.optim.warmup_steps}
+    fields |= {"windows": config.eval.windows, **table.get("track", {})}
     runs = Path(config.run.dir, f"track-{Path(file).stem}")
     return Protocol.model_validate({"file": file, "runs": runs, "fixed_sha256": digest(table), **fields})
 

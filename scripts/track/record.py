@@ -61,11 +61,16 @@ def missing_tasks(protocol: Protocol, record: Record) -> list[Task]:
     return [task for task in protocol.list_tasks(record["name"], losses) if task not in losses]
 
 
+def find_diverged(record: Record) -> list[Mapping[str, Any]]:
+    """The runs that ended in NaN or Inf."""
+    return [run for run in record["runs"] if run["loss"] is None]
+
+
 def summarize(record: Record) -> dict[str, Any]:
     """What the losses say: the judged settings, their mean loss (None if a run diverged), and how many diverged."""
     judged = [*judged_runs(record).values()]
     losses = [run["loss"] for run in judged]
-    diverged = sum(run["loss"] is None for run in record["runs"])
+    diverged = len(find_diverged(record))
     if not judged:
         return {"diverged": diverged}
     mean = None if None in losses else round(sum(losses) / len(losses), 6)
@@ -94,6 +99,13 @@ def read_record(path: Path) -> Record:
 
 def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
     """What is wrong with a record, each with what to do; none of an intact record that is complete."""
+    try:
+        return _find_faults(protocol, record, file_name)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        return [f"a field is missing or wrong ({type(error).__name__}: {error}); take it from its commit again"]
+
+
+def _find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
     again = f"enter it again: python -m scripts.track enter {record['name']}"
     if record["version"] != protocol.version:
         return [f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"]
@@ -101,20 +113,30 @@ def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]
     content = {key: value for key, value in record.items() if key != "sha256"}
     if record.get("sha256") != digest(content):
         faults.append("its digest is not that of its content: it was changed by hand; take it from its commit again")
-    if record["name"] != Path(file_name).stem:
-        faults.append(f"it is of {record['name']}: one entry a name, in {record['name']}.json")
+    if record["name"] != Path(file_name).stem or record["draft"]:
+        faults.append(f"it is {'a draft' if record['draft'] else record['name']}: one entry a name, in NAME.json")
     for key in ("fixed_sha256", "data_sha256"):
         if record[key] != getattr(protocol, key):
             faults.append(f"{key} is {record[key]:.12}, of the protocol {getattr(protocol, key):.12}; {again}")
     if record["settings"] != protocol.draw_settings():
         faults.append(f"its settings are not the protocol's draws; {again}")
-    if record["router"] in ROUTERS and record["formula"] != repr(ROUTERS[record["router"]]):
-        faults.append(f"its formula is {record['formula']}, and router.py has {ROUTERS[record['router']]}; {again}")
+    faults += find_router_faults(record, again)
     if record.get("summary") != summarize(record):
         faults.append(f"its summary is not that of its losses, which give {summarize(record)}")
     if "step_ms" not in record and record["name"] != protocol.reference:
         faults.append(f"it lacks the times of a step; {again}")
     return faults + find_run_faults(protocol, record, again)
+
+
+def find_router_faults(record: Record, again: str) -> list[str]:
+    """Whether the record's router is the one that it names, in this router.py too."""
+    faults, router = [], record["router"]
+    known = find_spec(router) if router in ROUTERS or "," in router else record["formula"]
+    if record["formula"] != str(known):
+        faults.append(f"its formula is {record['formula']}, and router.py has {known}; {again}")
+    if record["name"] in ROUTERS and record["name"] != router:
+        faults.append(f"it is of the router {router}, not of {record['name']}; {again}")
+    return faults
 
 
 def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]:
@@ -126,15 +148,16 @@ def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]
     if len(losses) != len(record["runs"]):
         faults.append(f"a run is in it more than once; {again}")
     for run in record["runs"]:
-        faults += find_loss_faults(run)
+        faults += find_loss_faults(run, protocol.windows)
     return faults
 
 
-def find_loss_faults(run: Mapping[str, Any]) -> list[str]:
-    """Whether a judged run's loss is the mean of those of its documents."""
+def find_loss_faults(run: Mapping[str, Any], windows: int) -> list[str]:
+    """Whether a judged run's loss is the mean of those of its documents, which have all `windows`."""
     if run["round"] != "judge" or run["loss"] is None:
         return []
-    windows = sum(count for _, count in run["documents"])
+    if sum(count for _, count in run["documents"]) != windows:
+        return [f"{task_of(run).name}: its documents do not have {windows} windows"]
     mean = sum(loss * count for loss, count in run["documents"]) / windows
     if abs(mean - run["loss"]) < TOLERANCE:
         return []

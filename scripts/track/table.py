@@ -11,7 +11,7 @@ from common.files import write_atomic
 from common.text import markdown_table
 from scripts.report.style import save_figure, style
 from scripts.track.protocol import REPO_ROOT, Protocol
-from scripts.track.record import judged_runs
+from scripts.track.record import find_diverged, judged_runs, task_of
 from scripts.track.verdicts import Row, describe_judgement
 
 if TYPE_CHECKING:  # it may not be installed
@@ -26,12 +26,11 @@ def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     """{page: its table as Markdown}."""
     judged = ["router", "loss", f"minus {protocol.reference}", f"minus {protocol.second}", "speed-up"]
     measured = ["gate norm", "load imbalance", "dead experts", "lr", "router lr", "w_out lr", "balance", "diverged"]
-    return {
-        FRONT_PAGE: markdown_table(judged, [format_verdicts(protocol, row) for row in rows]),
-        PAGE: markdown_table(
-            [*judged, *measured], [format_verdicts(protocol, row) + format_measures(row) for row in rows]
-        ),
-    }
+    full = markdown_table([*judged, *measured], [format_verdicts(protocol, row) + format_measures(row) for row in rows])
+    diverged = [f"{row.record['name']} {task_of(run).name}" for row in rows for run in find_diverged(row.record)]
+    if diverged:
+        full += f"\n\nDiverged: {', '.join(diverged)}."
+    return {FRONT_PAGE: markdown_table(judged, [format_verdicts(protocol, row) for row in rows]), PAGE: full}
 
 
 def format_verdicts(protocol: Protocol, row: Row) -> list[str]:
@@ -43,11 +42,10 @@ def format_verdicts(protocol: Protocol, row: Row) -> list[str]:
 
 
 def format_speedup(protocol: Protocol, row: Row) -> str:
-    """`1.21 [1.05, 1.40]`; a loss below or above those of the reference's own lengths has no number."""
+    """`1.21 [1.05, 1.40]`."""
     if row.speedup is None:
         return "1" if row.record["name"] == protocol.reference else ""
-    low, middle, high = (f"{value:.2f}" if math.isfinite(value) else "?" for value in row.speedup)
-    return f"{middle} [{low}, {high}]"
+    return "{} [{}, {}]".format(*row.speedup)
 
 
 def format_measures(row: Row) -> list[str]:
@@ -86,7 +84,8 @@ def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
     """Each entry's difference from the reference with its 95% interval, and the margin of equivalence."""
     from matplotlib.figure import Figure
 
-    drawn = [(row, row.against[protocol.reference].difference) for row in reversed(rows)]
+    judged = [row for row in reversed(rows) if protocol.reference in row.against]
+    drawn = [(row, row.against[protocol.reference].difference) for row in judged]
     drawn = [(row, difference) for row, difference in drawn if difference and math.isfinite(difference.mean)]
     figure = Figure((8, 1.2 + 0.32 * len(drawn)), layout="constrained")
     axes = figure.subplots()

@@ -8,7 +8,7 @@ import numpy as np
 
 from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, judge_family
 from scripts.track.protocol import Protocol
-from scripts.track.record import Record, judged_runs
+from scripts.track.record import Record, losses_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
     record: Record
     losses: list[float]  # nats per byte, of the judged seeds
     against: dict[str, Judgement]  # the reference and the second router, those that have entered
-    speedup: tuple[float, float, float] | None  # low, middle, high, as `effective_speedup`; None: not known
+    speedup: list[str] | None  # middle, low, high, as `effective_speedup`; None: not known
 
     @property
     def mean(self) -> float:
@@ -34,21 +34,25 @@ class Row:
         return float(np.mean(self.losses))
 
 
-def losses_by_seed(record: Record) -> dict[int, float]:
-    """{judged seed: loss}; infinite where the run diverged."""
-    return {seed: math.inf if run["loss"] is None else run["loss"] for seed, run in judged_runs(record).items()}
+def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
+    """{seed: loss} of the runs of a round; infinite where the run diverged."""
+    return {task.seed: loss for task, loss in losses_of(record).items() if task.round == round}
 
 
 def subtract(entry: Record, other: Record) -> Difference:
-    """Mean difference of the losses, entry minus other, over the judged seeds that both have, by Student's t.
+    """Mean difference of the losses, entry minus other, over the seeds that both have, by Student's t.
+
+    These are the judged seeds, or those of drafts, where the entry is one and the other the reference.
 
     Raises:
         ValueError: they share fewer than two seeds.
     """
     first, second = losses_by_seed(entry), losses_by_seed(other)
+    if entry["draft"]:
+        second = losses_by_seed(other, "draft")
     shared = sorted(first.keys() & second.keys())
     if len(shared) < 2:
-        raise ValueError(f"{entry['name']} and {other['name']} share fewer than two judged seeds; enter both again")
+        raise ValueError(f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again")
     differences = np.array([first[seed] - second[seed] for seed in shared])
     if not np.isfinite(differences).all():
         return Difference(math.inf, len(shared))
@@ -99,31 +103,30 @@ def loss_curve(protocol: Protocol, reference: Record) -> dict[float, float]:
 
 
 def tokens_needed(curve: dict[float, float], loss: float) -> float:
-    """Times the tokens that the reference needs for a loss: log-linear between lengths.
-
-    0 below the shortest length, infinite beyond the longest.
-    """
+    """Times the tokens that the reference needs for a loss, log-linear between the curve's lengths and within them."""
     losses = np.minimum.accumulate([*curve.values()])[::-1]  # ascending
-    lengths = np.log2([*curve.keys()])[::-1]
-    return float(2 ** np.interp(loss, losses, lengths, left=np.inf, right=-np.inf))
+    return float(2 ** np.interp(loss, losses, np.log2([*curve.keys()])[::-1]))
 
 
 def effective_speedup(
     protocol: Protocol, reference: Record, entry: Record, difference: Difference | None
-) -> tuple[float, float, float] | None:
-    """How much sooner the entry reaches its loss than the reference does, by the clock: low, middle, high (95%).
+) -> list[str] | None:
+    """How much sooner the entry reaches its loss than the reference does, by the clock: middle, low, high (95%).
 
-    The tokens that the reference needs for the entry's loss, times the ratio of the times of a step. The interval is
-    that of the difference; it leaves out the error of the reference's own curve.
+    The tokens that the reference needs for the entry's loss, times the ratio of the times of a step; "<" or ">" where
+    the loss is not among those of the reference's lengths. The interval is that of the difference; it leaves out the
+    errors of the reference's own curve and of the times.
     """
     curve = loss_curve(protocol, reference)
     if difference is None or len(curve) < 2 or "step_ms" not in entry or not math.isfinite(difference.mean):
         return None
     faster = entry["step_ms"]["reference"] / entry["step_ms"]["entry"]
-    low, middle, high = (
-        faster * tokens_needed(curve, curve[1.0] + d) for d in (difference.high, difference.mean, difference.low)
-    )
-    return low, middle, high
+    texts = []
+    for shift in (difference.mean, difference.high, difference.low):
+        tokens = tokens_needed(curve, curve[1.0] + shift)
+        sign = {min(curve): "<", max(curve): ">"}.get(tokens, "")
+        texts.append(f"{sign}{faster * tokens:.2f}")
+    return texts
 
 
 def describe_judgement(judgement: Judgement) -> str:
