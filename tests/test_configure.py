@@ -114,6 +114,9 @@ def test_a_wrong_line_of_a_file(write, line, names):
     ("--train.max_steps=1e3", "train.max_steps = 1000.0: Input should be a valid integer"),
     ("--train.max_steps=" + "9" * 5000, "…: Input should be a valid integer"),
     ("--run.seed=[0, 1]", "run.seed = [0, 1]: "),
+    ("--data.mix={b = inf}", "data.mix = {'b': inf}: 'b': "),
+    ("--data.mix={b = true}", "data.mix = {'b': True}: 'b': "),
+    ("--data.mix={b: 1}", "data.mix = '{b: 1}': "),
     ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
     ("--run.dir=caf\udce9", r"run.dir = 'caf\udce9': "),  # an argument that is not UTF-8
     ("--optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
@@ -166,6 +169,7 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
     ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
     ("--model.n_kv_head=5", 1, "model.n_kv_head = 5 does not divide", 1),
+    ("--model.n_kv_head=64", 1, "model.n_kv_head = 64 does not divide n_head = 12; set --model.n_kv_head=4", 1),
     ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
     ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
     ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),

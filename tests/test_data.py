@@ -189,6 +189,14 @@ def test_meta_of_another_form(tmp_path, change, says):
     assert re.search("--name set.*--force$", str(caught.value))
 
 
+@pytest.mark.parametrize("meta", [b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"\xff\xfe", b'"\\ud800"'])
+def test_meta_that_cannot_be_read(tmp_path, meta):
+    write_set(tmp_path / "set")
+    (tmp_path / "set/meta.json").write_bytes(meta)
+    with pytest.raises(DataError, match=f"{tmp_path}/set.*repare"):
+        check_dataset(tmp_path / "set", 257)
+
+
 def test_sets_that_are_not_there(tmp_path):
     (tmp_path / "books").mkdir()
     for name, says in {

@@ -23,7 +23,6 @@ from data.loader import Loader, fixed_windows, window_documents, windows
 from eval.trained import load_model
 from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
-from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics
@@ -149,23 +148,6 @@ def test_learning_rate_by_hand():
     assert rates(100, (4, 9, 10, 59, 60, 70, 90, 100), **wsd) == [0.5, 1, 1, 1, 1, 0.775, 0.325, 0.1]
     assert rates(100, (59, 60, 70, 100), **wsd, decay="sqrt", min_lr_ratio=0.0) == [1, 1, 0.5, 0]
     assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]  # no decay
-
-
-def test_defaults_are_those_of_docs_paper():
-    """AdamW of the paper and of DAPE, whose set-up it takes; what other routers need is off."""
-    optim, settings = Optim(), Train()
-    assert (optim.name, optim.beta1, optim.beta2, optim.eps, optim.weight_decay) == ("adamw", 0.9, 0.95, 1e-8, 0.1)
-    assert (optim.schedule, optim.warmup_steps, optim.min_lr_ratio, optim.grad_clip) == ("cosine", 500, 0.1, 1.0)
-    assert (optim.lr, optim.router_lr_ratio, optim.expert_out_lr_ratio) == (6e-4, 1, 1)
-    assert (settings.batch_size, settings.max_steps, settings.dtype) == (256, 50_000, "auto")
-    assert (settings.balance_loss_coef, settings.z_loss_coef, settings.bias_update_rate) == (0, 0, 0)
-    assert (settings.balance_loss_scope, settings.ema_decay, settings.loss_spike) == ("global", 0, "off")
-    assert (settings.checkpoint_interval, settings.checkpoint_minutes, settings.keep_checkpoints) == (-1, 10, 2)
-    assert (settings.on_save_error, settings.max_skipped_steps, settings.spike_sigma) == ("stop", 20, 6)
-    model = GPT(SMALL)
-    (group, other), kind = train_state.build_optimizer(model, optim).param_groups, torch.optim.AdamW
-    assert isinstance(train_state.build_optimizer(model, optim), kind) and group["fused"] and not group["amsgrad"]
-    assert {group["weight_decay"], other["weight_decay"]} == {0.0, 0.1}
 
 
 # ---- what is due
