@@ -49,14 +49,14 @@ def tar(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def parquet(path: Path, texts, type_: str = "string", body=None, rows_a_group: int = 7, **options) -> None:
+def parquet(path: Path, texts, type_: str = "string", body=None) -> None:
     import pyarrow
     from pyarrow import parquet
 
     column = pyarrow.array(texts, getattr(pyarrow, type_)())
     table = pyarrow.table({"id": range(len(texts)), "text": column} | ({"body": body} if body else {}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table, path, row_group_size=rows_a_group, **options)
+    parquet.write_table(table, path, row_group_size=7)
 
 
 def write_tree(folder: Path, files: dict[str, bytes]) -> Path:

@@ -126,18 +126,6 @@ def test_a_wrong_override(write, override, names):
     assert text.startswith("command line: ") and names in text
 
 
-OTHER_NAMES = """optim.learning_rate=optim.lr lr=optim.lr train.batch=train.batch_size seed=run.seed
-train.steps=train.max_steps max_iters=train.max_steps model.heads=model.n_head model.layers=model.n_layer
-model.hidden=model.n_embd model.vocab=model.vocab_size gradient_accumulation_steps=train.micro_batch_size
-wandb_log=log.wandb"""
-
-
-@pytest.mark.parametrize("pair", OTHER_NAMES.split())
-def test_the_names_of_other_projects_are_known(write, pair):
-    override, key = pair.split("=")
-    assert message(write(), f"--{override}=1").endswith(f"unknown key; did you mean {key!r}?")
-
-
 def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypatch):
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "zzzz.toml", "No such file or directory")):
         assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"

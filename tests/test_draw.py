@@ -24,6 +24,7 @@ def make_layer(number, loads, tokens=()):
 def report():
     tokens = [{"id": 42, "text": text, "share": 0.5, "lift": 2.0} for text in (" **", "\n\t", "x" * 30, "`é")]
     layers = [make_layer(1, [30, 20, 6, 0], tokens), make_layer(2, [28, 28, 28, 28])]
+    layers[1] |= {"matched": 1.0, "matched_by_chance": 1.0}
     about = {"run": "kern", "checkpoint": "step_00001000", "step": 1000, "average": 1, "mean": "", "router": "kern"}
     about |= {"top_k": 2, "data": "data/<b>", "windows": 6, "tokens": 28, "min_count": 10, "layers": layers}
     return about | {"other": "kern, step_00000500", "agreement": layers}
@@ -41,10 +42,12 @@ def test_page_of_a_routing_report(report, tmp_path, monkeypatch, capsys):
     text = (tmp_path / "routing.md").read_text()
     assert text.startswith("# Routing of kern at step 1,000\n") and "{" not in text and "&lt;b>" in text
     assert "2 layers of 4 experts, 2 per token; 6 validation windows" in text and "28 tokens" in text
-    assert "| 1 | 1.50 | 1 |" in text and "| 1, 1 | 1.43 | 0.65 | ' ∗∗' 50% 2.0× |" in text
+    assert "| 1 | 1.50 | 1 | 2.7 | 2.7 | 25.00% | 50% (25%) | 60% (30%) |" in text
+    assert "| 1, 1 | 1.43 | 0.65 | ' ∗∗' 50% 2.0× |" in text
     assert all(f"| {token} 50% 2.0× |" in text for token in (r"'\n\t'", "'" + "x" * 19 + "…'", "'ˋé'"))
     assert "| 1, 2 |" in text and "| 1, 3 |" not in text  # an expert with less than a tenth of the mean load
-    assert "## Agreement with kern, step_00000500" in text and "| 2 | 50% (25%) | 70% (40%) | 0.50 |" in text
+    assert "## Agreement with kern, step_00000500" in text
+    assert "| 1 | 50% (25%) | 70% (40%) | 0.50 |" in text and "| 2 | 50% (25%) | 100% (100%) | - |" in text
     assert "(loads.png)" in text
     assert (tmp_path / "routing.html").read_text().count("data:image/png") == 1
 

@@ -132,15 +132,6 @@ def on_layout(request, monkeypatch):
     return lambda experts: experts.as_subclass(AsOnGPU)
 
 
-def test_tiny_experts_take_all_tokens():
-    def chosen(H, E, K, dress=lambda experts: experts):
-        return torch_grouped.choose_function(torch.empty(E, H, 16), dress(torch.zeros(3, K, dtype=torch.int64)))
-
-    assert chosen(8, 64, 8) is chosen(16, 32, 8) is torch_grouped.AllExpertsDense
-    assert chosen(9, 64, 8) is chosen(128, 64, 8) is torch_grouped.ExpertMLP
-    assert chosen(8, 64, 8, lambda experts: experts.as_subclass(AsOnGPU)) is torch_grouped.ExpertMLP
-
-
 FEW = ("typical", "idle expert", "all on one expert", "zero gates", "no token")
 
 
