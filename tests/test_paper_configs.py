@@ -155,14 +155,3 @@ def test_no_two_runs_of_all_files_share_a_folder():
             name = configure.load(file, point).run.name
             assert len(name) <= 64 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")
             assert owner.setdefault(name, (file, point)) == (file, point)
-
-
-def test_every_file_is_a_row_of_the_document():
-    """Each row has the file's number of runs, and the last row their sum."""
-    lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
-    cells = [line.split("|") for line in lines]
-    rows = {row[1].strip("` "): int(row[2]) for row in cells if len(row) == 6 and "`" in row[1]}
-    assert FILES.keys() == PAPER.keys() | BEYOND
-    assert rows == {stem: len(configure.sweep_points(file)) for stem, file in FILES.items()}
-    (total,) = (line.split("|")[2] for line in lines if line.startswith("| all |"))
-    assert int(total) == sum(rows.values())

@@ -2,7 +2,6 @@
 
 import base64
 import re
-from itertools import product
 
 import numpy as np
 import pytest
@@ -57,27 +56,6 @@ def test_losses_over_steps(tmp_path):
     interval = stats.ttest_rel(tanh, kern).confidence_interval()
     band = [y for x, y in minus.collections[0].get_paths()[0].vertices if x == 500]
     assert (min(band), max(band)) == pytest.approx((interval.low, interval.high))
-
-
-def test_curves_over_a_key(tmp_path):
-    """The loss, and beside it the difference from the baseline at equal options, without a line of the baseline's."""
-    runs = []
-    for x, norm in product((0.001, 0.002, 0.004), (0, 2)):
-        ends = {"kern": 2 + 100 * x, "tanh": 2 + 100 * x + 100 * x * norm}
-        given = [f"optim.lr={x}", f"model.gate_norm={norm}"]
-        runs += make_seeds(tmp_path / f"{x}-{norm}", ends, overrides=given)
-    (setting,) = load_settings(*runs, key="optim.lr")
-    figure = pictures.plot_loss(setting, "kern")
-    own, minus_own, norm, minus_norm = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["own norm", "own norm", "norm 2", "norm 2"]
-    assert (own.get_xlabel(), own.get_xscale()) == ("peak learning rate", "log")
-    assert lines_of(own)["kern, own norm"][0] == pytest.approx([0.001, 0.002, 0.004])
-    assert [text.get_text() for text in own.get_legend().get_texts()] == ["tanh, own norm", "kern, own norm"]
-    assert [tick.get_text() for tick in own.get_xticklabels()] == ["0.001", "0.002", "0.004"]
-    assert list(lines_of(minus_own)) == ["tanh, own norm"] and list(lines_of(minus_norm)) == ["tanh, norm 2"]
-    assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2, 0.4, 0.8])
-    losses = [load_evaluated(run).evaluations[1000]["val/loss"] for run in sorted(tmp_path.glob("0.002-2/tanh*"))]
-    assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
 
 
 @pytest.mark.parametrize("values, scale, places", [
