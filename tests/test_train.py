@@ -33,15 +33,6 @@ def tokens_of(config, split="train"):
     return open_tokens(Path(config.data.dir, config.data.name), split)
 
 
-def first_forward(config):
-    """The output of the freshly initialised model of `config` for all of the first batch."""
-    torch.manual_seed(config.run.seed)
-    model = GPT(config.model)
-    x, y = Loader(tokens_of(config), config.model.block_size, config.train.batch_size, config.run.seed).batch(0)
-    with torch.no_grad():
-        return model(torch.from_numpy(x), torch.from_numpy(y))
-
-
 # ---- equal runs
 def test_same_seed_same_numbers_bit_for_bit(tiny):
     own = ["model.dropout=0.1", "train.max_steps=2"]
@@ -76,7 +67,10 @@ def test_losses_are_cross_entropy_alone(tiny):
     assert with_aux[0]["val/loss"] == without[0]["val/loss"]  # the same weights
     assert with_aux[1]["train/loss"] == without[1]["train/loss"]
     assert column(without, "train/aux_loss") == [0, 0]
-    stats = first_forward(config).stats
+    torch.manual_seed(config.run.seed)  # the fresh model, and all of its first batch
+    model, loader = GPT(config.model), Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed)
+    with torch.no_grad():
+        stats = model(*map(torch.from_numpy, loader.batch(0))).stats
     loads, probability = stats.loads.sum(1), stats.probability.mean(1)  # (L, E)
     balance_losses = [8 * (f / f.sum()) @ p for f, p in zip(loads, probability, strict=True)]
     aux_loss = torch.stack(balance_losses).mean() + 0.1 * stats.z_loss.mean()
