@@ -2,6 +2,7 @@
 
 import base64
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -49,6 +50,18 @@ def test_losses_over_steps(tmp_path):
     interval = stats.ttest_rel(tanh, kern).confidence_interval()
     band = [y for x, y in minus.collections[0].get_paths()[0].vertices if x == 500]
     assert (min(band), max(band)) == pytest.approx((interval.low, interval.high))
+
+
+def test_options_have_panels_of_their_own(tmp_path):
+    """The loss over a key, and beside it the difference from the baseline at equal options, without the baseline's."""
+    runs = []
+    for x, norm in product((0.001, 0.002), (0, 2)):
+        given = [f"optim.lr={x}", f"model.gate_norm={norm}"]
+        runs += make_seeds(tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given)
+    (setting,) = load_settings(*runs, key="optim.lr")
+    own, _, norm, minus_norm = pictures.plot_loss(setting, "kern").axes
+    assert list(lines_of(own)) == ["tanh, own norm", "kern, own norm"] and norm.get_title() == "norm 2"
+    assert lines_of(minus_norm) == {"tanh, norm 2": ([0.001, 0.002], pytest.approx([0.2, 0.4]))}
 
 
 @pytest.mark.parametrize("values, scale, places", [
