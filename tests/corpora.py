@@ -49,14 +49,14 @@ def tar(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def parquet(path: Path, texts, type_: str = "string", body=None, rows_a_group: int = 7, **options) -> None:
+def parquet(path: Path, texts, type_: str = "string", body=None) -> None:
     import pyarrow
     from pyarrow import parquet
 
     column = pyarrow.array(texts, getattr(pyarrow, type_)())
     table = pyarrow.table({"id": range(len(texts)), "text": column} | ({"body": body} if body else {}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table, path, row_group_size=rows_a_group, **options)
+    parquet.write_table(table, path, row_group_size=7)
 
 
 def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -158,25 +158,20 @@ def books(tmp_path) -> tuple:
     return "text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.3, "--shard-tokens", 999
 
 
-def fail_after(monkeypatch, count: int, error=KeyboardInterrupt) -> None:
-    """Lets the command fail at the batch of this number; those before it are written."""
-    calls, encode = itertools.count(1), workers._encode
-
-    def failing(*args):
-        if next(calls) == count:
-            raise error
-        return encode(*args)
-
-    monkeypatch.setattr(workers, "_encode", failing)
-
-
 @pytest.fixture
 def stop_at(run, monkeypatch):
-    """A function: run the command, stopped at the batch of this number; what it prints."""
+    """A function: run the command, interrupted at the batch of this number; what it prints."""
 
     def stop_at(count: int, *args) -> str:
+        batches, encode = itertools.count(1), workers._encode
+
+        def encode_or_stop(*batch):
+            if next(batches) == count:
+                raise KeyboardInterrupt
+            return encode(*batch)
+
         with monkeypatch.context() as patch:
-            fail_after(patch, count)
+            patch.setattr(workers, "_encode", encode_or_stop)
             return run(*args, code=130)
 
     return stop_at

@@ -57,7 +57,6 @@ def load_settings(*folders: Path, key: str | None = None) -> list[Setting]:
 def metric_lines(
     config: configure.Config,
     end: float = 2.0,
-    early: float = 0.0,
     noise: float = 0.0,
     points: int = 10,
     windows: int = 8,
@@ -68,10 +67,9 @@ def metric_lines(
 ) -> list[dict[str, Any]]:
     """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the part `until`.
 
-    `end` is the last validation loss, which seeds and windows move alike for all routers; `early` is added to it at
-    the beginning, and `noise` deviates this run's seed and windows alone. An evaluation has that many `windows`, of so
-    many `documents` (0: each of its own). Keys that begin with `without` are left out; every second evaluation has
-    those `measured`, 1 more than the loss.
+    `end` is the last validation loss, which seeds and windows move alike for all routers; `noise` deviates this run's
+    seed and windows alone. An evaluation has that many `windows`, of so many `documents` (0: each of its own). Keys
+    that begin with `without` are left out; every second evaluation has those `measured`, 1 more than the loss.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
@@ -82,7 +80,7 @@ def metric_lines(
     for i in range(round(points * until) + 1):
         step, left = steps * i // points, 1 - i / points
         at = {"step": step, "tokens": step * config.train.batch_size * model.block_size}
-        losses = end + early * left + 3 * left**4 + shift + text
+        losses = end + 3 * left**4 + shift + text
         line = at | {"train/loss": float(losses[0]), "perf/tokens_per_sec": 1000.0 + i}
         if model.router != "dense":
             line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left, "router/gate_norm": 2 - left}

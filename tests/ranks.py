@@ -49,7 +49,7 @@ SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", 
 SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
-    "dense": ["model.router=dense"],
+    "dense": ["model.router=dense", "data.document_mask=true", "train.ema_decay=0.75"],
     "kern": ["model.router=kern-norelu"],
     "biased": [
         *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
@@ -75,8 +75,17 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
-    # The most state to resume: dropout, a loss scale, a checkpoint in the middle of a log interval.
-    "again": [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"],
+    # The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a log interval.
+    "again": [
+        *SAVED,
+        *(
+            "model.dropout=0.1",
+            "train.dtype=float16",
+            "log.interval=2",
+            "train.loss_spike=skip",
+            "train.ema_decay=0.75",
+        ),
+    ],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }

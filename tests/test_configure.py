@@ -114,6 +114,9 @@ def test_a_wrong_line_of_a_file(write, line, names):
     ("--train.max_steps=1e3", "train.max_steps = 1000.0: Input should be a valid integer"),
     ("--train.max_steps=" + "9" * 5000, "…: Input should be a valid integer"),
     ("--run.seed=[0, 1]", "run.seed = [0, 1]: "),
+    ("--data.mix={b = inf}", "data.mix = {'b': inf}: 'b': "),
+    ("--data.mix={b = true}", "data.mix = {'b': True}: 'b': "),
+    ("--data.mix={b: 1}", "data.mix = '{b: 1}': "),
     ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
     ("--run.dir=caf\udce9", r"run.dir = 'caf\udce9': "),  # an argument that is not UTF-8
     ("--optim.lr", "--optim.lr has no value; write --optim.lr=VALUE"),
@@ -123,29 +126,13 @@ def test_a_wrong_override(write, override, names):
     assert text.startswith("command line: ") and names in text
 
 
-OTHER_NAMES = """optim.learning_rate=optim.lr lr=optim.lr train.batch=train.batch_size seed=run.seed
-train.steps=train.max_steps max_iters=train.max_steps model.heads=model.n_head model.layers=model.n_layer
-model.hidden=model.n_embd model.vocab=model.vocab_size gradient_accumulation_steps=train.micro_batch_size
-wandb_log=log.wandb"""
-
-
-@pytest.mark.parametrize("pair", OTHER_NAMES.split())
-def test_the_names_of_other_projects_are_known(write, pair):
-    override, key = pair.split("=")
-    assert message(write(), f"--{override}=1").endswith(f"unknown key; did you mean {key!r}?")
-
-
 def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypatch):
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "zzzz.toml", "No such file or directory")):
         assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
-    right, other = write(name="right.toml"), write(name="small.toml")
+    right = write(name="right.toml")
     assert message(tmp_path / "wright.toml").endswith(f"did you mean {right}?")
-    assert message(tmp_path).endswith(f"Is a directory; name a TOML file, such as {right}, {other}")
     monkeypatch.chdir(ROOT)
-    for typo in ("quickstart.toml", "config/quickstart.tml", "config/quikstart.toml"):
-        assert message(typo).endswith("did you mean config/quickstart.toml?")
-    long_name = "x" * 5000
-    assert message(long_name).startswith(f"{long_name}: File name too long; name a TOML file")
+    assert message("quickstart.toml").endswith("did you mean config/quickstart.toml?")
 
 
 def test_all_errors_are_reported_at_once_with_their_source(write):
@@ -166,6 +153,7 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
     ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
     ("--model.n_kv_head=5", 1, "model.n_kv_head = 5 does not divide", 1),
+    ("--model.n_kv_head=64", 1, "model.n_kv_head = 64 does not divide n_head = 12; set --model.n_kv_head=4", 1),
     ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
     ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
     ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),

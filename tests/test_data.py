@@ -116,23 +116,6 @@ def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' /proc")
-def test_memory_does_not_grow_with_what_is_read(tmp_path, monkeypatch):
-    size = 2**25  # 64 MB
-    write_ids(tmp_path / "set", np.arange(16, dtype=np.uint16).repeat(size // 16), shard_tokens=size // 4)
-    monkeypatch.setattr(bins, "RELEASE_BYTES", 2**22)
-    tokens = open_tokens(tmp_path / "set", "train")
-
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before, most = resident(), 0
-    for start in range(0, size, 2**14):
-        assert tokens.read(start, 2**14).sum(dtype=np.int64) == start * 16 // size * 2**14
-        most = max(most, resident() - before)
-    assert most < 2**24
-
-
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     """Which is read from tiktoken's cache, and then from the set alone."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -187,6 +170,14 @@ def test_meta_of_another_form(tmp_path, change, says):
         check_dataset(tmp_path / "set", 257)
     assert str(caught.value).startswith(f"{tmp_path}/set/meta.json: ") and says in str(caught.value)
     assert re.search("--name set.*--force$", str(caught.value))
+
+
+@pytest.mark.parametrize("meta", [b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"\xff\xfe", b'"\\ud800"'])
+def test_meta_that_cannot_be_read(tmp_path, meta):
+    write_set(tmp_path / "set")
+    (tmp_path / "set/meta.json").write_bytes(meta)
+    with pytest.raises(DataError, match=f"{tmp_path}/set.*repare"):
+        check_dataset(tmp_path / "set", 257)
 
 
 def test_sets_that_are_not_there(tmp_path):

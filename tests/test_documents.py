@@ -1,7 +1,6 @@
 """data.document_mask: every document of a window against itself alone, and runs, resume and commands with masks."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from conftest import write_tiny
 from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
-from runs import column, end, meet_in, metrics, run, start_ranks
+from runs import column, end, metrics, run
 from torch.nn.attention.flex_attention import BlockMask
 
 import configure
@@ -207,27 +206,6 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     with pytest.raises(DataError, match="its training split is one document, so.*one to a file or to a row"):
         preflight(tiny(MASKED, *one))
     preflight(tiny(*one))
-
-
-def be_a_rank(file):
-    """A run under each parallelism."""
-    for parallel in ("ddp", "zero2", "fsdp"):
-        meet_in(file.parent / f"{parallel}.store")
-        more = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.name={parallel}"]
-        train.train(configure.load(file, [MASKED, *more], 2))
-    assert os.environ["WORLD_SIZE"] == "2"
-
-
-@pytest.mark.integration
-@pytest.mark.numerics
-def test_two_ranks_have_the_losses_of_one(tiny, tiny_file):
-    for process in start_ranks(2, be_a_rank, tiny_file):
-        code, printed = process.wait(300)
-        assert code == 0, printed
-    wanted = torch.tensor(column(run(tiny(MASKED, "run.name=one")), "val/loss"))
-    for parallel in ("ddp", "zero2", "fsdp"):
-        found = torch.tensor(column(metrics(tiny(f"run.name={parallel}")), "val/loss"))
-        assert_near(found, wanted, tolerance(torch.float32, 257, roundings=8), parallel)
 
 
 @pytest.mark.gpu

@@ -36,23 +36,18 @@ REPO_ROOT = Path(__file__).parents[1]
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
 
-def gpt2_and_ours(block=32):
-    """A random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and our dense model with its
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory):
+    """Of a random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and of our dense model with its
     weights, without biases, which are 0 at GPT-2's initialisation."""
     torch.manual_seed(3)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 24, "vocab_size": 257, "n_positions": block}
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 24, "vocab_size": 257, "n_positions": 32}
     config = GPT2Config(**shape, activation_function="gelu", initializer_range=0.5, eos_token_id=256, bos_token_id=256)
     theirs = GPT2LMHeadModel(config).eval()
-    sizes = {"block_size": block, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
+    sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
     state = from_gpt2(theirs.state_dict())
     ours.load_state_dict({name: state[name] for name in ours.state_dict()})
-    return theirs, ours
-
-
-@pytest.fixture(scope="module")
-def clients(tmp_path_factory):
-    theirs, ours = gpt2_and_ours()
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(ByteTokenizer(), path, 32)
     tokenizer = AutoTokenizer.from_pretrained(path)

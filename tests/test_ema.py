@@ -1,16 +1,14 @@
-"""The running mean of a run's weights (train.ema_decay): the formula, resumed, on two ranks, in every command."""
+"""The running mean of a run's weights (train.ema_decay): the formula, and every command. On ranks: test_parallel.py."""
 
 import json
-import os
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from numerics import assert_near, tolerance
-from runs import column, end, meet_in, modules_in, run, start_ranks, steps
+from runs import column, modules_in, run, steps
 
-import configure
 import train
 from eval import downstream, val_loss
 from eval.trained import load_model
@@ -103,41 +101,6 @@ def test_stopped_or_failed_while_the_mean_is_in_the_model_the_weights_return(tin
     state = SimpleNamespace(runner=model, average=average)
     assert evaluate(state, preflight(config), 4, Ranks(0, 1, CPU), stop) is None and not [*looks]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-
-
-# ---- two ranks
-
-
-def be_a_rank(file):
-    """Under each parallelism a run, and one that resumes from a copy of its third checkpoint."""
-    for parallel in ("ddp", "zero2", "fsdp"):
-        place = file.parent / parallel
-        where = [*EMA, "train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={place}"]
-        for name, more in {"whole": [], "part": ["train.max_steps=3"], "part ": []}.items():
-            meet_in(file.parent / f"{parallel}-{name}.store")
-            train.train(configure.load(file, [*where, *more, f"run.name={name.strip()}"], 2))
-    assert os.environ["WORLD_SIZE"] == "2"
-
-
-@pytest.mark.integration
-@pytest.mark.numerics
-def test_mean_on_two_ranks(tiny, tiny_file):
-    """DDP, and FSDP2 and ZeRO-2, where each rank holds its part: the formula, a resume, and the loss of the mean."""
-    for process in start_ranks(2, be_a_rank, tiny_file):
-        code, printed = process.wait(300)
-        assert code == 0, printed
-    for parallel in ("ddp", "zero2", "fsdp"):
-        whole, part = (tiny(*EMA, f"run.dir={tiny_file.parent / parallel}", f"run.name={n}") for n in ("whole", "part"))
-        assert_means(whole)
-        one, other = (end(config) for config in (whole, part))
-        assert (column(one.lines, "val_ema/loss")[-1], one.tensors) == (
-            column(other.lines, "val_ema/loss")[-1],
-            other.tensors,
-        )
-        model = load_model(path_of(whole), 4, ema=True).model
-        found = measure_loss(model, preflight(whole), Ranks(0, 1, CPU), Stop())["val/loss"]
-        logged = torch.tensor(column(one.lines, "val_ema/loss")[-1], dtype=torch.float64)
-        assert_near(found, logged, tolerance(torch.float32, 257, roundings=8), parallel)
 
 
 # ---- commands

@@ -1,25 +1,18 @@
-"""Any config file, command line or data set: it runs no code, and every error names its place.
+"""Any config file or command line: it runs no code, and every error names its place.
 Hypothesis generates the values, the same ones in each run."""
 
 import json
 import math
-import pickle
-import shutil
 import tomllib
 
 import pytest
 import tomli_w
-from conftest import Payload, fuzz
-from corpora import edit_meta
+from conftest import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configure import Config, ConfigError, dumps, from_command_line, load, sweep_points
+from configure import Config, ConfigError, dumps, load, sweep_points
 from configure.schema import KEYS, SECTIONS
-from data import DataError, prepare
-from data.bins import check_dataset, open_tokenizer, open_tokens
-from data.loader import Loader
-from data.tokenizer import load_tokenizer
 
 ANY_TEXT = st.text(max_size=12)
 TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -93,56 +86,6 @@ def test_any_table_and_any_override(config_file, table, key, value):
     config_file.write_text("")
     result = outcome(config_file, [f"--{key}={value}"])
     assert isinstance(result, Config) or "command line: " in result or any(key in result for key in KEYS)
-
-
-@fuzz
-@given(argv=st.lists(ANY_TEXT | st.sampled_from(["--model.n_layer", "3", "--", "--config", "fuzzed.toml"]), max_size=4))
-def test_any_command_line(argv, capsys):
-    with pytest.raises(SystemExit) as caught:
-        from_command_line(argv)
-    assert caught.value.code in (0, 2)
-    out, err = capsys.readouterr()
-    assert (out if caught.value.code == 0 else err).strip()
-
-
-@pytest.fixture
-def pickled(canary):
-    payload = pickle.dumps(Payload(canary))
-    pickle.loads(payload)
-    canary.unlink()  # raises if the payload did not work
-    return payload
-
-
-def test_pickles_and_code_in_a_data_set_run_nothing(tmp_path, corpus, pickled, canary, capsys):
-    folder = shutil.copytree(corpus / "tiny", tmp_path / "other/tiny")
-    for meta in (pickled, b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"null", b"\xff\xfe", b'"\\ud800"'):
-        (folder / "meta.json").write_bytes(meta)
-        with pytest.raises(DataError, match=f"{folder}.*repare"):
-            check_dataset(folder, 50304)
-    folder = shutil.copytree(corpus / "tiny", tmp_path / "data/tiny")
-    edit_meta(folder, lambda meta: meta["tokenizer"].update(name="gpt2"))
-    ranks, shard = folder / "gpt2.tiktoken", folder / "train-00000.bin"
-    ranks.write_bytes(pickled)
-    for use, place in ((lambda: load_tokenizer("gpt2", ranks), ranks), (lambda: open_tokenizer(folder), folder)):
-        with pytest.raises(DataError, match=f"{place}.*: not GPT-2's BPE file: sha256"):
-            use()
-    name = f"__import__('pathlib').Path({str(canary)!r}).touch()"
-    edit_meta(folder, lambda meta: meta["tokenizer"].update(name=name))
-    with pytest.raises(DataError, match="no tokenizer .*choose one of bytes, gpt2"):
-        open_tokenizer(folder)
-    size = shard.stat().st_size
-    for data, says in ((pickled, f"expected {size} bytes"), (pickled.ljust(size, b"."), "train-00000.bin: id ")):
-        shard.write_bytes(data)
-        with pytest.raises(DataError, match=says):
-            check_dataset(folder, 257)
-    with pytest.raises(DataError, match="the train split of .*tiny: id [0-9]+ at token [0-9,]+, expected below 257"):
-        Loader(open_tokens(folder, "train"), 32, 8, 0).batch(0)
-    (tmp_path / "text.txt").write_text("some text " * 99)
-    (tmp_path / "set.partial").mkdir()
-    (tmp_path / "set.partial/progress.json").write_bytes(pickled)
-    command = ["text", "--source", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path)]
-    assert prepare.main([*command, "--name", "set"]) == 2
-    assert "progress.json cannot be read: start over with --force" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("payload", ["__import__('pathlib').Path('CANARY').touch()", "../CANARY"])

@@ -11,12 +11,10 @@ from test_router import GATES, SPARSE
 
 import gate_norm
 from configure import Config
-from configure.conflicts import find_conflicts
 from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec
 from runtime import checkpoint
-from scripts.report.settings import OPTION_KEYS
 
 SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
 
@@ -81,15 +79,6 @@ def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch)
     assert expected_square(RouterSpec("tanh", post="l2 over topk"), 12, 3, 0.5) == pytest.approx(1, abs=1e-5)
     monkeypatch.setattr(gate_norm, "expected_square", None)  # shapes alone need no estimate
     assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(settings(router="kern", gate_norm=0.0))
-
-
-def test_gate_scale_beside_it_is_refused_except_for_dense():
-    config = Config().model_copy(update={"model": settings(gate_scale=3.0)})
-    (error,) = find_conflicts(config)
-    assert error.startswith("model.gate_norm = 2.5") and "--model.gate_scale=1 or --model.gate_norm=0" in error
-    dense = settings(router="dense", gate_scale=3.0)
-    assert not find_conflicts(config.model_copy(update={"model": dense})) and gate_scale(dense) == 3
-    assert "model.gate_norm" in OPTION_KEYS
 
 
 def test_run_records_logs_and_resumes_it(tiny):

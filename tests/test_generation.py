@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 import torch
 from conftest import write_tiny
-from numerics import assert_near, seeded, tolerance
+from numerics import seeded
 from runs import REPO_ROOT
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
 import train
-from attention import KVCache
 from eval import generation
 from model import GPT
 from runtime.folder import path_of
@@ -84,25 +83,6 @@ def without_cache(model, prompt, count):
         assert first - second > 1e-3  # rounding, on any CPU, is far below
         ids.append(token.item())
     return ids[len(prompt) :]
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("pos", ["rope", "learned"])
-@pytest.mark.parametrize("router", ["dense", "kern"])
-def test_cached_logits_equal_those_of_full_passes(pos, router):
-    """Rows of unequal length, some columns at once and one by one, and rows selected from a cache. In fp64."""
-    model = small_model(**{"model.pos": pos, "model.router": router}).double()
-    rows = [torch.randint(64, (length,), generator=seeded(length)).tolist() for length in (9, 11, 5)]
-    start = torch.tensor([11 - len(row) for row in rows])
-    idx = torch.tensor([[0] * (11 - len(row)) + row for row in rows])
-    with torch.no_grad():
-        cache = KVCache(model.config, start, 4, torch.float64)
-        model(idx[:, :4], past=cache)
-        cache = cache.select_rows(torch.tensor([2, 0, 1, 0]), 11)
-        for first, last in ((4, 9), (9, 10), (10, 11)):
-            logits = model(idx[[2, 0, 1, 0], first:last], past=cache).logits[:, 0]
-            wanted = [model(torch.tensor([rows[i][: last - start[i]]])).logits[0, 0] for i in (2, 0, 1, 0)]
-            assert_near(logits, torch.stack(wanted), tolerance(torch.float32, 32))  # rope rounds to fp32
 
 
 @pytest.mark.parametrize("pos", ["rope", "learned"])

@@ -12,9 +12,7 @@ from test_hf_init_from import refused, start
 import configure
 from eval.trained import load_model
 from hf.formats import FORMATS
-from hf.init_from import read_initial_weights
 from model import count_parameters
-from runtime import RunError
 from runtime.folder import path_of
 from scripts import export
 
@@ -56,7 +54,7 @@ def ids(T=32):
 
 @pytest.mark.numerics
 @KINDS
-def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, kind):
+def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     theirs = make_model(kind)
     theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")  # several files
     model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
@@ -66,16 +64,7 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(tiny, tmp_path, k
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     with torch.no_grad():
         assert_near(model.logits(model.hidden(idx)[0]), logits, LIMIT, "logits")
-    out = model(idx, targets)
-    assert_near(out.loss, loss, LIMIT, "loss")
-    out.loss.backward()
-    loss.backward()
-    for p in theirs.parameters():
-        p.data = p.grad
-    theirs.save_pretrained(tmp_path / "gradients")
-    expected = FORMATS[kind].to_own(load_file(tmp_path / "gradients/model.safetensors"))
-    for name, p in model.named_parameters():
-        assert_near(p.grad, expected[name], 3 * LIMIT, name)
+    assert_near(model(idx, targets).loss, loss, LIMIT, "loss")
 
 
 @KINDS
@@ -134,30 +123,6 @@ def write_folder(place, settings, state):
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(settings))
     save_file(state, place / "model.safetensors")
-
-
-STRANGE = (None, 0, -1, 3, 10**9, 0.5, "2", True, [], {}, [1], {"a": 1})
-
-
-@pytest.mark.integration
-def test_any_strange_folder_is_taken_or_refused_in_one_line(tiny, tmp_path, qwen3):
-    """One key or weight at a time; never another exception than RunError."""
-    config = tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
-    settings, state = qwen3
-    folders = [(settings | {key: value}, state) for key in settings for value in STRANGE]
-    for name in state:
-        if "layers.0" not in name and "experts.1" not in name:
-            strange = (torch.ones(()), torch.ones(0), state[name][:-1].clone(), state[name][None].clone())
-            folders += [(settings, state | {name: tensor}) for tensor in strange]
-    refusals = 0
-    for folder in folders:
-        write_folder(tmp_path / "theirs", *folder)
-        try:
-            read_initial_weights(config)
-        except RunError as error:
-            assert "\n" not in str(error)
-            refusals += 1
-    assert refusals > len(folders) / 3
 
 
 def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, capsys):

@@ -18,7 +18,6 @@ from model import GPT
 from runtime import RunError
 from runtime.distributed import Ranks
 from runtime.folder import path_of
-from runtime.reporter import describe_scores
 from runtime.signals import Stop
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
@@ -77,12 +76,6 @@ def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder)
     assert one.tensors == other.tensors and one.facts == other.facts
     bare = [{key: value for key, value in line.items() if not key.startswith("tasks/")} for line in one.lines]
     assert bare == other.lines
-
-
-def test_scores_in_words():
-    values = {"val/loss": 1.0, "tasks/sciq/acc": 0.25, "tasks/sciq/acc_norm": 0.5, "tasks/sciq/bits_per_byte": 1.5}
-    assert describe_scores(values | {"tasks/piqa/acc": 1.0}) == "sciq acc 0.2500, 1.5000 bits/byte; piqa acc 1.0000"
-    assert describe_scores({"val/loss": 1.0}) == ""
 
 
 def be_a_rank(file, folder):

@@ -187,33 +187,6 @@ def test_sets_that_are_listed(sets, call, tmp_path):
     assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
 
 
-@pytest.mark.parametrize(
-    ("mix", "says"),
-    [
-        ("{books = 0.5, arxiv = -0.5}", ": 'arxiv': Input should be greater than 0"),
-        ("{books = nan}", ": 'books': "),
-        ("{books = inf}", ": 'books': "),
-        ("{books = true}", ": 'books': "),
-        ('{"../books" = 1}', "'../books': '[key]': String should match"),
-        ("{books: 1}", "data.mix = '{books: 1}': "),
-    ],
-)
-def test_a_wrong_mixture(mixed, mix, says):
-    with pytest.raises(configure.ConfigError, match=re.escape(says)):
-        mixed(f"data.mix={mix}")
-
-
-def test_a_set_beside_a_mixture_is_refused(tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text("[data.mix]\nbooks = 2\narxiv = 1\n")
-    says = "data.name = edu would change nothing beside data.mix = arxiv 1 + books 2; add --data.mix={}"
-    with pytest.raises(configure.ConfigError, match=re.escape(says)):
-        configure.load(file, ["--data.name=edu"])
-    assert configure.load(file, ["--data.name=edu", "--data.mix={}"]).data.sets == {"edu": 1.0}
-    with pytest.raises(configure.ConfigError, match="would change nothing"):
-        configure.sweep_points(file, ['--data.name=["edu", "pg19"]'])
-
-
 def test_a_mixture_in_a_file(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[data.mix]\n"fineweb-edu" = 0.5\nbooks = 2\n')

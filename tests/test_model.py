@@ -26,7 +26,6 @@ from transformers import (
 import attention
 from attention import KVCache
 from configure import Config
-from configure.conflicts import find_conflicts
 from hf.names import to_hf
 from model import GPT, MoE, count_parameters, flops_per_token
 from router import EPS, ROUTERS
@@ -272,28 +271,6 @@ def test_defaults_are_the_papers():
         f"mlp.{name}" for name in ("router.bias", "router.gamma", "experts.w_in", "experts.w_out")
     }
     assert model.blocks[0].mlp.experts.w_in.shape == (64, 768, 384)
-
-
-@pytest.mark.parametrize(
-    "update, remedy",
-    [
-        ({"n_kv_head": 3}, {"n_kv_head": 1}),
-        ({"n_kv_head": 64}, {"n_kv_head": 4}),
-        ({"bias": True}, {"bias": False}),
-        ({"n_dense_layer": 3}, {"n_dense_layer": 2}),
-    ],
-)
-def test_what_means_nothing_is_refused(update, remedy):
-    (error,) = find_conflicts(Config().model_copy(update={"model": settings(**MODERN | update)}))
-    ((key, value),) = remedy.items()
-    assert f"set --model.{key}={str(value).lower()}" in error
-    assert not find_conflicts(Config().model_copy(update={"model": settings(**MODERN | update | remedy)}))
-
-
-def test_dense_ignores_what_is_of_experts():
-    model = settings(router="dense", n_dense_layer=7, backend="triton")
-    assert not find_conflicts(Config().model_copy(update={"model": model}))
-    assert count_parameters(model) == count_parameters(settings(router="dense"))
 
 
 # initialisation

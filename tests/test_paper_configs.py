@@ -109,7 +109,8 @@ DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file o
     | {"tie_embeddings": True, "dropout": 0.0, "init_std": 0.02, "gate_scale": 1.0, "gate_norm": 0.0, "qk_norm": "off"},
     "train": {"batch_size": 256, "micro_batch_size": 32, "max_steps": 50_000, "dtype": "auto", "loss_spike": "off"}
     | {"balance_loss_coef": 0.0, "balance_loss_scope": "global", "z_loss_coef": 0.0, "bias_update_rate": 0.0}
-    | {"ema_decay": 0.0, "branch_from": "", "init_from": ""},
+    | {"ema_decay": 0.0, "branch_from": "", "init_from": "", "on_save_error": "stop", "keep_checkpoints": 2}
+    | {"checkpoint_interval": -1, "checkpoint_minutes": 10, "max_skipped_steps": 20, "spike_sigma": 6},
     "optim": {"name": "adamw", "lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     | {"grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 500, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
     | {"router_lr_ratio": 1.0, "expert_out_lr_ratio": 1.0},
@@ -154,14 +155,3 @@ def test_no_two_runs_of_all_files_share_a_folder():
             name = configure.load(file, point).run.name
             assert len(name) <= 64 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")
             assert owner.setdefault(name, (file, point)) == (file, point)
-
-
-def test_every_file_is_a_row_of_the_document():
-    """Each row has the file's number of runs, and the last row their sum."""
-    lines = (CONFIGS.parent / "docs/experiments.md").read_text().splitlines()
-    cells = [line.split("|") for line in lines]
-    rows = {row[1].strip("` "): int(row[2]) for row in cells if len(row) == 6 and "`" in row[1]}
-    assert FILES.keys() == PAPER.keys() | BEYOND
-    assert rows == {stem: len(configure.sweep_points(file)) for stem, file in FILES.items()}
-    (total,) = (line.split("|")[2] for line in lines if line.startswith("| all |"))
-    assert int(total) == sum(rows.values())

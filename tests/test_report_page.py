@@ -7,14 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 from fake_runs import load_settings, make_run, make_seeds
-from matplotlib.colors import same_color
 from scipy import stats
 
 import scripts.report.__main__ as report
 from scripts.report import pictures
 from scripts.report.pages import write_page
 from scripts.report.runs import load_evaluated
-from scripts.report.style import style
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def lines_of(axes):
 
 
 def test_losses_over_steps(tmp_path):
-    """Mean and range over seeds, in the router's colour, with a band of the same."""
+    """Mean and range over seeds."""
     runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2}, overrides=["model.vocab_size=50257"], noise=0.003)
     (setting,) = load_settings(*runs)
     validation, minus = pictures.plot_loss(setting, "kern").axes
@@ -41,14 +39,9 @@ def test_losses_over_steps(tmp_path):
     losses = [load_evaluated(run).evaluations[1000]["val/loss"] for run in runs[:3]]
     xs, ys = lines_of(validation)["kern"]
     assert xs == list(range(0, 1001, 100)) and ys[-1] == pytest.approx(np.mean(losses))
-    for line, band in zip(validation.get_lines(), validation.collections, strict=True):
-        assert same_color(line.get_color(), style(line.get_label())["color"])
-        assert same_color(band.get_facecolor()[0][:3], line.get_color())
     kern = validation.collections[[line.get_label() for line in validation.get_lines()].index("kern")]
     ends = [y for x, y in kern.get_paths()[0].vertices if x == 1000]
     assert (min(ends), max(ends)) == pytest.approx((min(losses), max(losses)))
-    low, high = validation.get_ylim()
-    assert low < min(losses) and high < max(ys)  # without the steep beginning
     middle = np.array([load_evaluated(run).evaluations[500]["val/loss"] for run in runs])
     kern, tanh = middle[:3], middle[3:]
     (label, (xs, ys)), *others = lines_of(minus).items()
@@ -59,25 +52,16 @@ def test_losses_over_steps(tmp_path):
     assert (min(band), max(band)) == pytest.approx((interval.low, interval.high))
 
 
-def test_curves_over_a_key(tmp_path):
-    """The loss, and beside it the difference from the baseline at equal options, without a line of the baseline's."""
+def test_options_have_panels_of_their_own(tmp_path):
+    """The loss over a key, and beside it the difference from the baseline at equal options, without the baseline's."""
     runs = []
-    for x, norm in product((0.001, 0.002, 0.004), (0, 2)):
-        ends = {"kern": 2 + 100 * x, "tanh": 2 + 100 * x + 100 * x * norm}
+    for x, norm in product((0.001, 0.002), (0, 2)):
         given = [f"optim.lr={x}", f"model.gate_norm={norm}"]
-        runs += make_seeds(tmp_path / f"{x}-{norm}", ends, overrides=given)
+        runs += make_seeds(tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given)
     (setting,) = load_settings(*runs, key="optim.lr")
-    figure = pictures.plot_loss(setting, "kern")
-    own, minus_own, norm, minus_norm = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["own norm", "own norm", "norm 2", "norm 2"]
-    assert (own.get_xlabel(), own.get_xscale()) == ("peak learning rate", "log")
-    assert lines_of(own)["kern, own norm"][0] == pytest.approx([0.001, 0.002, 0.004])
-    assert [text.get_text() for text in own.get_legend().get_texts()] == ["tanh, own norm", "kern, own norm"]
-    assert [tick.get_text() for tick in own.get_xticklabels()] == ["0.001", "0.002", "0.004"]
-    assert list(lines_of(minus_own)) == ["tanh, own norm"] and list(lines_of(minus_norm)) == ["tanh, norm 2"]
-    assert lines_of(minus_norm)["tanh, norm 2"][1] == pytest.approx([0.2, 0.4, 0.8])
-    losses = [load_evaluated(run).evaluations[1000]["val/loss"] for run in sorted(tmp_path.glob("0.002-2/tanh*"))]
-    assert lines_of(norm)["tanh, norm 2"][1][1] == pytest.approx(np.mean(losses))
+    own, _, norm, minus_norm = pictures.plot_loss(setting, "kern").axes
+    assert list(lines_of(own)) == ["tanh, own norm", "kern, own norm"] and norm.get_title() == "norm 2"
+    assert lines_of(minus_norm) == {"tanh, norm 2": ([0.001, 0.002], pytest.approx([0.2, 0.4]))}
 
 
 @pytest.mark.parametrize("values, scale, places", [
@@ -96,12 +80,6 @@ def test_values_of_a_key_are_at_their_places(tmp_path, values, scale, places):
     labels = [tick.get_text() for tick in axes.get_xticklabels()]
     assert labels == [str(x) if x else "own norm" for x in values]
     assert line.get_linestyle() == ("None" if len(values) == 2 else "-")
-
-
-def test_arms_of_one_router_look_different(tmp_path):
-    (setting,) = load_settings(*(make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in (0, 1, 2)))
-    looks = [pictures.style_arm(setting, arm) for arm in setting.arms]
-    assert len({(look["color"], look["marker"]) for look in looks}) == 3
 
 
 def test_measures_and_routing(tmp_path):

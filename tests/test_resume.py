@@ -1,7 +1,6 @@
 """data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
 
 import errno
-import gzip
 import itertools
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from corpora import BYTES, jsonl, parquet, snapshot, tar, write_tree
+from corpora import BYTES, jsonl, snapshot, write_tree
 from runs import Forked
 
 from data import DataError, prepare, verify, workers
@@ -343,36 +342,3 @@ def test_the_disk_is_full(run, books, tmp_path, undisturbed, monkeypatch, name):
     assert recorded == (name not in ("train-00000.bin", "progress.json"))
     assert ("resuming after" in run(*books)) == recorded
     assert snapshot(tmp_path / "out") == undisturbed
-
-
-def print_growth(tmp_path):
-    """Prepare the small file of each format, then the large one; print by how many MB the peak of memory grew."""
-
-    def peak():
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
-
-    workers.BATCH_BYTES = 2**20
-    for file in ("rows.jsonl.gz", "texts.tar", "rows.parquet"):
-        peaks = []
-        for size in ("small", "large"):
-            argv = ["--source", tmp_path / size / file, "--out", tmp_path / "out", "--name", f"{size}-{file}"]
-            assert prepare.main(["text", "--tokenizer", "bytes", "--workers", "1", *map(str, argv)]) == 0
-            peaks.append(peak())
-        print("growth", file, peaks[1] - peaks[0])
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' /proc")
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Peak of the reading and writing process, and of its workers, for 2 MB and for 60 MB of text."""
-    texts = [f"{i}: " + "green bottles " * 700 for i in range(6000)]  # 10 kB each
-    for name, part in {"small": texts[:200], "large": texts}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl(part), 1))
-        parquet(folder / "rows.parquet", part, rows_a_group=500, compression="none", use_dictionary=False)
-        (folder / "texts.tar").write_bytes(tar({f"{i}.txt": text.encode() for i, text in enumerate(part)}))
-    code, printed = Forked(print_growth, tmp_path).wait(600)
-    assert code == 0, printed
-    growth = [int(line.split()[-1]) for line in printed.splitlines() if line.startswith("growth ")]
-    assert len(growth) == 3 and max(growth) < 40, printed  # MB; the ids alone are 120

@@ -37,11 +37,6 @@ GATES = {
 }
 
 
-def sorted_logits(n, n_expert, tau, seed=0):
-    """(n, M) of N(0, τ²), largest first."""
-    return tau * -np.sort(-np.random.default_rng(seed).standard_normal((n, n_expert)), axis=1)
-
-
 @pytest.mark.parametrize(("n_expert", "top_k"), SAMPLED)
 def test_kerns_constants_are_those_sampled_for_the_paper(n_expert, top_k):
     c, error, squares, _, fewer, gates = SAMPLED[n_expert, top_k]
@@ -70,7 +65,8 @@ def test_top_sum_where_the_answer_is_known():
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "kern"])
 def test_gradients_against_autograd_of_the_formula(name):
     n, M, k, tau = 20_000, 16, 4, 1.5
-    s = torch.from_numpy(sorted_logits(n, M, tau)).requires_grad_()
+    draws = np.random.default_rng(0).standard_normal((n, M))
+    s = torch.from_numpy(-tau * np.sort(-draws, axis=1)).requires_grad_()
     gates = {"sigmoid": s.sigmoid, "tanh": s.tanh, "kern": lambda: (s / s.norm(dim=-1, keepdim=True)).relu()}[name]()
     squares = sum(torch.autograd.grad(gates[:, i].sum(), s, retain_graph=True)[0].square().sum(-1) for i in range(k))
     error = float(squares.std()) / math.sqrt(n)

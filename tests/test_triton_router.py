@@ -263,20 +263,3 @@ def test_where_the_kernel_does_not_run(monkeypatch):
 def test_equals_router_in_full_size_on_gpu(name, E, K):
     """Each router and shape compiles separately: 4 kernels."""
     assert_equals_router(name, 8, 1000, E, K)
-
-
-@pytest.mark.gpu
-def test_repeats_and_never_makes_the_host_wait_on_gpu():
-    router, upstream, logits = make_router("kern", 64, 8), make_upstream(32, 1024, 64, 8), make_logits(32, 1024, 64)
-    upstream, logits = [t.cuda() for t in upstream], logits.cuda()
-    first, gradients = run_kernel(router, logits, upstream, 32)  # compiles
-    leaf, gamma = logits.detach().requires_grad_(), router.gamma.detach().requires_grad_()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = route(leaf, router.selection_bias, router.c, gamma, ("relu", "l2 over all", "none"), 8, 32, "auto")
-        again = collect(dict(zip(VALUES, out, strict=True)), [leaf, gamma], upstream, LOSSES)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(first[key], again[0][key]) for key in VALUES)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, again[1], strict=True))

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +14,8 @@ from contextlib import contextmanager
 
 import fake_runs
 import pytest
-from runs import REPO_ROOT, Forked
+from runs import REPO_ROOT
 
-import train
-from runtime.signals import Stop
 from scripts.report.runs import load_run
 from scripts.watch import __main__ as watch
 from scripts.watch.server import build_page, make_server
@@ -224,25 +221,3 @@ def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
     statuses = [status_of(folder) for folder in folders]
     page = build_page(statuses).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)
-
-
-def train_point(file, name, *overrides):
-    train.main([file, f"--run.name={name}", "--eval.interval=10", *overrides], Stop().listen())
-
-
-@pytest.mark.integration
-def test_a_run_that_trains_is_watched(tiny_file, tmp_path, monkeypatch):
-    """Its state and its page while it trains, and after it was stopped."""
-    monkeypatch.setattr("scripts.report.style.DPI", 25)
-    process = Forked(train_point, str(tiny_file), "long", "--train.max_steps=100000")
-    folder, deadline = tmp_path / "runs/long", time.monotonic() + 300
-    while not (folder / "config.toml").exists() or status_of(folder).step < 20:
-        assert process.process.is_alive() and time.monotonic() < deadline, process.wait(0)
-        time.sleep(0.05)
-    with serving(tmp_path / "runs") as address:
-        status = status_of(folder)
-        assert status.state == "running" and status.step < 100_000 and status.seconds_left > 0 and not status.trouble
-        assert "<td>running</td>" in get(address)[0]
-        os.kill(process.process.pid, signal.SIGTERM)
-        assert process.wait(300)[0] == 0
-        assert status_of(folder).state == "stopped" and "<td>stopped</td>" in get(address)[0]
