@@ -1,6 +1,7 @@
-"""Imports point down: nothing below imports what stands above it."""
+"""Imports point down: nothing below imports what stands above it. Tests that the documentation names exist."""
 
 import ast
+import re
 import subprocess
 
 from runs import REPO_ROOT
@@ -30,3 +31,15 @@ def test_imports_point_down():
             for name in {str(name).split(".")[0] for name in names} & set(LEVEL):
                 up = LEVEL[name] > LEVEL[own] or (own, name) in SIDEWAYS
                 assert not up or (file, name) in UP, f"{file} imports {name}"
+
+
+def test_the_tests_that_the_documentation_names_exist():
+    """`test_file::test_name`, `test_name` or the beginning of one with an ellipsis."""
+    tests = {file.stem: file.read_text() for file in (REPO_ROOT / "tests").glob("test_*.py")}
+    named = set()
+    for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/*.md"), *REPO_ROOT.glob("track/*.md")]:
+        named |= set(re.findall(r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`", page.read_text()))
+    assert len(named) > 40
+    for file, name, end in named:
+        text = tests[file] if file else "".join(tests.values())
+        assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), f"{file}::{name}"
