@@ -13,43 +13,30 @@ GREEDY = 1e-4  # a temperature below this takes the most likely token: dividing 
 
 
 class SamplingParams(NamedTuple):
-    """How a token is sampled.
-
-    Sources: top_p is nucleus sampling (arXiv 1904.09751); repetition_penalty is CTRL's (arXiv 1909.05858).
-    """
+    """How a token is sampled. top_p is nucleus sampling (arXiv 1904.09751)."""
 
     temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the fewest tokens whose probabilities reach p
-    repetition_penalty: float = 1.0  # divides positive logits of tokens seen before, multiplies negative ones
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not self.repetition_penalty > 0:
-            raise ValueError(
-                "--temperature and --top-k must be at least 0, --top-p in (0, 1], --repetition-penalty above 0"
-            )
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
 
 
-def sample_token(
-    logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None, seen: Tensor | None = None
-) -> Tensor:
+def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
     """Sample the next token of each row.
 
     Args:
         logits: (B, V).
         params: what to sample from.
         generator: on the device of `logits`; torch's own by default.
-        seen: (B, V) bool, tokens that the row contains. Needed for a repetition penalty.
 
     Returns:
         (B,) int64.
     """
     logits = logits.float()
-    if params.repetition_penalty != 1:
-        assert seen is not None
-        penalty = torch.where(logits > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-        logits = torch.where(seen, logits * penalty, logits)
     if params.temperature < GREEDY:
         return logits.argmax(-1)
     logits, order = (logits / params.temperature).sort(dim=-1, descending=True)
@@ -92,9 +79,6 @@ def generate(
     width = max(map(len, prompts))
     start = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
     idx = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)  # (B, width)
-    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=device)
-    for row, prompt in zip(seen, prompts, strict=True):
-        row[list(prompt)] = True
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     new, cache = idx, KVCache(model.config, start, block)
     for _ in range(count):
@@ -102,11 +86,10 @@ def generate(
             new = idx[:, -block:]
             cache = KVCache(model.config, (start - (idx.shape[1] - block)).clamp(min=0), block)
         logits = model(new, past=cache).logits[:, -1, :vocab_size]
-        token = sample_token(logits, params, generator, seen[:, : logits.shape[1]])
+        token = sample_token(logits, params, generator)
         yield [None if done else t for t, done in zip(token.tolist(), ended.tolist(), strict=True)]
         ended |= token == (-1 if end is None else end)
         if ended.all():
             return
-        seen.scatter_(1, token[:, None], True)
         new = token[:, None]
         idx = torch.cat([idx, new], dim=1)

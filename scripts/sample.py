@@ -86,14 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)")
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="above 1: tokens seen before are less likely (default: 1)"
-    )
     parser.add_argument("--ignore-end", action="store_true", help="continue after the end of the document")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     add_device_argument(parser)
     args = parser.parse_args(argv)
-    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    params = SamplingParams(args.temperature, args.top_k, args.top_p)
     params.check()
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")

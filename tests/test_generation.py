@@ -11,7 +11,6 @@ import torch
 from conftest import write_tiny
 from numerics import seeded
 from runs import REPO_ROOT
-from transformers import RepetitionPenaltyLogitsProcessor
 
 import configure
 import train
@@ -57,16 +56,6 @@ def test_greedy_in_several_ways(choice):
     assert drawn.tolist() == [1, 4]
 
 
-def test_repetition_penalty_is_that_of_transformers():
-    penalty, ids = 3.0, torch.tensor([[0, 3, 3], [0, 8, 2], [8, 8, 5]])
-    logits = torch.stack([torch.linspace(*ends, 9) for ends in ((-1, 0.9), (-0.1, -0.9), (0.2, 1))])
-    seen = torch.zeros(3, 9, dtype=torch.bool).scatter(1, ids, True)
-    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    assert wanted.argmax(1).tolist() == [8, 1, 7] and logits.argmax(1).tolist() == [8, 0, 8]  # so it matters
-    params = generation.SamplingParams(0, repetition_penalty=penalty)
-    assert generation.sample_token(logits, params, seen=seen).equal(wanted.argmax(1))
-
-
 def small_model(**settings):
     values = {"model.n_embd": 32, "model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.vocab_size": 64}
     values |= {"model.expert_hidden": 8, "model.n_expert": 8, "model.top_k": 2, "model.init_std": 0.3, **settings}
@@ -93,15 +82,6 @@ def test_batch_of_prompts_continues_as_each_alone_without_a_cache(pos):
     wanted = [without_cache(model, prompt, 20) for prompt in prompts]
     assert [list(row) for row in zip(*got, strict=True)] == wanted
     assert len(set(map(tuple, wanted))) == 3 and len(set(sum(wanted, []))) > 4
-
-
-def test_repetition_penalty_covers_prompt_and_new_tokens():
-    def continuation(penalty):
-        params = generation.SamplingParams(0, repetition_penalty=penalty)
-        return [token for (token,) in generation.generate(small_model(), [[1, 2]], 12, params)]
-
-    assert len(set(continuation(1.0))) < 12  # so it matters
-    assert len({1, 2, *continuation(1e6)}) == 14
 
 
 def test_rows_end_one_by_one_and_padding_is_never_drawn():
