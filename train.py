@@ -11,8 +11,11 @@ stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and saved: start it again.
 
 import os
 import sys
+from pathlib import Path
 
 import configure
+from data import DataError
+from data.mixture import check_sets
 
 
 def read_config(argv: list[str]) -> configure.Config:
@@ -21,8 +24,19 @@ def read_config(argv: list[str]) -> configure.Config:
     return configure.from_command_line([word for word in argv if word != "--fresh"], ranks)
 
 
-if __name__ == "__main__":
-    read_config(sys.argv[1:])  # before torch is imported, which takes seconds: a typo in a key is reported at once
+def check_new_run(config: configure.Config) -> None:
+    """Exit with 2 if a run that begins now, in this process alone, has no data sets that suit it."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
+        return
+    try:
+        check_sets(config.data.folders, config.model.vocab_size)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds: a typo or missing data is reported at once
+    check_new_run(read_config(sys.argv[1:]))
 
 import math
 import traceback
@@ -34,7 +48,6 @@ import torch
 from torch import Tensor
 
 from configure.schema import Optim, Train
-from data import DataError
 from data.loader import prefetch
 from model import Stats
 from router import balance_loss

@@ -236,14 +236,14 @@ def test_missing_data_is_named_once_per_node(tiny_file, monkeypatch, capsys, loc
     assert not (tiny_file.parent / "runs").exists()
 
 
-def test_typo_is_reported_before_torch_is_imported(tiny_file, tmp_path):
+def test_typos_and_missing_data_are_reported_before_torch_is_imported(tiny_file, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    command = [sys.executable, "train.py", tiny_file, "--optim.lrr=1"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout) == (2, "") and "did you mean 'optim.lr'?" in done.stderr
-    done = subprocess.run(command[:-1], cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "torch was imported" in done.stderr  # it would have been seen
+    cases = {"--optim.lrr=1": (2, "did you mean 'optim.lr'?"), "--data.name=nowhere": (2, "--name nowhere")}
+    for word, (code, said) in (cases | {"--optim.lr=1": (1, "torch was imported")}).items():  # it would be seen
+        command = [sys.executable, "train.py", tiny_file, word]
+        done = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        assert (done.returncode, done.stdout) == (code, "") and said in done.stderr, word
 
 
 # ---- what a run does at its end, whatever the reason
