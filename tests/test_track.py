@@ -103,8 +103,9 @@ def sign(record):
     return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def test_draws_lie_in_their_ranges_and_suit_every_router():
-    protocol = load_protocol(CPU)
+@pytest.mark.parametrize("file", [CPU, "config/track/gpu.toml"])
+def test_draws_lie_in_their_ranges_and_suit_every_router(file):
+    protocol = load_protocol(file)
     draws = protocol.draw_settings()
     assert draws[:4] == protocol.as_draft(2).draw_settings() and len(draws) == 16
     many = protocol.model_copy(update={"draws": protocol.draws | {"count": 3000}}).draw_settings()
@@ -119,7 +120,7 @@ def test_draws_lie_in_their_ranges_and_suit_every_router():
         assert np.mean([key in draw for draw in many]) == pytest.approx(1 / 3, abs=0.03)
     for router in ROUTERS:
         for draw in range(16):
-            config = configure.load(CPU, protocol.overrides(router, Task("judge", draw, 100)))
+            config = configure.load(file, protocol.overrides(router, Task("judge", draw, 100)))
             assert config.run.seed == 100 and config.optim.lr == draws[draw]["optim.lr"]
 
 
