@@ -249,9 +249,12 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             config = renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config)
+        distributed.pick_device(config.train.device)  # and the tasks' names: for a finished run, too
         open_tasks = None
         if config.eval.task_names:
-            from eval.in_loop import open_tasks
+            from eval.in_loop import check_tasks, open_tasks
+
+            check_tasks(config)
         train(config, stop, open_tasks)
         distributed.print_once(NEXT.format(run=path_of(config)))
     except Stopped as stopped:

@@ -5,8 +5,10 @@ train.py imports this file only for a run that asks for tasks, and gives `open_t
 
 import io
 import tempfile
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,16 +23,17 @@ from runtime.distributed import Ranks
 from runtime.parallel import gather_model
 from runtime.signals import Stop
 
+if TYPE_CHECKING:  # an extra that other commands do not need
+    from lm_eval.tasks import TaskManager
+
 
 class TaskScores:
     """The tasks of a run, loaded with their documents. Called at each evaluation."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Check and load the tasks. Raises ValueError: the harness, a task or its documents are missing."""
-        self.config, self.tokenizer, names = config, tokenizer, config.eval.task_names
-        folder = Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-        manager = tasks.build_task_manager(names)
-        tasks.check_tasks(manager, names, folder)
+        self.config, self.tokenizer = config, tokenizer
+        manager, names, folder = find_tasks(config)
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run
         self.loaded = tasks.load_tasks(manager, names, folder, self._scratch.name)
 
@@ -70,14 +73,34 @@ class TaskScores:
         return values
 
 
+def find_tasks(config: Config) -> tuple["TaskManager", list[str], Path | None]:
+    """The harness' index, the tasks of a run, and the folder of their files. Raises ValueError if one is missing."""
+    names, folder = config.eval.task_names, Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
+    manager = tasks.build_task_manager(names)
+    tasks.check_tasks(manager, names, folder)
+    return manager, names, folder
+
+
+@contextmanager
+def name_key() -> Iterator[None]:
+    """Name the key in errors within it. One rank per node reports a RankError: other nodes may have the documents."""
+    try:
+        yield
+    except ValueError as error:
+        raise (RunError if distributed.local_rank() else RankError)(f"eval.tasks: {error}") from error
+
+
+def check_tasks(config: Config) -> None:
+    """Raise RunError if lm-evaluation-harness, a task or its file is missing. Loads no documents."""
+    with name_key():
+        find_tasks(config)
+
+
 def open_tasks(config: Config) -> TaskScores:
     """The tasks of eval.tasks, for the tokenizer of the run's data.
 
     Raises:
         RunError: lm-evaluation-harness, a task or its documents are missing.
     """
-    try:
+    with name_key():
         return TaskScores(config, open_tokenizer(config.data.folders[0]))
-    except ValueError as error:
-        # One rank per node reports a RankError: other nodes may have the documents.
-        raise (RunError if distributed.local_rank() else RankError)(f"eval.tasks: {error}") from error
