@@ -1,6 +1,7 @@
 """Stops a run that cannot continue: reads what became of the steps on the device and writes a crash dump.
 
-The dump, runs/<name>/crash-step_00001234.json, shows what led to a loss that is NaN or Inf.
+A loss that is NaN or Inf stops it at once, and the dump, runs/<name>/crash-step_00001234.json, shows what led to it.
+Gradients that are NaN or Inf, or loss spikes, only skip their step; train.max_skipped_steps in a row stop the run.
 """
 
 import json
