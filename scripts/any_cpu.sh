@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests marked `numerics`, with every error at most half of its tolerance: the default ones under the instruction sets that
-# torch, oneDNN and MKL can be held to on this CPU, then with 20 seeds; those marked `integration`, too, under the oldest set and
-# with 3 seeds. Arguments go to pytest. --quick: one setting, one seed, the default ones.
+# The tests marked `numerics`, with every error at most half of its tolerance: the default ones under the instruction
+# sets that torch, oneDNN and MKL can be held to on this CPU, then with 20 seeds; those marked `integration`, too, under
+# the oldest set and with 3 seeds. Arguments go to pytest. --quick: one setting, one seed, the default ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -e .venv/bin/activate ] && source .venv/bin/activate
