@@ -58,6 +58,7 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
 
 @pytest.mark.parametrize("words, last_line", [
     ("--gpus=8", "--train.parallel=zero2"),  # one micro-batch a step
+    ("--gpus=8 --memory=200", "--train.parallel=zero2"),  # though DDP fits
     ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
     ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
     ("--gpus=4 --memory=24", "none fits"),
@@ -205,10 +206,12 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
         memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
 
 
-def test_device_known_to_be_too_small_is_refused():
+@pytest.mark.parametrize("capacity, gpus", [(3, 2), (1.8, 4)])  # 92% of two with 1.8 GiB are 3.3
+def test_device_known_to_be_too_small_is_refused(capacity, gpus):
     shapes = {"wte.weight": (2**14, 2**14)}  # 4 GiB with gradients and AdamW's moments
-    with pytest.raises(RunError, match=r"need 4.0 GiB a GPU, this one has 3.0 GiB: set --train.parallel=fsdp on 2 GPU"):
-        memory.check_state_fits(SMALL, 3 * 2**30, shapes)
+    error = rf"need 4.0 GiB a GPU, this one has {capacity:.1f} GiB: set --train.parallel=fsdp on {gpus} GPU"
+    with pytest.raises(RunError, match=error):
+        memory.check_state_fits(SMALL, int(capacity * 2**30), shapes)
     memory.check_state_fits(SMALL, 4 * 2**30, shapes)
     memory.check_state_fits(SMALL, None, shapes)
 

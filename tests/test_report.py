@@ -189,15 +189,17 @@ def test_differences_are_of_seeds_in_common(tmp_path):
     assert compare_setting(setting) == []
 
 
-def test_a_pair_in_both_directions(tmp_path):
-    (setting,) = load_settings(*make_seeds(tmp_path, {"kern": 1.9, "tanh": 2.0}, 4, noise=0.002))
+@pytest.mark.parametrize("end, verdicts", [(1.9, ("lower", "higher")), (2.1, ("higher", "lower"))])
+def test_a_pair_in_both_directions(tmp_path, end, verdicts):
+    (setting,) = load_settings(*make_seeds(tmp_path, {"kern": end, "tanh": 2.0}, 4, noise=0.002))
     comparisons, (tanh, kern) = compare_setting(setting), setting.arms
     forth, back = find_comparison(comparisons, kern, tanh), find_comparison(comparisons, tanh, kern)
-    assert (forth.verdict.text, back.verdict.text, forth.verdict.p) == ("lower", "higher", back.verdict.p)
-    assert back.difference.low == -forth.difference.high and back.difference.mean == -forth.difference.mean > 0
-    for baseline, sign in (("kern", "+"), ("tanh", "-")):
+    assert (forth.verdict.text, back.verdict.text) == verdicts and forth.verdict.p == back.verdict.p
+    assert back.difference.low == -forth.difference.high
+    assert back.difference.mean == -forth.difference.mean == pytest.approx(2.0 - end, abs=0.01)
+    for baseline, verdict in (("tanh", verdicts[0]), ("kern", verdicts[1])):
         (row,) = tables.build_difference_table(setting, baseline, comparisons).rows
-        assert row[1][0] == sign and row[3] == ("**higher**" if sign == "+" else "**lower**")
+        assert row[1][0] == ("+" if verdict == "higher" else "-") and row[3] == f"**{verdict}**"
 
 
 def test_two_seeds_have_an_interval_over_documents(tmp_path):
@@ -240,6 +242,15 @@ def test_which_arms_are_compared(tmp_path):
     assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == ["kern, gate_scale 1"]
     (only,) = setting.counterparts(setting.arms[0], "tanh, gate_scale 18")
     assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
+
+
+@pytest.mark.parametrize("several, other", [("kern", "softmax"), ("softmax", "kern")])
+def test_a_router_that_lacks_an_option_is_compared_with_every_arm(tmp_path, several, other):
+    runs = [make_run(tmp_path / f"{several}{b}", f"model.router={several}", f"model.gate_scale={b}") for b in (1, 3)]
+    (setting,) = load_settings(*runs, make_run(tmp_path / other, f"model.router={other}", "model.gate_scale=1"))
+    pairs = {frozenset((pair.left.label, pair.right.label)) for pair in compare_setting(setting)}
+    one, three, lacking = f"{several}, gate_scale 1", f"{several}, gate_scale 3", f"{other}, gate_scale 1"
+    assert pairs == {frozenset(pair) for pair in ((one, three), (one, lacking), (three, lacking))}
 
 
 # ---- over a key

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import TINY
+from fake_runs import make_run
 from scipy import stats
 
 import configure
@@ -23,6 +24,7 @@ from runtime.signals import EXIT_CODE, Stop
 from scripts.track import clean
 from scripts.track import protocol as protocols
 from scripts.track.__main__ import CPU, main
+from scripts.track.entry import Training, describe_machine, make_point
 from scripts.track.protocol import Task, load_protocol
 from scripts.track.record import (
     find_faults,
@@ -34,7 +36,7 @@ from scripts.track.record import (
     write_record,
 )
 from scripts.track.table import build_tables, write_tables
-from scripts.track.verdicts import judge_entries
+from scripts.track.verdicts import judge_entries, loss_curve
 
 CONTEST = """
 [track]
@@ -131,6 +133,8 @@ def test_tasks_follow_from_losses(contest):
     losses = dict(zip(draws, [1.5, math.inf, 1.4], strict=True))
     finals = [Task("final", 2, 1), Task("final", 0, 1)]
     assert protocol.list_tasks("kern", losses) == draws + finals
+    close = losses | {finals[0]: 1.55, finals[1]: 1.5}  # means 1.475 and 1.50: the last run alone decides nothing
+    assert protocol.list_tasks("kern", close)[-1] == Task("judge", 2, 102)
     losses |= {finals[0]: 1.7, finals[1]: 1.5}  # 1.55 and 1.50
     judged = [Task("judge", 0, seed) for seed in (100, 101, 102)]
     assert protocol.list_tasks("kern", losses) == draws + finals + judged
@@ -203,6 +207,33 @@ def test_speedup_is_tokens_times_step_times():
         entry = make_record(protocol, "kern", [loss] * 10, {"reference": 10.0, "entry": 15.0})
         rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, entry])}
         assert rows["kern"].speedup[0] == text
+
+
+def test_what_the_reference_is_compared_by(contest):
+    """Drafts by its runs of their seeds; the curve of its lengths by the seeds that have every length."""
+    protocol = load_protocol(str(contest))
+    reference = make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8])
+    drafts = [loss for task, loss in losses_of(reference).items() if task.round == "draft"]
+    draft = make_record(protocol.as_draft(2), "kern", [1.9, 1.8]) | {"name": "kern (draft)"}
+    rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, draft])}
+    difference = rows["kern (draft)"].against["softmax-renorm"].difference
+    assert difference.mean == pytest.approx(1.85 - np.mean(drafts)) and difference.seeds == 2
+    assert loss_curve(protocol, reference) == pytest.approx({0.5: 1.8, 1.0: 1.65, 2.0: 1.6})
+
+
+def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
+    """An entry that is resumed elsewhere has runs of both."""
+    protocol = load_protocol(str(contest))
+    record, names = new_record(protocol, "kern", "kern"), ["first", "second", "first"]
+    for task, name in zip(missing_tasks(protocol, record), names, strict=True):
+        made = describe_machine(protocol) | {"machine": name}
+        point = make_point(protocol, "kern", task, tmp_path)
+        make_run(point.folder, *point.overrides, file=contest, points=1)
+        training = Training(protocol, record, made, tmp_path / "kern.json", tmp_path)
+        training.tasks = {task.name: task}
+        training.collect(point, 0)
+    written = read_record(tmp_path / "kern.json")
+    assert [written["made"][run["made"]]["machine"] for run in written["runs"]] == names
 
 
 def test_verify_refuses_tampering(contest, tmp_path, capsys):

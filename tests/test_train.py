@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
-from runtime.metrics import Metrics
+from runtime.metrics import Metrics, read_metrics
 from runtime.signals import Stop
 
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
@@ -226,6 +227,15 @@ def test_metrics_are_means_over_the_log_interval(tiny):
 
 
 # ---- refusals, before anything is made
+def test_numbers_of_a_run_that_lost_its_checkpoints_are_kept(tiny):
+    config = tiny("train.max_steps=2")
+    train.train(config)
+    before = read_metrics(path_of(config) / "metrics.jsonl")
+    shutil.rmtree(path_of(config) / "checkpoints")
+    train.train(config)
+    assert read_metrics(path_of(config) / "metrics.old.jsonl") == before
+
+
 @pytest.mark.parametrize("local_rank, printed", [("0", "error on rank 3: "), ("1", "")])
 def test_missing_data_is_named_once_per_node(tiny_file, monkeypatch, capsys, local_rank, printed):
     monkeypatch.setenv("RANK", "3")

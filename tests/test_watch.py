@@ -94,6 +94,15 @@ def test_a_run_that_writes_nothing_is_silent(make_run, quiet, state):
         assert (status.state, status.trouble) == (state, "no metrics for 0:05:01" if state == "silent" else "")
 
 
+def test_a_process_of_another_user_lives(make_run, monkeypatch):
+    def refuse(pid, number):
+        raise PermissionError
+
+    folder = make_run("one", [(10, TRAINING)], dead_process())
+    monkeypatch.setattr(os, "kill", refuse)
+    assert status_of(folder).state == "running"
+
+
 def test_a_process_on_another_machine_lives_while_it_writes(make_run):
     folder = make_run("one", [(10, TRAINING)])
     (folder / "lock").write_text(f"process {dead_process()} on elsewhere\n")
