@@ -21,16 +21,15 @@ LEAST = {
     "route": [(4, 4, 4)],
     "route_sum": [(5, 6, 6)],
 }
-# The most bytes of registers that a kernel may spill, at other shapes than the 125m model's and on sm_80.
+# The most bytes of registers that a kernel may spill, but for the 125m model's on sm_90.
 SPILLED = {"down_grad": 16, "place": 8, "up": 16}
-SERIALIZED = {("rows_ahead", 90)}  # ptxas does it, and the PTX does not ask for it
 
 
 def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
     """Find what is wrong with a kernel of this shape of SHAPES, in `half` precision or in float32 (no tensor cores)."""
     faults = []
     function, column = kernel.name.partition("+")[0], list(SHARED).index(sm)
-    if kernel.spilled > (0 if shape == "125m" and sm != 80 else SPILLED.get(function, 0)):
+    if kernel.spilled > (0 if (shape, sm) == ("125m", 90) else SPILLED.get(function, 0)):
         faults.append(f"spills {kernel.spilled} B")
     if kernel.shared > SHARED[sm] * 1024:
         faults.append("too much shared memory")
@@ -46,6 +45,6 @@ def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
         faults.append(f"wait < {loads[0][column]}")
     if kernel.mma is not None and not kernel.mma.startswith(MMA[sm]):
         faults.append(f"no {MMA[sm]}")
-    if kernel.serialized and (function, sm) not in SERIALIZED:
+    if kernel.serialized:
         faults.append("serialised products")
     return faults
