@@ -184,7 +184,11 @@ class Train(Section):
     keep_steps: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay, as 800,1600")
     on_save_error: Literal["stop", "warn"] = Field("stop", description="when a checkpoint cannot be written")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="decay per step of the weights' running mean; 0 disables")
-    deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
+    deterministic: bool = Field(
+        False,
+        description="deterministic torch operations only: a run repeats bit for bit; on a GPU, attention then takes "
+        "flash attention or plain products, never cuDNN's",
+    )
 
     @field_validator("branch_from")
     @classmethod

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configure.schema import Model
 from runtime import RankError, RunError
 
 # Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets. The first key found in the device's name counts.
@@ -116,11 +118,47 @@ def memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def be_deterministic() -> None:
-    """Make torch bitwise reproducible, or raise RuntimeError in an operation that cannot be. Call before using CUDA."""
+def set_determinism(deterministic: bool) -> None:
+    """If `deterministic`, make torch bitwise reproducible; operations that cannot be raise RuntimeError from then on.
+
+    Call it before using CUDA.
+    """
+    if not deterministic:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def order_attention_kernels(capability: int, deterministic: bool) -> list[SDPBackend]:
+    """Kernels of F.scaled_dot_product_attention on a GPU, the first that can run is to be taken.
+
+    cuDNN's is the fastest from compute capability 9 on (torch's own choice depends on versions). With `deterministic`
+    only flash attention, whose backward pass then sums in a fixed order, and plain products.
+    """
+    if deterministic:
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return [SDPBackend.CUDNN_ATTENTION, *order] if capability >= 9 else order
+
+
+@contextmanager
+def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Within it attention on a GPU takes the first kernel of `order_attention_kernels` that can; on a CPU torch's."""
+    if device.type != "cuda":
+        yield
+        return
+    capability, _ = torch.cuda.get_device_capability(device)
+    with sdpa_kernel(order_attention_kernels(capability, deterministic), set_priority=True):
+        yield
+
+
+def name_attention_kernel(model: Model, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that a model's attention takes without document masks: "cudnn", "flash", "efficient" or "math"."""
+    n_key, length, size = model.n_kv_head or model.n_head, model.block_size, model.n_embd // model.n_head
+    q, k = (torch.empty(1, heads, length, size, dtype=dtype, device=device) for heads in (model.n_head, n_key))
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_key < model.n_head)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -179,6 +179,9 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.run}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    if plan.device.type == "cuda" and plan.document_token is None:
+        kernel = distributed.name_attention_kernel(config.model, plan.device, plan.dtype)
+        print(f"{plan.run}: attention by {kernel}{', deterministic' if config.train.deterministic else ''}")
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         print(f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
     if config.data.mix:

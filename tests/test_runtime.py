@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configure import Config
 from configure.schema import Model, Train
@@ -162,3 +163,18 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     averaged = CONFIG.model_copy(update={"train": Train(micro_batch_size=2, ema_decay=0.9)})
     with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
+
+
+@pytest.mark.parametrize(
+    "capability, deterministic, first",
+    [(8, False, "flash"), (9, False, "cudnn"), (10, False, "cudnn"), (9, True, "flash")],
+)
+def test_attention_takes_the_kernel_that_is_asked_for(capability, deterministic, first):
+    """cuDNN's on sm_90, never where a run must repeat; and the name of what torch takes is right, here on a CPU."""
+    order = distributed.order_attention_kernels(capability, deterministic)
+    assert order[0].name == f"{first.upper()}_ATTENTION" and order[-1] is SDPBackend.MATH
+    assert deterministic == (not {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION} & {*order})
+    arguments = Config().model, torch.device("cpu"), torch.float32
+    assert distributed.name_attention_kernel(*arguments) == "flash"
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert distributed.name_attention_kernel(*arguments) == "math"
