@@ -163,7 +163,11 @@ class Train(Section):
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
         description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
-        "within a node, ddp across nodes; auto: the first of ddp, hsdp, zero2, fsdp that fits",
+        "(zero2 if a step is one micro-batch) within a node, ddp across nodes; auto: the first that fits",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",
     )
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")

@@ -84,7 +84,7 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
     plans = {}  # the options that cost least time first
     for checkpointing, (parallel, shards) in product((False, True), possible.items()):
-        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing)
+        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing, accumulates)
         plans[parallel, checkpointing] = memory
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     rows = []

@@ -165,6 +165,14 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
 
 
+def test_hsdp_keeps_its_weights_where_a_step_is_one_micro_batch():
+    """As ZeRO-2 does."""
+    arguments = CONFIG, SHAPES, "bfloat16"
+    zero2 = memory.estimate_memory(*arguments, "zero2", 2, False)
+    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=False) == zero2
+    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=True).copies < zero2.copies
+
+
 @pytest.mark.parametrize(
     "capability, deterministic, first",
     [(8, False, "flash"), (9, False, "cudnn"), (10, False, "cudnn"), (9, True, "flash")],
