@@ -15,8 +15,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configure.schema import Model
 from runtime import RankError, RunError
 
-# Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets. The first key found in the device's name counts.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+class GPU(NamedTuple):
+    """What a data sheet says."""
+
+    peak: float  # FLOP/s, dense products of float16 that sum in float32
+    memory: float  # GiB
+
+
+# The first key found in a device's name counts.
+GPUS = {
+    "B200": GPU(2250e12, 180), "H200": GPU(989e12, 141), "H100": GPU(989e12, 80), "A100": GPU(312e12, 80),
+    "L40S": GPU(362e12, 48), "L4": GPU(121e12, 24), "T4": GPU(65e12, 16), "3090": GPU(71e12, 24),
+    "4090": GPU(165e12, 24), "5090": GPU(209e12, 32),
+}  # fmt: skip
 
 
 class Ranks(NamedTuple):
@@ -110,7 +122,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of one device at `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name(device)), None)
+    return next((gpu.peak for part, gpu in GPUS.items() if part in device_name(device)), None)
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.progress import progress_bar
 from common.text import plural
+from kernels import choose_backend, find_triton_problem
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
@@ -179,6 +180,10 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.run}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    if plan.device.type == "cuda":
+        experts = choose_backend(config.model.backend, plan.device, plan.dtype)
+        problem = find_triton_problem(plan.device, plan.dtype) if experts == "torch" else ""
+        print(f"{plan.run}: experts by {experts}{problem and f', since triton {problem}'}")
     if plan.device.type == "cuda" and plan.document_token is None:
         kernel = distributed.name_attention_kernel(config.model, plan.device, plan.dtype)
         print(f"{plan.run}: attention by {kernel}{', deterministic' if config.train.deterministic else ''}")
