@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.cores import count_free_cores
+from common.text import plural
 from configure.schema import Model
 from runtime import RankError, RunError
 
@@ -109,6 +111,28 @@ def pick_compile(name: str, device: torch.device) -> bool:
 def cpu_capabilities() -> Mapping[str, Any]:
     """The CPU's name and instruction sets; empty in versions of torch that do not report them."""
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def choose_threads(device: torch.device, recorded: int | None) -> int:
+    """Set how many threads torch takes: on a CPU as many as there are free cores; returns their number.
+
+    Threads wait for each other after each operator, so one that shares its core slows all: on 2 cores, beside a busy
+    process, 2 threads take 3.4 times as long as alone, and 1 thread 2 times as long.
+
+    Args:
+        device: on CUDA nothing is set, nor with several ranks, nor against OMP_NUM_THREADS or MKL_NUM_THREADS.
+        recorded: the number that the run began with, which it keeps: sums of other parts are rounded otherwise.
+    """
+    given = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}
+    possible = torch.get_num_threads()
+    if device.type == "cuda" or world_size() > 1 or given:
+        return possible
+    threads = min(recorded or count_free_cores() or possible, possible)
+    if threads < possible:
+        why = "as this run began" if recorded else "other processes use the other cores"
+        print_once(f"{plural(threads, 'thread')} of {possible}: {why}; OMP_NUM_THREADS={possible} takes all")
+    torch.set_num_threads(threads)
+    return threads
 
 
 def device_name(device: torch.device) -> str:

@@ -170,6 +170,8 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     """A few lines: the model, the machine, the length of the run; the memory; the sets; what has changed."""
     config = plan.config
     devices = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    if devices == "cpu":
+        devices += f", {plural(torch.get_num_threads(), 'thread')}"
     print(
         f"{plan.run}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {devices}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "

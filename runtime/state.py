@@ -71,7 +71,9 @@ class TrainState:
             recorded = plan.branch.read_metadata(ranks)
         if self.step:
             plan.check_identity(self.step, recorded)
-        self.metadata = recorded | plan.identity
+        all_threads = torch.get_num_threads() if self.step else None  # of runs before it was recorded
+        threads = distributed.choose_threads(plan.device, recorded.get("threads", all_threads))
+        self.metadata = recorded | plan.identity | {"threads": threads}
         if plan.document_token is not None:
             self.metadata["document_token"] = plan.document_token
 
