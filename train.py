@@ -175,12 +175,12 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
     stop = stop or Stop()
     if line := RunFolder(path_of(config)).describe_finished(config):
         return distributed.print_once(line)
-    if config.train.deterministic:
-        distributed.be_deterministic()
+    distributed.set_determinism(config.train.deterministic)
     plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
     seed, max_steps = config.run.seed, config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
+        stack.enter_context(distributed.attention_kernels(plan.device, config.train.deterministic))
         ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
         agreed = f"train.parallel = {plan.parallel}, {plan.run.path.name} at step {plan.last_step}"
         distributed.check_agreement(agreed, ranks)

@@ -163,7 +163,11 @@ class Train(Section):
     parallel: Literal["auto", "ddp", "zero2", "fsdp", "hsdp"] = Field(
         "auto",
         description="ddp: a full copy per rank; zero2: optimizer and gradients sharded; fsdp: weights, too; hsdp: fsdp "
-        "within a node, ddp across nodes; auto: the first of ddp, hsdp, zero2, fsdp that fits",
+        "(zero2 if a step is one micro-batch) within a node, ddp across nodes; auto: the first that fits",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="type in which gradients are summed over ranks; bfloat16 sends half the bytes, and rounds",
     )
     activation_checkpointing: bool = Field(False, description="keep only blocks' inputs and recompute the rest")
     timeout_minutes: float = Field(10.0, gt=0, le=7 * 24 * 60, description="longest time a rank waits for the others")
@@ -184,7 +188,11 @@ class Train(Section):
     keep_steps: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="steps whose checkpoints stay, as 800,1600")
     on_save_error: Literal["stop", "warn"] = Field("stop", description="when a checkpoint cannot be written")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="decay per step of the weights' running mean; 0 disables")
-    deterministic: bool = Field(False, description="deterministic torch operations only: a run repeats bit for bit")
+    deterministic: bool = Field(
+        False,
+        description="deterministic torch operations only: a run repeats bit for bit; on a GPU, attention then takes "
+        "flash attention or plain products, never cuDNN's",
+    )
 
     @field_validator("branch_from")
     @classmethod

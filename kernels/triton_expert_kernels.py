@@ -160,7 +160,6 @@ def rows_ahead_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    FLAT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -168,12 +167,12 @@ def rows_ahead_kernel(
     """As rows_kernel, by as many programs as run at once; IN is a multiple of DEPTH.
 
     a, b and b_rest are tensor descriptors: of a, and of b's rows under one another for a tile's first and other
-    columns. Each program takes every so-many-th tile. With FLAT its loops become one, so that the loads of the next
-    tile are under way while it stores this one.
+    columns. Each program takes every so-many-th tile. The loops are not flattened into one: the next tile's loads would
+    be under way while this one is stored, but ptxas then lets no two products of sm_90 overlap.
     """
     N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
     MAIN: tl.constexpr = main_part(COLS)
-    for tile in tl.range(tl.program_id(0), tl.load(table + 3 * N_TILE) * N_COL, tl.num_programs(0), flatten=FLAT):
+    for tile in range(tl.program_id(0), tl.load(table + 3 * N_TILE) * N_COL, tl.num_programs(0)):
         expert, first, end = read_tile(table, tile // N_COL)
         first_col = tile % N_COL * COLS
         total = tl.zeros((ROWS, MAIN), tl.float32)

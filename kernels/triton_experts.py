@@ -169,9 +169,8 @@ def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bo
         theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
         if ours and theirs:
             grid = (min(count_multiprocessors(a.device), n_tile * triton.cdiv(cols, tile.cols)),)
-            flat = major(a.device) == 9  # on 10.0 Triton 3.6 makes a bare trap of a flat loop with two products
-            sides = n_tile, depth, cols, transposed, flat
-            rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, *tile[:3], **tile.options)
+            sides = n_tile, depth, cols, transposed, *tile[:3]
+            rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, **tile.options)
             return out
     tile = pick_tile("rows", a, rows, cols, depth)
     grid = (n_tile * triton.cdiv(cols, tile.cols),)

@@ -10,11 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.cores import count_free_cores
+from common.text import plural
+from configure.schema import Model
 from runtime import RankError, RunError
 
-# Dense bfloat16 or float16 peak of a device, FLOP/s, from data sheets. The first key found in the device's name counts.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+class GPU(NamedTuple):
+    """What a data sheet says."""
+
+    peak: float  # FLOP/s, dense products of float16 that sum in float32
+    memory: float  # GiB
+
+
+# The first key found in a device's name counts.
+GPUS = {
+    "B200": GPU(2250e12, 180), "H200": GPU(989e12, 141), "H100": GPU(989e12, 80), "A100": GPU(312e12, 80),
+    "L40S": GPU(362e12, 48), "L4": GPU(121e12, 24), "T4": GPU(65e12, 16), "3090": GPU(71e12, 24),
+    "4090": GPU(165e12, 24), "5090": GPU(209e12, 32),
+}  # fmt: skip
 
 
 class Ranks(NamedTuple):
@@ -97,6 +113,28 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
+def choose_threads(device: torch.device, recorded: int | None) -> int:
+    """Set how many threads torch takes: on a CPU as many as there are free cores; returns their number.
+
+    Threads wait for each other after each operator, so one that shares its core slows all: on 2 cores, beside a busy
+    process, 2 threads take 3.4 times as long as alone, and 1 thread 2 times as long.
+
+    Args:
+        device: on CUDA nothing is set, nor with several ranks, nor against OMP_NUM_THREADS or MKL_NUM_THREADS.
+        recorded: the number that the run began with, which it keeps: sums of other parts are rounded otherwise.
+    """
+    given = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}
+    possible = torch.get_num_threads()
+    if device.type == "cuda" or world_size() > 1 or given:
+        return possible
+    threads = min(recorded or count_free_cores() or possible, possible)
+    if threads < possible:
+        why = "as this run began" if recorded else "other processes use the other cores"
+        print_once(f"{plural(threads, 'thread')} of {possible}: {why}; OMP_NUM_THREADS={possible} takes all")
+    torch.set_num_threads(threads)
+    return threads
+
+
 def device_name(device: torch.device) -> str:
     """The device's product name, such as "NVIDIA H200" or "AMD EPYC"."""
     if device.type == "cuda":
@@ -108,7 +146,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of one device at `dtype`; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name(device)), None)
+    return next((gpu.peak for part, gpu in GPUS.items() if part in device_name(device)), None)
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -116,11 +154,47 @@ def memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def be_deterministic() -> None:
-    """Make torch bitwise reproducible, or raise RuntimeError in an operation that cannot be. Call before using CUDA."""
+def set_determinism(deterministic: bool) -> None:
+    """If `deterministic`, make torch bitwise reproducible; operations that cannot be raise RuntimeError from then on.
+
+    Call it before using CUDA.
+    """
+    if not deterministic:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def order_attention_kernels(capability: int, deterministic: bool) -> list[SDPBackend]:
+    """Kernels of F.scaled_dot_product_attention on a GPU, the first that can run is to be taken.
+
+    cuDNN's is the fastest from compute capability 9 on (torch's own choice depends on versions). With `deterministic`
+    only flash attention, whose backward pass then sums in a fixed order, and plain products.
+    """
+    if deterministic:
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return [SDPBackend.CUDNN_ATTENTION, *order] if capability >= 9 else order
+
+
+@contextmanager
+def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Within it attention on a GPU takes the first kernel of `order_attention_kernels` that can; on a CPU torch's."""
+    if device.type != "cuda":
+        yield
+        return
+    capability, _ = torch.cuda.get_device_capability(device)
+    with sdpa_kernel(order_attention_kernels(capability, deterministic), set_priority=True):
+        yield
+
+
+def name_attention_kernel(model: Model, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel that a model's attention takes without document masks: "cudnn", "flash", "efficient" or "math"."""
+    n_key, length, size = model.n_kv_head or model.n_head, model.block_size, model.n_embd // model.n_head
+    q, k = (torch.empty(1, heads, length, size, dtype=dtype, device=device) for heads in (model.n_head, n_key))
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_key < model.n_head)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -17,6 +17,7 @@ from kernels.cross_entropy import chunk_rows
 from model import dense_layers
 from runtime import RunError, distributed
 from runtime.muon import is_for_muon
+from runtime.parallel import holds_weights
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
 CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2}  # per element of a copy in autocast's compute type
@@ -43,7 +44,13 @@ class Memory(NamedTuple):
 
 
 def estimate_memory(
-    config: Config, shapes: Shapes, dtype: str, parallel: str, shards: int, checkpointing: bool
+    config: Config,
+    shapes: Shapes,
+    dtype: str,
+    parallel: str,
+    shards: int,
+    checkpointing: bool,
+    accumulates: bool = True,
 ) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
@@ -57,13 +64,15 @@ def estimate_memory(
         parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp".
         shards: ranks that a tensor is split across; 1 for "ddp".
         checkpointing: whether activation checkpointing is on.
+        accumulates: whether a step has several micro-batches.
     """
     model, muon = config.model, config.optim.name == "muon"
     owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # by this rank
     parameters = sum(owned.values())
     by_muon = sum(size for name, size in owned.items() if muon and is_for_muon(name, len(shapes[name])))
     tokens = config.train.micro_batch_size * model.block_size
-    copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing)
+    hold = holds_weights(parallel, accumulates)
+    copies = copied_bytes(shapes, model.n_layer, dtype, parallel, checkpointing, hold)
     n_dense = dense_layers(model)
     layers = [activation_bytes(model, tokens, dtype, dense=i < n_dense) for i in range(model.n_layer)]
     inputs = model.n_layer * 4 * tokens * model.n_embd  # of the blocks, fp32
@@ -84,8 +93,8 @@ def estimate_memory(
     )
 
 
-def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool) -> int:
-    """Bytes of `Memory.copies`; the arguments are those of `estimate_memory`."""
+def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkpointing: bool, hold: bool) -> int:
+    """Bytes of `Memory.copies`; the arguments are those of `estimate_memory`, and its `holds_weights`."""
 
     def count(prefix: str) -> int:
         return sum(prod(shape) for name, shape in shapes.items() if name.startswith(prefix))
@@ -102,7 +111,7 @@ def copied_bytes(shapes: Shapes, n_layer: int, dtype: str, parallel: str, checkp
     # stay gathered.
     g = b or 4
     arriving = (2 * g + 4) * max(mlps) + 3 * 4 * max(rests) + 2 * 4 * outside
-    if parallel == "zero2":  # holds all blocks gathered
+    if hold:
         return casts + arriving + g * sum(mlps) + 4 * sum(rests)
     return casts + arriving + 2 * g * max(mlps) + 2 * 4 * max(rests)  # FSDP2 holds two
 
@@ -172,8 +181,8 @@ def choose_parallelism(
         RunError: it needs more ranks, or the device's memory is known and smaller than the state alone.
     """
     train, capacity = config.train, distributed.memory_bytes(device)
-    ddp_first = device.type != "cuda" or train.batch_size > train.micro_batch_size * world_size
-    possible = list_parallelisms(world_size, local_size, ddp_first)
+    accumulates = train.batch_size > train.micro_batch_size * world_size
+    possible = list_parallelisms(world_size, local_size, ddp_first=device.type != "cuda" or accumulates)
     if train.parallel not in ("auto", *possible):
         raise RunError(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
@@ -181,7 +190,7 @@ def choose_parallelism(
         )
     name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
     estimates = {
-        parallel: estimate_memory(config, shapes, name, parallel, shards, checkpointing)
+        parallel: estimate_memory(config, shapes, name, parallel, shards, checkpointing, accumulates)
         for parallel, shards in possible.items()
         if train.parallel in ("auto", parallel)
     }

@@ -1,6 +1,7 @@
 """Distribute a model over ranks: DDP replicates it, FSDP2 shards every tensor. Both average gradients in fp32.
 
-ZeRO-2 (arXiv 1910.02054) is FSDP2 that gathers its weights once a step and keeps them for the backward pass.
+ZeRO-2 (arXiv 1910.02054) is FSDP2 that gathers its weights once a step and keeps them for the backward pass; HSDP does
+so, too, where a step is one micro-batch.
 """
 
 import copy
@@ -8,7 +9,9 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,21 +27,43 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else 
 DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
 
 
-def distribute(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, compile: bool = False) -> nn.Module:
+def holds_weights(parallel: str, accumulates: bool) -> bool:
+    """Whether a sharded model keeps all weights gathered from a forward pass to its backward pass."""
+    return parallel == "zero2" or (parallel == "hsdp" and not accumulates)
+
+
+def distribute(
+    model: GPT,
+    parallel: str,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    compile: bool = False,
+    accumulates: bool = True,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     """Move `model` to the device, shard or wrap it, all in place, and return the module to call instead.
 
     Under "ddp" it is wrapped if there are several ranks; "zero2" and "fsdp" shard it over all ranks, "hsdp" over those
-    of a node, with a replica on each. Autocast computes in `dtype`; with `compile` each block is compiled.
+    of a node, with a replica on each. Autocast computes in `dtype`; with `compile` each block is compiled. A step
+    `accumulates` several micro-batches or not; gradients are summed over ranks in `reduce_dtype`.
     """
     if compile:
         compile_blocks(model)
     if parallel != "ddp":
-        _shard(model, parallel, ranks, dtype)
+        _shard(model, parallel, ranks, dtype, holds_weights(parallel, accumulates), reduce_dtype)
         return model
     model.to(ranks.device)
-    if ranks.world_size > 1:
-        return DistributedDataParallel(model, **DDP_OPTIONS)
-    return model
+    if ranks.world_size == 1:
+        return model
+    runner = DistributedDataParallel(model, **DDP_OPTIONS)
+    if reduce_dtype == torch.bfloat16:
+        runner.register_comm_hook(None, reduce_in_bfloat16)
+    return runner
+
+
+def reduce_in_bfloat16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's hook of that purpose. By its own name DDP refuses it with gloo, which can sum bfloat16, too."""
+    return bf16_compress_hook(group, bucket)  # pyrefly: ignore[bad-argument-type]  # None is the default group
 
 
 def compile_blocks(model: GPT) -> None:
@@ -87,20 +112,20 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
     return not failed
 
 
-def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype) -> None:
+def _shard(model: GPT, parallel: str, ranks: Ranks, dtype: torch.dtype, hold: bool, reduce_dtype: torch.dtype) -> None:
     """Shard every parameter along its first dimension, which for experts' weights is the expert.
 
     Each block is a group, its experts or MLP another, shared experts a third. Experts and MLPs are gathered in `dtype`,
     to which autocast would cast them anyway; the rest in fp32, so that router, norms and residual stream compute as
-    under DDP. "zero2" frees nothing until `set_gradient_sync` lets it.
+    under DDP. With `hold` no forward pass frees what it gathered.
     """
     shape, names = (ranks.world_size,), ("shard",)
     if parallel == "hsdp":
         shape, names = (ranks.world_size // ranks.local_size, ranks.local_size), ("replicate", "shard")
     mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
-    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    free = False if parallel == "zero2" else None  # None: all but the root, which is needed again at once
+    fp32 = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    free = False if hold else None  # None: all but the root, which is needed again at once
     for block in model.blocks:
         mlp = block.get_submodule("mlp")
         parts = [mlp.experts, mlp.shared] if isinstance(mlp, MoE) else [mlp]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.progress import progress_bar
 from common.text import plural
+from kernels import choose_backend, find_triton_problem
 from model import count_parameters, flops_per_token
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
@@ -169,6 +170,8 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     """A few lines: the model, the machine, the length of the run; the memory; the sets; what has changed."""
     config = plan.config
     devices = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    if devices == "cpu":
+        devices += f", {plural(torch.get_num_threads(), 'thread')}"
     print(
         f"{plan.run}: {config.model.router}, {total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {devices}, "
         f"{str(plan.dtype).removeprefix('torch.')}; {config.train.max_steps} steps of {plan.tokens_per_step:,} tokens, "
@@ -179,6 +182,13 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     )
     capacity = distributed.memory_bytes(plan.device)
     print(f"{plan.run}: memory: {memory.describe_memory(plan.parallel, plan.memory, capacity)}")
+    if plan.device.type == "cuda":
+        experts = choose_backend(config.model.backend, plan.device, plan.dtype)
+        problem = find_triton_problem(plan.device, plan.dtype) if experts == "torch" else ""
+        print(f"{plan.run}: experts by {experts}{problem and f', since triton {problem}'}")
+    if plan.device.type == "cuda" and plan.document_token is None:
+        kernel = distributed.name_attention_kernel(config.model, plan.device, plan.dtype)
+        print(f"{plan.run}: attention by {kernel}{', deterministic' if config.train.deterministic else ''}")
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         print(f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
     if config.data.mix:

@@ -15,7 +15,7 @@ from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
 from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
-from runtime.statistics import Statistics
+from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
 
@@ -71,7 +71,9 @@ class TrainState:
             recorded = plan.branch.read_metadata(ranks)
         if self.step:
             plan.check_identity(self.step, recorded)
-        self.metadata = recorded | plan.identity
+        all_threads = torch.get_num_threads() if self.step else None  # of runs before it was recorded
+        threads = distributed.choose_threads(plan.device, recorded.get("threads", all_threads))
+        self.metadata = recorded | plan.identity | {"threads": threads}
         if plan.document_token is not None:
             self.metadata["document_token"] = plan.document_token
 
@@ -86,7 +88,10 @@ class TrainState:
         compile = distributed.pick_compile(config.train.compile, plan.device)
         if compile and config.train.compile == "auto":
             compile = try_compiling(self.model, shape, plan.autocast, ranks)
-        self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, compile)
+        reduce_dtype = getattr(torch, config.train.reduce_dtype)
+        self.runner: nn.Module = distribute(
+            self.model, plan.parallel, ranks, plan.dtype, compile, plan.accumulation > 1, reduce_dtype
+        )
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(
             self.optimizer,
@@ -96,11 +101,13 @@ class TrainState:
             loss_spike=config.train.loss_spike,
             spike_sigma=config.train.spike_sigma,
             max_skipped_steps=config.train.max_skipped_steps,
+            compile=compile,
         )
         self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         self._routers = [block.mlp.router for block in self.model.blocks if isinstance(block.mlp, MoE)]
         self._bias_update_rate = config.train.bias_update_rate
-        self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device)
+        parts_of = torch.compile(join, fullgraph=True) if compile else join
+        self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device, parts_of)
 
         if self.step:
             checkpoint.load(checkpoints, self.step, self.model, self.optimizer, self.tensors)

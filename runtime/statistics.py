@@ -1,9 +1,18 @@
 """What a training step measures, in one vector, so that one collective sums all of it over the ranks."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from model import Stats
+
+
+def join(loss: Tensor, aux_loss: Tensor, *of_layers: Tensor) -> Tensor:
+    """A micro-batch's part of the vector; the last of `of_layers` are its loads (L, B, E)."""
+    *means, loads = of_layers
+    parts = (torch.ones_like(loss), loss, aux_loss, *means, loads.sum(1))
+    return torch.cat([part.flatten().double() for part in parts])
 
 
 class Statistics:
@@ -24,10 +33,21 @@ class Statistics:
         loads: (L, E) tokens per expert.
     """
 
-    def __init__(self, n_layer: int, n_expert: int, device: torch.device, vector: Tensor | None = None) -> None:
-        """L = `n_layer` layers with a router (0 for a dense model), E = `n_expert`; zeros without a `vector`."""
+    def __init__(
+        self,
+        n_layer: int,
+        n_expert: int,
+        device: torch.device,
+        join: Callable[..., Tensor] = join,
+        vector: Tensor | None = None,
+    ) -> None:
+        """L = `n_layer` layers with a router (0 for a dense model), E = `n_expert`; zeros without a `vector`.
+
+        `join` may be compiled.
+        """
         sizes = (1, 1, 1, *[n_layer] * 4, n_layer * n_expert)
-        self.shape = (n_layer, n_expert, device)
+        self.shape = (n_layer, n_expert, device, join)
+        self.join = join
         self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device) if vector is None else vector
         self.steps, self.loss, self.aux_loss, *of_layers, loads = self.vector.split(sizes)
         self.steps, self.loss, self.aux_loss = self.steps[0], self.loss[0], self.aux_loss[0]
@@ -42,8 +62,7 @@ class Statistics:
     def add_micro_batch(self, loss: Tensor, aux_loss: Tensor, stats: Stats) -> None:
         """Add one micro-batch: `loss` and `aux_loss` (), and the model's `stats` of L layers."""
         of_layers = (stats.entropy, stats.zero_gates, stats.gate_square, stats.gate_sum)
-        parts = (torch.ones_like(loss), loss, aux_loss, *of_layers, stats.loads.sum(1))
-        self.vector += torch.cat([part.flatten().double() for part in parts])
+        self.vector += self.join(loss, aux_loss, *of_layers, stats.loads)
 
     @torch.no_grad()
     def to_step_means(self, micro_batches: float) -> None:

@@ -59,8 +59,11 @@ class Updates:
         loss_spike: str = "off",
         spike_sigma: float = 6.0,
         max_skipped_steps: int = 0,
+        compile: bool = False,
     ) -> None:
         """Counters of a new run. The options are those of optim and train in the config.
+
+        With `compile` the decision on a step, some hundred small operators, is compiled to a few kernels.
 
         With `scaled` it keeps a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN
         or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
@@ -70,6 +73,7 @@ class Updates:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.numbers = torch.zeros(len(Counters._fields) + WINDOW, dtype=torch.float64, device=device)
         self.counters.scale.fill_(FIRST_SCALE if scaled else 1.0)
+        self.decide = torch.compile(self._decide, fullgraph=True) if compile else self._decide
 
     @property
     def counters(self) -> Counters[Tensor]:
@@ -100,8 +104,24 @@ class Updates:
         Returns:
             () bool on the device: whether it was taken.
         """
-        before, losses = self.counters, self.numbers[len(Counters._fields) :]
-        norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters])).double() / before.scale
+        norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters]))
+        fused: Any = self.optimizer  # whose attributes torch does not declare
+        # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
+        after, take, fused.grad_scale, fused.found_inf = self.decide(self.numbers, norm, loss, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        fused.step()
+        self.numbers.copy_(after)
+        return take
+
+    def _decide(self, numbers: Tensor, norm: Tensor, loss: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Decide on a step: the numbers after it, whether it is taken, and AdamW's grad_scale and found_inf.
+
+        `norm` () is that of the gradients in place, times the loss scale; the other arguments are those of `step`.
+        """
+        count = len(Counters._fields)
+        before, losses = Counters(*numbers[:count].unbind()), numbers[count:]
+        norm = norm.double() / before.scale
         healthy, finite, running = norm.isfinite(), loss.isfinite(), before.halted == RUNNING
         spike, mean = is_spike(losses, before.taken, loss, self.spike_sigma)
         spike = spike & healthy & (self.loss_spike != "off")
@@ -121,16 +141,9 @@ class Updates:
         oldest = torch.arange(WINDOW, device=losses.device) == before.taken % WINDOW
         after = torch.cat([torch.where(finite, counted, ended), torch.where(oldest & take, loss, losses)])
 
-        # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
         clip = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
-        fused: Any = self.optimizer  # whose attributes torch does not declare
-        fused.grad_scale = (before.scale * clip.clamp_min(1)).float()
-        fused.found_inf = (~take).float()
-        fused.step()
-        self.numbers.copy_(torch.where(running, after, self.numbers))
-        return take
+        grad_scale = (before.scale * clip.clamp_min(1)).float()
+        return torch.where(running, after, numbers), take, grad_scale, (~take).float()
 
     def _count(self, before: Counters[Tensor], healthy: Tensor, skip: Tensor) -> Counters[Tensor]:
         """The counters of taken and skipped steps, and the loss scale, after a step with a finite loss."""

@@ -2,6 +2,7 @@
 
     python -m scripts.golden             a table: router, largest relative difference, the first loss that differs
     python -m scripts.golden --update    today's losses become the golden ones; the commit says why they changed
+    python -m scripts.golden --device cuda --json FILE     100 steps of the paper's routers there against the CPU here
 
 Other machines round sums in another order: the difference was 3.5e-7 at most. It stays so small only while no token is
 undecided between two experts: with this seed the last one chosen scores at least 5e-6 (relative) above the first left.
@@ -27,6 +28,8 @@ from train import train
 
 FILE = Path(__file__).parent.parent / "tests" / "golden.json"
 TOLERANCE = 2e-6  # relative
+DEVICE_TOLERANCE, DEVICE_STEPS = 1e-3, 100  # another device's rounding grows from step to step
+PAPER_ROUTERS = ["dense", "softmax", "sigmoid", "tanh", "kern"]
 CONFIG = FILE.with_suffix(".toml")
 TEXT = "a kernel weighs what lies near it and routers send every token to the few experts that know such tokens"
 
@@ -47,14 +50,15 @@ def write_corpus(folder: Path) -> None:
         writer.finish("golden", {}, "python -m scripts.golden")
 
 
-def train_router(router: str, folder: Path) -> dict[str, float]:
+def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
     """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}, by steps."""
-    settings = [f"--model.router={router}", f"--run.name={router}", f"--run.dir={folder}/runs", f"--data.dir={folder}"]
+    name = "-".join([router, *(word.split("=")[1] for word in more)])
+    settings = [f"--model.router={router}", f"--run.name={name}", f"--run.dir={folder}/runs", f"--data.dir={folder}"]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        train(configure.load(CONFIG, settings))
+        train(configure.load(CONFIG, [*settings, *more]))
     return {
         f"{split} {line['step']}": line[f"{split}/loss"]
-        for line in read_metrics(folder / "runs" / router / "metrics.jsonl")
+        for line in read_metrics(folder / "runs" / name / "metrics.jsonl")
         for split in ("train", "val")
         if f"{split}/loss" in line
     }
@@ -67,13 +71,37 @@ def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> dict[s
     return {name: math.inf if math.isnan(difference) else difference for name, difference in differences.items()}
 
 
+def compare_devices(device: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Train on the CPU and on `device`, in float32: {router: {device: losses}}; prints the largest differences."""
+    rows = {}
+    for router in PAPER_ROUTERS:
+        rows[router] = {
+            place: train_router(router, folder, f"--train.device={place}", f"--train.max_steps={DEVICE_STEPS}")
+            for place in dict.fromkeys(("cpu", device))
+        }
+        largest = max(compare_losses(rows[router][device], rows[router]["cpu"]).values())
+        print(f"{router:15} {largest:8.1e}", flush=True)
+    return rows
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     """Compare, or update."""
     parser = build_parser("scripts.golden", __doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="to be compared with the CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --device: where to write all losses")
     parser.add_argument("--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}")
-    update = parser.parse_args(argv).update
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.device:
+        with tempfile.TemporaryDirectory() as folder:
+            write_corpus(Path(folder))
+            rows = compare_devices(args.device, Path(folder))
+        if args.json:
+            args.json.write_text(json.dumps(rows))
+        differences = [compare_losses(row[args.device], row["cpu"]) for row in rows.values()]
+        return int(max(map(max, map(dict.values, differences))) > DEVICE_TOLERANCE)
+    update = args.update
     golden = json.loads(FILE.read_text())["losses"]
     losses, n_differing = {}, 0
     with tempfile.TemporaryDirectory() as folder:

@@ -6,15 +6,16 @@
 #
 #   bench    scripts.bench moe, step in two types, router
 #   trace    scripts.bench step and moe with a trace and the largest kernels; compiled steps
-#   tests    pytest -m gpu: kernels in full size and three types, compile, no waiting host, DDP, FSDP2, resume; with
-#            pytest-xdist in four processes, since compiling takes most of the time
+#   tests    scripts.golden: 100 steps of five routers on the GPU against the CPU; pytest -m gpu: kernels in full size
+#            and three types, compile, no waiting host, DDP, FSDP2, resume to the bit; with pytest-xdist in four
+#            processes, since compiling takes most of the time
 #   train    scripts.sweep: kern, dense, softmax, sigmoid, tanh at 125M active, STEPS steps each; compare the runs
 #            with scripts.report (which needs matplotlib)
 #
 # A part is made of pieces. Each has a time limit and does not keep the next from running when it fails. FOLDER gets at
-# most six files: gpu_check.log, to which all pieces write, figures-bench.json and figures-trace.json with a table of
-# each piece, two traces, and train.tar.gz with the runs. Exit code 1 if any piece failed, 2 if none can run, 130 after
-# Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for `tests` also
+# most five files: gpu_check.log, to which all pieces write, figures-PART-PART.json with each piece's figures, commit,
+# device, driver and versions (docs/gpu.md), two traces, and train.tar.gz with the runs. Exit code 1 if any piece failed,
+# 2 if none can run, 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for `tests` also
 # pytest and hypothesis.
 # Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 415), STEPS (80), BATCH (sequences per
 # step, 256), DATA (prepared set in data/ to train on; by default the installed packages' Python sources, as bytes).
@@ -42,7 +43,7 @@ if [ -n "$rehearse" ]; then
     many=(--train.micro_batch_size=1)
     rounds=(--rounds 1)
     sizes=(--shape 16 16 16 2 1 --rounds 1)
-    dtypes=(float32 bfloat16) dtype=float32 compiled=(dense)
+    dtypes=(float32 bfloat16) dtype=float32 compiled=(dense) device=cpu
     training=(config/quickstart.toml --train.micro_batch_size=1 --train.batch_size=1 --eval.windows=2)
     steps=10 set=packages-rehearsal roots=scripts held_out=0.2
 else
@@ -51,7 +52,7 @@ else
     config=(config/125m.toml --model.block_size=1024)
     many=(--train.micro_batch_size=32)
     rounds=(--rounds 30) sizes=()
-    dtypes=(float16 bfloat16) dtype=float16 compiled=(dense kern)
+    dtypes=(float16 bfloat16) dtype=float16 compiled=(dense kern) device=cuda
     training=(config/125m.toml --train.micro_batch_size=64 "--train.batch_size=${BATCH:-256}" --eval.windows=512)
     steps=${STEPS:-80} set=packages roots=$(dirname "$roots") held_out=0.02
 fi
@@ -62,7 +63,7 @@ export PYTHONUNBUFFERED=1
 trap 'rm -rf "$figures"' EXIT
 trap 'merge; echo "stopped: figures and logs so far are in $out" >&2; exit 130' INT
 
-# merge: the part's JSON files as one, {"PIECE": ...}
+# merge: the JSON files of all pieces as one, {"PIECE": ...}
 merge() {
     local file between=
     compgen -G "$figures/*.json" > /dev/null || return 0
@@ -75,7 +76,7 @@ merge() {
             between=,
         done
         printf '}\n'
-    } > "$out/figures-$part.json"
+    } > "$out/figures-$(IFS=-; echo "${parts[*]}").json"
 }
 
 # piece NAME SECONDS COMMAND...: run it for SECONDS at most, and for no longer than is left of the part. It stays in this
@@ -107,6 +108,25 @@ bench() {
     piece "$1" "$2" "$python" -m scripts.bench "${@:3}" --json "$figures/$1.json"
 }
 
+# about: commit, device, driver and versions, for whoever reads figures.json elsewhere
+about() {
+    "$python" - "$(git rev-parse HEAD 2> /dev/null)" "$figures/about.json" << 'PYTHON'
+import datetime, importlib.metadata, json, platform, subprocess, sys
+
+import torch
+
+about = {"commit": sys.argv[1], "date": str(datetime.date.today()), "python": platform.python_version()}
+about |= {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "cpu"}
+if torch.cuda.is_available():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    about |= {"device": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+    about["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+    about["triton"] = importlib.metadata.version("triton")
+with open(sys.argv[2], "w") as file:
+    json.dump(about, file)
+PYTHON
+}
+
 part_bench() {
     local step=("${config[@]}" "${many[@]}" "${rounds[@]}" --train.compile=off) type
     bench moe 90 moe "${sizes[@]}" "${rounds[@]}" --dtype "${dtypes[@]}"
@@ -131,6 +151,7 @@ part_tests() {
     local steps=(tests/test_updates.py tests/test_gpu.py)
     "$python" -c 'import xdist' 2> /dev/null && tests+=(-n 4)
     mapfile -t kernels < <(grep -l "mark.gpu" tests/test_*.py | grep -v -e test_updates -e test_gpu)
+    piece golden 90 "$python" -m scripts.golden --device "$device" --json "$figures/golden.json"
     piece kernels 220 "${tests[@]}" "${kernels[@]}"
     piece steps 400 "${tests[@]}" "${steps[@]}"
 }
@@ -150,9 +171,9 @@ part_train() {
     summary+=("compare runs:  tar -xzf $out/train.tar.gz && python -m scripts.report $runs/*")
 }
 
+about
 begin=0 # of a part, in seconds since the script's start
 for part in "${parts[@]}"; do
-    rm -f "$figures"/*.json
     "part_$part"
     begin=$SECONDS
 done

@@ -1,6 +1,6 @@
 """What a run will need, before it is started: parameters, memory on each GPU, tokens, disk, hours.
 
-    python -m scripts.plan config/1b3.toml --gpus 8 --memory 80 [--section.key=value ...]
+    python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
 
 Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact. Hours follow from
 --mfu: a number, or the folder of a run that measured it.
@@ -18,7 +18,7 @@ from common.command import build_parser, command, run_command
 from common.text import text_table
 from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
-from runtime.distributed import PEAK_FLOPS
+from runtime.distributed import GPUS
 from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
 from runtime.metrics import read_metrics
 
@@ -60,7 +60,7 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the size, length and cost of a run. Raises ConfigError for a wrong --mfu."""
     mfu, tokens, steps = parse_mfu(args.mfu), count_tokens(config), config.train.max_steps
     total, active = count_parameters(config.model)
-    hours = estimate_hours(config, args.gpus, PEAK_FLOPS[args.gpu], mfu)
+    hours = estimate_hours(config, args.gpus, GPUS[args.gpu].peak, mfu)
     gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
     saved = format_bytes(checkpoint_bytes(config))
     lines = {
@@ -84,7 +84,7 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
     plans = {}  # the options that cost least time first
     for checkpointing, (parallel, shards) in product((False, True), possible.items()):
-        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing)
+        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing, accumulates)
         plans[parallel, checkpointing] = memory
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     rows = []
@@ -110,10 +110,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("config", help="config file; --section.key=value overrides it")
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--memory", type=float, default=80, metavar="GIB", help="of one GPU (default: %(default)s)")
-    parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for its peak FLOP/s (default: %(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="for its peak FLOP/s and memory (%(default)s)")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)")
     parser.add_argument("--mfu", default="0.4", help="a number, or a run's folder (default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
+    args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")

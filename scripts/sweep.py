@@ -35,7 +35,7 @@ from configure import Config, ConfigError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
-from runtime.distributed import PEAK_FLOPS
+from runtime.distributed import GPUS
 from runtime.folder import RunFolder
 from runtime.memory import format_bytes
 from runtime.metrics import read_metrics
@@ -115,7 +115,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--fresh", action="store_true", help="start every point over, in a new folder")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and totals, run nothing")
     parser.add_argument("--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point")
-    parser.add_argument("--gpu", choices=PEAK_FLOPS, default="H100", help="for the estimate of hours (%(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="for the estimate of hours (%(default)s)")
     parser.add_argument("--mfu", default="0.4", help="model FLOPs utilisation, or a run that measured it (%(default)s)")
     return parser.parse_known_args(argv)
 
@@ -227,7 +227,7 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
 
 
 def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) -> str:
-    """What is left to do: tokens, hours on a `gpu` of PEAK_FLOPS, disk."""
+    """What is left to do: tokens, hours on a `gpu` of GPUS, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
         return line
@@ -236,7 +236,7 @@ def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) 
         train = point.config.train
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         tokens += share * plan.count_tokens(point.config)
-        hours += share * plan.estimate_hours(point.config, 1, PEAK_FLOPS[gpu], mfu)
+        hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu].peak, mfu)
         disk += plan.checkpoint_bytes(point.config) * (train.keep_checkpoints + len(train.kept_steps))
     line += f"; to do: {tokens / 1e6:,.2f} M tokens, {hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), "
     return line + f"{format_bytes(disk)} of checkpoints"

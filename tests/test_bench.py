@@ -172,6 +172,7 @@ FAKE = """\
 #!/usr/bin/env bash
 # In place of Python: prints its arguments.
 [ "$1" = -c ] && { echo packages; exit 0; }
+[ "$1" = - ] && { echo '{"commit": "'"$2"'"}' > "$3"; exit 0; }
 printf '%s\\n' "$@"
 while [ $# -gt 1 ]; do
     [ "$1" = --json ] && echo '{"rows": []}' > "$2"
@@ -189,6 +190,9 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypat
     log = re.split(r"^== ([\w-]+): .*\n", (tmp_path / "out/gpu_check.log").read_text(), flags=re.M)[1:]
     asked = {name: text.splitlines() for name, text in zip(log[::2], log[1::2], strict=True)}
     assert len(list((tmp_path / "out").iterdir())) <= 8  # the device machine brings back few
+    figures = json.loads((tmp_path / "out/figures-bench-trace-tests-train.json").read_text())
+    assert figures.keys() >= {"moe", "trace-step", "golden"}
+    assert asked["golden"][:4] == ["-m", "scripts.golden", "--device", "cpu" if rehearse else "cuda"]
     measured = []
     monkeypatch.chdir(REPO_ROOT)
     monkeypatch.setattr(Benchmark, "time", lambda self, functions: measured.append(list(functions)) or {})

@@ -25,6 +25,26 @@ def test_golden_losses(router, folder):
     assert not differing, f"{router}: if intended, python -m scripts.golden --update; {differing}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", ["softmax", "kern"])
+def test_a_gpu_gives_the_golden_losses(router, folder):
+    losses = golden.train_router(router, folder, "--train.device=cuda", "--train.compile=off")
+    assert max(golden.compare_losses(losses, LOSSES[router]).values()) < golden.DEVICE_TOLERANCE
+
+
+def test_another_device_is_compared_with_the_cpu(tmp_path, monkeypatch, capsys):
+    """Here the same one; then one that computes something else."""
+    monkeypatch.setattr(golden, "DEVICE_STEPS", 2)
+    monkeypatch.setattr(golden, "PAPER_ROUTERS", ["dense", "kern"])
+    assert golden.main(["--device", "cpu", "--json", str(tmp_path / "losses.json")]) == 0
+    written = json.loads((tmp_path / "losses.json").read_text())
+    assert written["kern"]["cpu"]["train 1"] == pytest.approx(LOSSES["kern"]["train 1"], rel=golden.TOLERANCE)
+    other = {"dense": {"cpu": {"val 0": 1.0}}, "kern": {"cpu": {"val 0": 2.0}, "cuda": {"val 0": 2.01}}}
+    other["dense"]["cuda"] = {"val 0": 1.0005}
+    monkeypatch.setattr(golden, "compare_devices", lambda device, folder: other)
+    assert golden.main(["--device", "cuda"]) == 1
+
+
 def test_the_file_holds_the_routers_and_their_losses_alone():
     assert list(LOSSES) == list(ROUTERS)
     names = {f"train {step}" for step in range(1, 31)} | {"val 0", "val 10", "val 20", "val 30"}

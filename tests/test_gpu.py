@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import GPT
 from runtime import checkpoint
 from runtime import state as train_state
-from runtime.distributed import Ranks
+from runtime.distributed import Ranks, attention_kernels
 from runtime.parallel import distribute
 from runtime.updates import Updates
 
@@ -118,3 +118,19 @@ def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
         losses.append(column(run(on("cuda", dtype, *own)), "val/loss"))
     assert_alike(*losses, getattr(torch, dtype))
     assert len(losses[0]) > 1
+
+
+@pytest.mark.gpu
+def test_the_kernels_that_run_are_those_meant_for_the_device(on):
+    """Experts by Triton; attention by cuDNN from sm_90 on, else by flash attention; with determinism never by cuDNN."""
+    device, (capability, _) = torch.device("cuda"), torch.cuda.get_device_capability()
+    model, x = GPT(on("cuda", "float16").model).to(device), torch.zeros(2, 16, dtype=torch.int64, device=device)
+    for deterministic in (False, True):
+        with torch.profiler.profile() as profile, attention_kernels(device, deterministic):
+            with torch.autocast("cuda", torch.float16):
+                model(x, x).loss.backward()
+            torch.cuda.synchronize()
+        names = " ".join(event.key for event in profile.key_averages())
+        assert all(kernel in names for kernel in ("up_kernel", "rows", "down_grad_kernel", "weight_grad_kernel"))
+        assert ("cudnn_attention" in names) == (capability >= 9 and not deterministic)
+        assert ("flash_attention" in names) == (capability < 9 or deterministic)

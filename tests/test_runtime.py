@@ -1,10 +1,16 @@
 """runtime/: devices and compute types, ranks that agree, evaluation split across ranks, the memory plan."""
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from numerics import SEED, assert_near, tolerance
+from runs import run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common import cores
 from configure import Config
 from configure.schema import Model, Train
 from model import GPT
@@ -162,3 +168,62 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     averaged = CONFIG.model_copy(update={"train": Train(micro_batch_size=2, ema_decay=0.9)})
     with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
+
+
+def test_hsdp_keeps_its_weights_where_a_step_is_one_micro_batch():
+    """As ZeRO-2 does."""
+    arguments = CONFIG, SHAPES, "bfloat16"
+    zero2 = memory.estimate_memory(*arguments, "zero2", 2, False)
+    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=False) == zero2
+    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=True).copies < zero2.copies
+
+
+@pytest.mark.parametrize(
+    "capability, deterministic, first",
+    [(8, False, "flash"), (9, False, "cudnn"), (10, False, "cudnn"), (9, True, "flash")],
+)
+def test_attention_takes_the_kernel_that_is_asked_for(capability, deterministic, first):
+    """cuDNN's on sm_90, never where a run must repeat; and the name of what torch takes is right, here on a CPU."""
+    order = distributed.order_attention_kernels(capability, deterministic)
+    assert order[0].name == f"{first.upper()}_ATTENTION" and order[-1] is SDPBackend.MATH
+    assert deterministic == (not {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION} & {*order})
+    arguments = Config().model, torch.device("cpu"), torch.float32
+    assert distributed.name_attention_kernel(*arguments) == "flash"
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert distributed.name_attention_kernel(*arguments) == "math"
+
+
+def test_threads_are_as_many_as_cores_are_free(tmp_path, monkeypatch, capsys):
+    """Ten seconds of four cores: two were idle, this process used one, another process one."""
+
+    def write_stat(*idle):
+        lines = [f"cpu{core} 7 7 7 {ticks} 7 7 7 0 0 0" for core, ticks in enumerate(idle)]
+        (tmp_path / "stat").write_text("\n".join(["cpu 9 9 9 9 9 9 9", *lines, "cpu4 0 0 0 5000 0 0", "btime 1"]))
+
+    write_stat(0, 0, 0, 0)
+    monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(cores, "BEGAN", (50.0, 5.0, cores.read_idle_seconds()))
+    write_stat(1000, 1000, 0, 0)
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0)
+    monkeypatch.setattr(time, "process_time", lambda: 15.0)
+    assert cores.count_free_cores() == 3
+    threads, taken = [4], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    assert distributed.choose_threads(CPU, 2) == distributed.choose_threads(CPU, None) == 4  # OMP_NUM_THREADS is set
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert distributed.choose_threads(CPU, 9) == 4 and capsys.readouterr().out == ""
+    assert distributed.choose_threads(CPU, 2) == 2 and "as this run began" in capsys.readouterr().out
+    assert distributed.choose_threads(CPU, None) == 3 and "3 threads of 4: other processes" in capsys.readouterr().out
+    assert taken == [4, 2, 3]
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(tiny, monkeypatch):
+    """Other numbers of threads round other sums."""
+    asked = []
+    monkeypatch.setattr(distributed, "choose_threads", lambda device, recorded: asked.append(recorded) or 3)
+    for steps in (2, 4):
+        run(tiny(f"train.max_steps={steps}", "train.checkpoint_interval=2"))
+    assert asked == [None, 3]

@@ -80,18 +80,21 @@ def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in
             assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
 
 
-@pytest.mark.parametrize("way, gathers", [("fsdp", 2 * 2 * 5 - 2), ("zero2", 5)])
-def test_zero2_gathers_weights_once_a_step(tiny, way, gathers):
-    """FSDP2 gathers the five groups (blocks, their experts, the rest) in two forward and two backward passes.
+@pytest.mark.parametrize(
+    "way, passes, gathers",
+    [("fsdp", 2, 2 * 2 * 5 - 2), ("hsdp", 2, 2 * 2 * 5 - 2), ("zero2", 2, 5), ("fsdp", 1, 2 * 5 - 1), ("hsdp", 1, 5)],
+)
+def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gathers):
+    """FSDP2 gathers the five groups (blocks, their experts, the rest) in each forward and each backward pass.
 
-    The rest stays gathered from a forward pass to its backward one.
+    The rest stays gathered from a forward pass to its backward one. HSDP keeps all where a step is one micro-batch.
     """
-    with fake_ranks_of(2, 2) as ranks:
+    with fake_ranks_of(4, 2) as ranks:
         model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
-        parallel.distribute(model, way, ranks, torch.float32)
+        parallel.distribute(model, way, ranks, torch.float32, accumulates=passes > 1)
         for _ in range(2):
             with Operators() as operators:
-                for last in (False, True):
+                for last in [*[False] * (passes - 1), True]:
                     parallel.set_gradient_sync(model, way, last)
                     model(x, x).loss.backward()
             assert operators.names.count("_allgather_base_") == gathers

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -275,13 +276,18 @@ def test_spike_by_hand():
     assert spikes([2.0] * 128, 2.1, 6) and not spikes([2.0] * 128, 2.0, 6)
 
 
-def test_spikes_are_measured_against_the_steps_that_were_taken():
+@pytest.mark.parametrize("compile", [False, True])
+def test_spikes_are_measured_against_the_steps_that_were_taken(monkeypatch, compile):
+    """Compiled once for all steps after the first, the decision is the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
-    updates = Updates(torch.optim.AdamW([p], fused=True), "cpu", scaled=False, grad_clip=1.0, loss_spike="skip")
+    adamw = torch.optim.AdamW([p], fused=True)
+    updates = Updates(adamw, "cpu", scaled=False, grad_clip=1.0, loss_spike="skip", compile=compile)
     losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
-    for step, loss in enumerate(losses):
-        updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for step, loss in enumerate(losses):
+            updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
     state = updates.read()
     assert (state.spikes, state.skipped, state.taken, state.spike_step, state.spike_loss) == (3, 3, 151, 153, 1e4)
     assert state.spike_mean == pytest.approx(statistics.fmean([*losses[23:150], 2.0]), rel=1e-12)

@@ -30,7 +30,7 @@ LINE = "{:<3}  {:<8}  {:<6}  {:<38}  {:<10}  {:>5}  {:>9}  {:>9}  {:>7}  {:>6}  
 def main(argv: list[str] | None = None) -> int:
     """Compile, print and compare."""
     parser = build_parser("scripts.aot", __doc__)
-    parser.add_argument("--sm", type=int, choices=SHARED, nargs="+", default=list(SHARED))
+    parser.add_argument("--sm", type=int, choices=SHARED, nargs="+", default=[80, 90, 100])
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES), help="(default: all)")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(default: all)")
     args = parser.parse_args(argv)

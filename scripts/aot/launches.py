@@ -37,8 +37,9 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "few": (8192, 768, 384, 256, 4, 32000),
     "gated": (32768, 768, 256, 64, 8, 50304, True),
 }
-SHARED_MEMORY = {80: 164, 90: 228, 100: 228}  # KB of a multiprocessor, of which a block takes 1 more than it asks for
-N_REGISTER, N_WARP = 65536, 64  # of a multiprocessor
+SHARED_MEMORY = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # KB; a block takes 1 more than it asks
+N_WARP = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+N_REGISTER = 65536  # of a multiprocessor, as the two above
 
 
 class Kernel(NamedTuple):
@@ -77,7 +78,7 @@ def compile_launch(kernel: Any, values: Mapping[str, Any], options: dict[str, An
 def count_blocks(sm: int, registers: int, shared: int, warps: int) -> int:
     """Count the blocks that a multiprocessor holds at once, of `registers` per thread and `shared` bytes per block."""
     by_registers = N_REGISTER // (-(-registers // 8) * 8 * 32 * warps)  # given out in eights
-    return min(by_registers, SHARED_MEMORY[sm] * 1024 // (shared + 1024), N_WARP // warps)
+    return min(by_registers, SHARED_MEMORY[sm] * 1024 // (shared + 1024), N_WARP[sm] // warps)
 
 
 def read_sass(text: str) -> tuple[int | None, str, bool]:
