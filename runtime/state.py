@@ -87,6 +87,8 @@ class TrainState:
         if compile and config.train.compile == "auto":
             compile = try_compiling(self.model, shape, plan.autocast, ranks)
         self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, compile)
+        if plan.initial_weights:
+            plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(
             self.optimizer,
