@@ -66,10 +66,7 @@ class RouterSpec:
 
     @property
     def ignores_shift(self) -> bool:
-        """Whether a number added to all logits of a token changes neither its choice nor its gates.
-
-        Those of PHI with "exp" subtract the largest logit; a norm before φ would change with the number.
-        """
+        """Whether a number added to all logits of a token changes nothing: φ subtracts the largest first."""
         return "exp" in self.phi and self.pre == "none"
 
 
@@ -216,16 +213,14 @@ class Router(nn.Module):
         return Routing(weights, experts, scores, logits)
 
     def choose_experts(self, scores: Tensor) -> Tensor:
-        """The experts (N, K) of tokens with these scores (N, E), or those that are replayed.
-
-        Raises:
-            ValueError: those to be replayed are of another number of tokens or K.
-        """
+        """The experts (N, K) by scores (N, E), or those to replay. Raises ValueError if these are of another N or K."""
         if self.replay is None:
             return top_k_indices(scores + self.selection_bias, self.top_k)
-        if self.replay.shape != (len(scores), self.top_k):
-            now, then = (len(scores), self.top_k), tuple(self.replay.shape)
-            raise ValueError(f"experts to replay are {then}, (tokens, top_k) are {now}: take the trace of these tokens")
+        if self.replay.shape != (wanted := (len(scores), self.top_k)):
+            shape = tuple(self.replay.shape)
+            raise ValueError(
+                f"experts to replay are {shape}, (tokens, top_k) are {wanted}; take the trace of these tokens"
+            )
         return self.replay
 
     def extra_repr(self) -> str:

@@ -1,8 +1,7 @@
 """Another router for a trained mixture: train.init_from with another model.router than that of the weights.
 
-W stays, but two of its properties need care. A router that ignores a common shift of a token's logits, as softmax does,
-leaves the shift to chance or to a z-loss, while KERN's ReLU cuts at 0: W is centred. And gates would have another size:
-the constant c is set by layer.
+W stays. But softmax leaves a common shift of a token's logits to chance or a z-loss, while KERN's ReLU cuts at 0: so W
+is centred. And the gates would have another size: so the constant c is set by layer.
 """
 
 from contextlib import ExitStack
@@ -25,18 +24,10 @@ TOKENS = 2**13  # at least, to measure gates on
 
 
 def take_routers(state: dict[str, Tensor], theirs: Model, model: Model) -> tuple[dict[str, Router], list[str]]:
-    """Keep the routers that `model` replaces, and centre W for the new ones where only the old ignore a shift.
+    """Copy the routers of weights `state`, of `theirs`, that `model` replaces; centre W if only they ignore a shift.
 
-    Centring subtracts from W (E, C), and from b, the mean over experts, in `state`. All logits of a token are shifted
-    alike: the old router computes the same, and the order of experts stays.
-
-    Args:
-        state: weights by model.py's names.
-        theirs: the model they belong to.
-        model: that of the run.
-
-    Returns:
-        The old routers by their names in model.py, by layer, none if the formula stays; and notes to print.
+    Centring subtracts from W (E, C), and from b, the mean over experts. It shifts all logits of a token alike: the old
+    router computes the same. Returns the old routers by name, none if the formula stays, and notes to print.
     """
     before, now = find_spec(theirs.router), find_spec(model.router)
     if before is None or now is None or before == now:
@@ -59,16 +50,8 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
     """Give each layer's gates the norm √E‖g‖² of its `old` router's, on training windows. Every rank calls it.
 
     Both routers of a layer are given the input that the old model has there. The new one's c is multiplied by the ratio
-    of their norms, if train.match_gates is set and neither model.gate_norm nor model.gate_scale is.
-
-    Args:
-        model: as `parallel.distribute` leaves it, sharded or not, compiled or not.
-        old: of `take_routers`.
-        plan: of the run.
-        ranks: of the run.
-
-    Returns:
-        In words: loss, zero gates and gate norm of the old and of the new router, and the factors on c.
+    of their norms, if train.match_gates is set and neither model.gate_norm nor model.gate_scale is. `model` is as
+    `parallel.distribute` leaves it. Returns in words what both routers have, and the factors.
     """
     settings, train = plan.config.model, plan.config.train
     size = train.micro_batch_size * settings.block_size * ranks.world_size
