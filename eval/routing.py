@@ -307,7 +307,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
 
 
 def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of one line per layer; docs/after.md explains the columns."""
+    """Head and rows of the table of one line per layer; docs/traces.md explains the columns."""
     rows = []
     for layer in report["layers"]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
