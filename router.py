@@ -64,6 +64,11 @@ class RouterSpec:
         if self.c == "monte_carlo" and (self.phi, self.pre) != ("relu", "l2 over all"):
             raise ValueError("c = 'monte_carlo' is the constant of phi 'relu' after pre 'l2 over all'")
 
+    @property
+    def ignores_shift(self) -> bool:
+        """Whether a number added to all logits of a token changes nothing: φ subtracts the largest first."""
+        return "exp" in self.phi and self.pre == "none"
+
 
 KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)
 
@@ -162,12 +167,12 @@ class Router(nn.Module):
         self.top_k = top_k
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
+        self.replay: Tensor | None = None  # (N, K) experts that take the place of the choice, see eval/traces.py
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
         self.gamma = nn.Parameter(torch.ones(1)) if spec.gamma else None
         c = gate_scale * (monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c)
-        self.unscaled = c == 1 and not spec.gamma
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
 
@@ -177,7 +182,7 @@ class Router(nn.Module):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            if self.fused is not None:
+            if self.fused is not None and self.replay is None:
                 formula = (self.spec.phi, self.spec.pre, self.spec.post)
                 out = self.fused(logits, self.selection_bias, self.c, self.gamma, formula, self.top_k, n_sequence or 1)
                 if out is not None:
@@ -191,22 +196,32 @@ class Router(nn.Module):
         phi = PHI[self.spec.phi]
         if self.spec.pre.endswith("topk"):  # choose by raw logits, then normalise the chosen ones
             scores = logits
-            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+            experts = self.choose_experts(scores)  # (N, K)
             weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))  # (N, K)
         else:
             scores = phi(normalize(logits, self.spec.pre))  # (N, E)
             if self.spec.post.endswith("all"):
                 scores = normalize(scores, self.spec.post)
-            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+            experts = self.choose_experts(scores)  # (N, K)
             weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
         if self.spec.post.endswith("topk"):
             weights = normalize(weights, self.spec.post)
         if self.spec.phi == "relu":
             weights = DeadTokenGradient.apply(weights, logits)
-        if not self.unscaled:
-            c = self.c.to(logits.dtype)
-            weights = weights * (c if self.gamma is None else c * self.gamma.to(logits.dtype))
+        c = self.c.to(logits.dtype)
+        weights = weights * (c if self.gamma is None else c * self.gamma.to(logits.dtype))
         return Routing(weights, experts, scores, logits)
+
+    def choose_experts(self, scores: Tensor) -> Tensor:
+        """The experts (N, K) by scores (N, E), or those to replay. Raises ValueError if these are of another N or K."""
+        if self.replay is None:
+            return top_k_indices(scores + self.selection_bias, self.top_k)
+        if self.replay.shape != (wanted := (len(scores), self.top_k)):
+            shape = tuple(self.replay.shape)
+            raise ValueError(
+                f"experts to replay are {shape}, (tokens, top_k) are {wanted}; take the trace of these tokens"
+            )
+        return self.replay
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, {self.spec}"

@@ -153,6 +153,7 @@ class Train(Section):
     micro_batch_size: int = Field(32, ge=1, le=2**24, description="sequences per rank and forward pass")
     max_steps: int = Field(50_000, ge=1, description="optimizer steps of the run")
     init_from: str = Field("", description="folder of initial weights, of this project or in HF format; empty: random")
+    match_gates: bool = Field(True, description="init_from with another router: its gates get the old ones' mean size")
     branch_from: str = Field("", description="run with schedule wsd whose state at branch_step this run decays")
     branch_step: int = Field(0, ge=0, description="step of the branch, sets decay_fraction; 0: where the decay begins")
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(

@@ -3,6 +3,8 @@
     python -m eval.routing runs/quickstart-kern                                   loads, pairs, tokens
     python -m eval.routing runs/quickstart-kern --other runs/quickstart-softmax   and where two runs agree
     python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
+    python -m eval.routing runs/quickstart-softmax --trace FILE.npz               each token's experts and gates
+    python -m eval.routing runs/quickstart-kern --replay FILE.npz                 the loss with those experts
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
 earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32, in memory that does
@@ -20,7 +22,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ from data.bins import Tokens
 from data.loader import windows
 from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
+from eval.traces import read_trace, record_decisions, trace_windows, write_trace
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation
 from model import GPT
-from router import Router, Routing, entropy, expert_loads, find_spec, token_distribution
+from router import Routing, entropy, expert_loads, find_spec, token_distribution
 from runtime import distributed
 
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
@@ -46,6 +48,11 @@ COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
 SHOWN = 8  # tokens per expert
+LOSSES = (
+    "source_loss",
+    "replayed_loss",
+    "loss",
+)  # nats per token: a trace's, of a model with its experts, with its own
 
 Described = dict[str, Any]
 
@@ -104,11 +111,7 @@ def shuffled_baseline(x: Tensor) -> Tensor:
 
 def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
     """Run tokens `idx` (B, T) through the model and return what the router of each layer decides."""
-    decisions: list[Routing] = []
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if isinstance(module, Router):
-                hooks.enter_context(module.register_forward_hook(lambda _, inputs, routing: decisions.append(routing)))
+    with record_decisions(model) as decisions:
         model.hidden(idx)
     return decisions
 
@@ -246,16 +249,46 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
     return models, tokenizer
 
 
+def open_text(trained: Trained, args: argparse.Namespace) -> tuple[Tokens | JoinedTokens, np.ndarray, str]:
+    """Tokens, the windows that --data and --windows ask for, and the name of the set. Raises ValueError, OSError."""
+    config, folders = trained.config, trained.config.data.folders
+    if args.data:
+        folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
+    tokens, indices, *_ = open_validation(trained, folders, 64 if args.windows is None else args.windows)
+    return tokens, indices, str(folders[0]) if len(folders) == 1 else config.data.label
+
+
+def trace_routing(args: argparse.Namespace) -> None:
+    """Do what --trace or --replay asks for. Raises ValueError and OSError."""
+    if args.other or args.other_checkpoint is not None or (args.replay and (args.data or args.windows is not None)):
+        raise ValueError("--trace takes no --other, and --replay, whose text is the trace's, no --data or --windows")
+    (trained,), _ = load_models(args)
+    trained.model.to(distributed.pick_device(args.device))
+    if args.trace:
+        tokens, indices, data = open_text(trained, args)
+        inputs, targets = windows(tokens, indices, trained.config.model.block_size)
+        write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
+        return print(f"{args.trace}: {inputs.size:,} tokens of {data}")
+    trace, run = read_trace(args.replay, trained), trained.config.run.name
+    own = trace_windows(trained.model, trace["tokens"])
+    replayed = trace_windows(trained.model, trace["tokens"], trace["experts"])
+    same = (own["experts"][..., None] == trace["experts"][..., None, :]).any(-1).mean()
+    report = {"source": str(trace["source"]), "same_choice": float(same)}
+    report |= {key: float(part["losses"].mean()) for key, part in zip(LOSSES, (trace, replayed, own), strict=True)}
+    folder = args.run / "eval" / trained.label
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"replay-{args.replay.stem}.json", json.dumps(report) + "\n")
+    names = (report["source"], f"{run} with those experts", f"{run} with its own, {same:.0%} of them the same")
+    print("\n".join(f"loss {report[key]:.4f}  {name}" for key, name in zip(LOSSES, names, strict=True)))
+
+
 def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     """The content of routing.json, and the folder it belongs in. Raises ValueError and OSError."""
     device = distributed.pick_device(args.device)
     models, tokenizer = load_models(args)
     trained, *others = models
-    config, folders = trained.config, trained.config.data.folders
-    if args.data:
-        folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
-    data = str(folders[0]) if len(folders) == 1 else config.data.label
-    tokens, indices, *_ = open_validation(trained, folders, args.windows)
+    config = trained.config
+    tokens, indices, data = open_text(trained, args)
     if len(indices) < 2:
         raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
     layers, ids, seen = count_routing(*(model.model.to(device) for model in models), tokens=tokens, indices=indices)
@@ -274,7 +307,7 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
 
 
 def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of one line per layer; docs/after.md explains the columns."""
+    """Head and rows of the table of one line per layer; docs/traces.md explains the columns."""
     rows = []
     for layer in report["layers"]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
@@ -307,9 +340,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--other", type=Path, metavar="RUN", help="a run to compare with")
     add("--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)")
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
-    add("--windows", type=int, default=64, help="of block_size tokens (default: %(default)s)")
+    add("--windows", type=int, help="of block_size tokens (default: 64)")
+    traces = parser.add_mutually_exclusive_group()
+    traces.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)"
+    )
+    traces.add_argument("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
     add_device_argument(parser)
-    report, folder = measure_routing(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    if args.trace or args.replay:
+        return trace_routing(args)
+    report, folder = measure_routing(args)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "routing.json", json.dumps(report) + "\n")
     print(f"{text_table(*summarize_layers(report))}\n")

@@ -219,7 +219,7 @@ class OpenMoE(Format):
         return from_hf(out)
 
     def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
-        """As for any format. These classes have no constant factor on gates: the experts' w_out is multiplied by it."""
+        """As for any format. These classes have no constant c on gates: the experts' w_out is multiplied by it."""
         out = {}
         parameters = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
         for name, tensor in to_hf(parameters).items():
@@ -228,7 +228,7 @@ class OpenMoE(Format):
             if leaf == "gate_up_proj":
                 stacks = dict(zip(self.parts, tensor.chunk(2, dim=-1), strict=False))
             elif leaf == "down_proj":
-                stacks = {self.parts[2]: tensor * gate_scale(model)}
+                stacks = {self.parts[2]: tensor * state[f"blocks.{name.split('.')[2]}.mlp.router.c"]}
             else:
                 out[name], stacks = tensor, {}
             for part, stack in stacks.items():  # (E, in, out)

@@ -25,10 +25,12 @@ from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
 from hf.formats import FORMATS, Format, dense_width
 from hf.names import BUFFERS
+from hf.swap import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
 from model import GPT
-from router import find_spec
+from router import Router, find_spec
 from runtime import RankError, RunError, checkpoint, distributed, folder
+from runtime.preflight import Plan
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 BLOCK_KEYS = ("n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings")
@@ -41,6 +43,7 @@ class Weights(NamedTuple):
     model: Model  # the model they belong to
     state: dict[str, Tensor]  # by model.py's names; an embedding may have fewer rows than the run's model
     notes: list[str]  # to print: where they come from, and what the run's model does differently
+    routers: dict[str, Router]  # that the run's model replaces by others, by their names there
 
     @torch.no_grad()
     def load_into(self, model: GPT, ranks: distributed.Ranks) -> None:
@@ -57,6 +60,12 @@ class Weights(NamedTuple):
             raise RunError("train.init_from holds different weights on different ranks: copy one folder to all nodes")
         if ranks.rank == 0:
             print("; ".join(self.notes))
+
+    def match_gates(self, model: GPT, plan: Plan, ranks: distributed.Ranks) -> None:
+        """Compare the new routers of `model` with the old ones, if any, set their scale, and print a line."""
+        if self.routers:
+            text = match_gates(model, self.routers, plan, ranks)
+            distributed.print_once(f"{plan.run}: on training windows, {text}")
 
 
 def read_initial_weights(config: Config) -> Weights:
@@ -75,6 +84,9 @@ def read_initial_weights(config: Config) -> Weights:
         raise (RunError if distributed.local_rank() else RankError)(f"train.init_from = {place}: {error}") from error
     weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
     weights.notes.extend(_describe_changes(weights.model, config.model))
+    routers, notes = take_routers(weights.state, weights.model, config.model)
+    weights.routers.update(routers)
+    weights.notes.extend(notes)
     _fit_state(weights, config.model)
     return weights
 
@@ -123,11 +135,12 @@ def _describe_changes(theirs: Model, model: Model) -> list[str]:
 
 def _fit_state(weights: Weights, model: Model) -> None:
     """Reduce weights.state to what a GPT of `model` takes, and note what is missing or not used."""
-    state, notes, own, unused = weights.state, weights.notes, _meta_state(model), []
+    state, notes, own, unused, theirs = weights.state, weights.notes, _meta_state(model), [], weights.model
+    before, now = ((m.router, m.top_k, gate_scale(m)) for m in (theirs, model))
     for name in list(state):
-        other_router = weights.model.router != model.router and name.endswith("selection_bias")
-        if name.endswith("router.c"):  # a constant that follows from the config
-            del state[name]
+        other_router = theirs.router != model.router and name.endswith("selection_bias")
+        if name.endswith("router.c") and before != now:  # it follows from the config; otherwise train.match_gates may
+            del state[name]  # have set it
         elif (name not in own or other_router) and state.pop(name).any():
             unused.append(name)
     if "wpe.weight" in state and len(state["wpe.weight"]) > model.block_size:
@@ -185,7 +198,7 @@ def _read_run(place: Path, data: Path) -> Weights:
     meta = read_meta(data)
     if metadata.get("tokenizer") != fingerprint(meta)["tokenizer"]:
         raise _wrong_tokenizer("another", data, meta)
-    return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [])
+    return Weights(f"a run at step {steps[-1]}", config.model, model.state_dict(), [], {})
 
 
 def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
@@ -204,7 +217,7 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
         state.pop("lm_head.weight", None)  # older files store the tied weight twice
     _check_shapes(state, form.from_own(_meta_state(described), described))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    return Weights(f"a model of class {form.architecture}", described, form.to_own(state), notes)
+    return Weights(f"a model of class {form.architecture}", described, form.to_own(state), notes, {})
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:

@@ -226,20 +226,21 @@ def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
-def gate_metrics(square: "Tensor", total: "Tensor") -> "dict[str, Tensor]":
+def gate_metrics(zeros: "Tensor", square: "Tensor", total: "Tensor") -> "dict[str, Tensor]":
     """The scale of the gates, by layer and as the mean over layers; empty for a dense model.
 
     Args:
+        zeros: (L,) fraction of the chosen gates that are exactly 0.
         square: (L,) mean over tokens of Σ g², over the K gates of a token.
         total: (L,) mean over tokens of Σ g.
 
     Returns:
-        `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`, (L,).
+        `zero_gates` (); `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`, (L,).
     """
     if not len(square):
         return {}
     norm = square.sqrt()
-    means = {"gate_norm": norm.mean(), "gate_sum": total.mean()}
+    means = {"zero_gates": zeros.mean(), "gate_norm": norm.mean(), "gate_sum": total.mean()}
     return means | {"gate_norm_of_layers": norm, "gate_sum_of_layers": total}
 
 

@@ -128,9 +128,9 @@ class Reporter:
         if self.plan.config.train.loss_spike != "off":
             values["optim/loss_spikes"] = int(counters.spikes)
         if len(mean.loads):  # no rows for a dense model
-            values |= {"router/entropy": mean.entropy.mean(), "router/zero_gates": mean.zero_gates.mean()}
-            values |= {"router/entropy_of_layers": mean.entropy, "router/loads": mean.loads}
-            summaries = load_metrics(mean.loads) | gate_metrics(mean.gate_square, mean.gate_sum)
+            values |= {"router/entropy": mean.entropy.mean(), "router/entropy_of_layers": mean.entropy}
+            values |= {"router/loads": mean.loads}
+            summaries = load_metrics(mean.loads) | gate_metrics(mean.zero_gates, mean.gate_square, mean.gate_sum)
             values |= {f"router/{name}": value for name, value in summaries.items()}
         if gammas is not None:
             values |= {"router/gamma": gammas.mean(), "router/gamma_of_layers": gammas}

@@ -92,6 +92,8 @@ class TrainState:
         self.runner: nn.Module = distribute(
             self.model, plan.parallel, ranks, plan.dtype, compile, plan.accumulation > 1, reduce_dtype
         )
+        if plan.initial_weights:
+            plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.updates = Updates(
             self.optimizer,

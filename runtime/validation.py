@@ -64,7 +64,8 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
             out = model(x, y)
         losses[ranks.rank :: ranks.world_size][first : first + count] = out.losses[:count]
         loads.append(out.stats.loads.sum(1) * min(count, 1))  # (L, E)
-        gates.append(torch.stack([out.stats.gate_square, out.stats.gate_sum]).double() * count)  # (2, L)
+        of_gates = (out.stats.zero_gates, out.stats.gate_square, out.stats.gate_sum)
+        gates.append(torch.stack(of_gates).double() * count)  # (3, L)
         if distributed.any_rank([stop.asked], ranks)[0]:
             model.train()
             return None
@@ -76,8 +77,8 @@ def measure_loss(model: nn.Module, plan: Plan, ranks: Ranks, stop: Stop) -> dict
         sets, weights = (torch.from_numpy(array).to(losses.device) for array in plan.validation[-2:])
         values |= {"val/loss": (losses * weights).mean(), "val/window_weights": weights}
         values |= {f"val/{name}/loss": losses[sets == i].mean() for i, name in enumerate(plan.config.data.sets)}
-    square, total = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
+    of_gates = distributed.sum_over_ranks(torch.stack(gates).sum(0)) / len(indices)
     if len(total_loads):  # no rows for a dense model
-        summaries = load_metrics(total_loads) | gate_metrics(square, total)
+        summaries = load_metrics(total_loads) | gate_metrics(*of_gates)
         values |= {"val/loads": total_loads} | {f"val/{name}": value for name, value in summaries.items()}
     return values

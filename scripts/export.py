@@ -26,7 +26,6 @@ from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import add_run_arguments, load_run
-from gate_norm import gate_scale
 from hf.card import Source
 from hf.export import DTYPES, write_export
 from hf.formats import FORMATS, OPEN_MOES
@@ -110,8 +109,7 @@ def find_differences(source: Source, out: Path) -> list[str]:
         settings["experts_implementation"] = "eager"  # others know no fp64
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **settings)
     errors += [f"{problem}: {', '.join(map(str, names))}" for problem, names in info.items() if names]
-    factor = gate_scale(source.config.model) if open_moe else 1.0
-    own = round_weights(source.model, DTYPES[config["dtype"]], factor)
+    own = round_weights(source.model, DTYPES[config["dtype"]], open_moe)
     limit = LIMIT_OF_FAMILIES if open_moe else LIMIT
     for way, differences in compare_generation(model.double(), own, tokenizer.eot, idx).items():
         distance = differences.abs().max().item()
@@ -123,17 +121,17 @@ def find_differences(source: Source, out: Path) -> list[str]:
     return errors
 
 
-def round_weights(model: GPT, dtype: torch.dtype, factor: float = 1.0) -> GPT:
+def round_weights(model: GPT, dtype: torch.dtype, scaled: bool = False) -> GPT:
     """Make `model` compute in fp64 with weights rounded to `dtype`, except the routers'.
 
     Args:
         model: changed in place.
         dtype: of the export.
-        factor: on the experts' w_out in the export, before it was rounded. Here the gates have it.
+        scaled: whether the export has the gates' constant c in the experts' w_out, before it was rounded.
     """
-    rounded = {}
-    for name, tensor in model.state_dict().items():
-        scale = factor if name.endswith("experts.w_out") else 1.0
+    rounded, state = {}, model.state_dict()
+    for name, tensor in state.items():
+        scale = state[name.replace("experts.w_out", "router.c")] if scaled and name.endswith("experts.w_out") else 1.0
         rounded[name] = tensor.double() if ".router." in name else (tensor * scale).to(dtype).double() / scale
     model.double().load_state_dict(rounded)
     return model

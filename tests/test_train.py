@@ -175,7 +175,7 @@ def test_cadence_by_hand(tiny, monkeypatch):
 # ---- what a run leaves behind
 EVALUATED = """
 step tokens val/loss val/window_losses val/window_documents val/loads val/load_imbalance val/dead_experts
-val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
+val/zero_gates val/gate_norm val/gate_norm_of_layers val/gate_sum val/gate_sum_of_layers
 """
 LOGGED = """
 step tokens train/loss train/aux_loss optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
