@@ -23,7 +23,7 @@ from gate_norm import gate_scale
 from kernels import expert_mlp, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
-from router import Router, Stats, find_spec
+from router import Router, Stats, find_spec, hash_table
 
 
 class Output(NamedTuple):
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         self.w_in = nn.Linear(config.n_embd, (1 + config.gated) * self.hidden, bias=bias)
         self.w_out = nn.Linear(self.hidden, config.n_embd, bias=bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, idx: Tensor | None = None) -> tuple[Tensor, None]:
         return self.w_out(activate(self.w_in(x), self.hidden, self.activation)[0]), None
 
 
@@ -78,24 +78,27 @@ class Fork(torch.autograd.Function):
 class MoE(nn.Module):
     """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose. No token is dropped.
 
-    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv 2401.06066).
+    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv 2401.06066). In a hash layer
+    the token's id chooses the experts.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        spec = find_spec(config.router)
+        spec, sizes = find_spec(config.router), (config.n_expert, config.top_k)
         assert spec is not None, "a dense model has no MoE"
-        self.router = Router(config.n_embd, config.n_expert, config.top_k, spec, gate_scale(config))
+        hashed = layer < config.n_dense_layer + config.n_hash_layer
+        table = hash_table(config.vocab_size, *sizes, seed=layer) if hashed else None
+        self.router = Router(config.n_embd, *sizes, spec, gate_scale(config), table)
         self.router.fused = partial(route, backend=config.backend)
         self.experts = Experts(config)
         self.shared = MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Stats]:
-        """Return the output (B, T, C) and the Stats of this layer, without their dimension L."""
+    def forward(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Stats]:
+        """Return the output (B, T, C) and the Stats of this layer, without their dimension L; idx (B, T) token ids."""
         tokens = cast = x.reshape(-1, x.shape[-1])  # (N, C)
         if torch.is_autocast_enabled(x.device.type):
             tokens, cast = Fork.apply(tokens, torch.get_autocast_dtype(x.device.type))
-        routing = self.router(tokens, n_sequence=len(x))
+        routing = self.router(tokens, n_sequence=len(x), ids=idx)
         y = self.experts(cast, routing.weights, routing.experts)  # (N, C)
         if self.shared is not None:
             y = y + self.shared(tokens)[0]
@@ -106,25 +109,28 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x))."""
 
-    def __init__(self, config: ModelConfig, dense: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        dense = layer < dense_layers(config)
         self.ln_1 = make_norm(config, config.n_embd)
         self.attn = Attention(config)
         self.ln_2 = make_norm(config, config.n_embd)
-        self.mlp = MLP(config, config.top_k + config.n_shared_expert, config.bias) if dense else MoE(config)
+        self.mlp = MLP(config, config.top_k + config.n_shared_expert, config.bias) if dense else MoE(config, layer)
         self.dropout = config.dropout
         self.checkpointing = False  # activation checkpointing: keep only x, recompute the block in the backward pass
 
     def forward(
-        self, x: Tensor, past: KVCache | None = None, documents: Documents | None = None
+        self, x: Tensor, idx: Tensor, past: KVCache | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, Stats | None]:
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, None, documents, use_reentrant=False)
-        return self._forward(x, past, documents)
+            return checkpoint(self._forward, x, idx, None, documents, use_reentrant=False)
+        return self._forward(x, idx, past, documents)
 
-    def _forward(self, x: Tensor, past: KVCache | None, documents: Documents | None) -> tuple[Tensor, Stats | None]:
+    def _forward(
+        self, x: Tensor, idx: Tensor, past: KVCache | None, documents: Documents | None
+    ) -> tuple[Tensor, Stats | None]:
         x = x + self.attn(self.ln_1(x), past, documents)
-        y, stats = self.mlp(self.ln_2(x))
+        y, stats = self.mlp(self.ln_2(x), idx)
         return x + F.dropout(y, self.dropout, self.training), stats
 
 
@@ -143,7 +149,7 @@ class GPT(nn.Module):
         self.compiled = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
-        self.blocks = nn.ModuleList(Block(config, i < dense_layers(config)) for i in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.ln_f = make_norm(config, config.n_embd)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
@@ -207,7 +213,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         layers = []
         for block in self.blocks:
-            x, stats = block(x, past, documents)
+            x, stats = block(x, idx, past, documents)
             layers.append(stats)
         return x, layers
 
@@ -239,8 +245,10 @@ def stack_stats(layers: list[Stats | None], device: torch.device) -> Stats:
     rows = [stats for stats in layers if stats is not None]
     if not rows:
         none = torch.zeros(0, 0, 0, device=device)
-        return Stats(none.long(), none, *torch.zeros(len(Stats._fields) - 2, 0, device=device))
-    return Stats(*map(torch.stack, zip(*rows, strict=True)))
+        return Stats(none.long(), none, *torch.zeros(5, 0, device=device))
+    stacked = Stats(*map(torch.stack, zip(*(stats[:-1] for stats in rows), strict=True)))
+    margins = [stats.margins for stats in rows if stats.margins is not None]
+    return stacked._replace(margins=torch.stack(margins)) if margins else stacked
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ find its name there.
 Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported models can ship it.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,6 +69,18 @@ class RouterSpec:
     def ignores_shift(self) -> bool:
         """Whether a number added to all logits of a token changes nothing: φ subtracts the largest first."""
         return "exp" in self.phi and self.pre == "none"
+
+    @property
+    def reach(self) -> float:
+        """How far apart two scores that experts are chosen by can be; inf if they have no bounds."""
+        if self.pre.endswith("topk"):  # they are raw logits
+            return math.inf
+        if self.post.endswith("all") or self.phi in ("exp", "sqrtexp", "sigmoid", "tanh"):
+            return 2.0 if self.phi in ("identity", "tanh") else 1.0
+        if self.pre == "none":
+            return math.inf
+        low, high = PHI[self.phi](torch.tensor([-1.0, 1.0], device="cpu")).tolist()  # every φ rises
+        return high - low
 
 
 KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)
@@ -132,13 +145,14 @@ class Stats(NamedTuple):
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
     gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
     gate_sum: Tensor  # (L,) mean over tokens of Σ g
+    margins: Tensor | None = None  # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
 
 
 class Routing(NamedTuple):
     """What a router decides for N tokens. All but `experts` in fp32 (fp64 for fp64 inputs)."""
 
     weights: Tensor  # (N, K) gates of the chosen experts
-    experts: Tensor  # (N, K) int64, distinct per token, by descending score
+    experts: Tensor  # (N, K) int64, distinct per token, by descending score or as in the hash table
     scores: Tensor  # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
     logits: Tensor  # (N, E) W x + b
     stats: Stats | None = None  # if asked for
@@ -153,10 +167,21 @@ class Router(nn.Module):
     """
 
     c: Tensor  # (1,) constant of the formula, a buffer
-    selection_bias: Tensor  # (E,) β: shifts the choice of experts, never the gates; 0 unless update_selection_bias runs
+    selection_bias: Tensor  # (E,) β: shifts the choice of experts, never the gates; 0 unless train.bias_update moves it
+    hash_table: Tensor | None  # (V, K) int64, the experts of each token id, in a hash layer: a buffer
 
-    def __init__(self, n_embd: int, n_expert: int, top_k: int, spec: RouterSpec, gate_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        n_embd: int,
+        n_expert: int,
+        top_k: int,
+        spec: RouterSpec,
+        gate_scale: float = 1.0,
+        table: Tensor | None = None,
+    ) -> None:
         """Build a router of `spec`; `gate_scale` multiplies c, to control the initial scale of the gates.
+
+        `table`, a `hash_table`, makes it a hash layer's: scores give the gates, and the token's id chooses the experts.
 
         Raises:
             ValueError: top_k is not between 1 and n_expert.
@@ -168,6 +193,7 @@ class Router(nn.Module):
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
         self.replay: Tensor | None = None  # (N, K) experts that take the place of the choice, see eval/traces.py
+        self.counts_margins = False  # whether Stats in training have them
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
@@ -175,35 +201,56 @@ class Router(nn.Module):
         c = gate_scale * (monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c)
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
+        self.register_buffer("hash_table", None if table is None else table.to(self.weight.device, copy=True))
 
-    def forward(self, x: Tensor, n_sequence: int = 0) -> Routing:
-        """Route tokens x (N, C) of any floating dtype; if the number of their sequences is given, with `stats`."""
+    def forward(self, x: Tensor, n_sequence: int = 0, ids: Tensor | None = None) -> Routing:
+        """Route tokens x (N, C) of any floating dtype; if the number of their sequences is given, with `stats`.
+
+        `ids` are their N token ids, int64 of any shape, which hash layers need.
+        """
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            if self.fused is not None and self.replay is None:
+            routing, given = None, self.find_given_experts(ids)
+            if self.fused is not None and given is None:
                 formula = (self.spec.phi, self.spec.pre, self.spec.post)
                 out = self.fused(logits, self.selection_bias, self.c, self.gamma, formula, self.top_k, n_sequence or 1)
                 if out is not None:
                     weights, experts, scores, *stats = out
-                    return Routing(weights, experts, scores, logits, Stats(*stats))
-            routing = self.choose(logits)
-            return routing._replace(stats=measure(routing, n_sequence)) if n_sequence else routing
+                    routing = Routing(weights, experts, scores, logits, Stats(*stats))
+            if routing is None:
+                routing = self.choose(logits, given)
+                routing = routing._replace(stats=measure(routing, n_sequence) if n_sequence else None)
+            if routing.stats is not None and self.counts_margins and self.training:
+                margins = count_margins(routing.scores, self.selection_bias, self.top_k, self.spec.reach)
+                routing = routing._replace(stats=routing.stats._replace(margins=margins))
+            return routing
 
-    def choose(self, logits: Tensor) -> Routing:
-        """Apply the formula to logits (N, E)."""
-        phi = PHI[self.spec.phi]
-        if self.spec.pre.endswith("topk"):  # choose by raw logits, then normalise the chosen ones
-            scores = logits
-            experts = self.choose_experts(scores)  # (N, K)
-            weights = phi(normalize(logits.gather(-1, experts), self.spec.pre))  # (N, K)
-        else:
-            scores = phi(normalize(logits, self.spec.pre))  # (N, E)
-            if self.spec.post.endswith("all"):
-                scores = normalize(scores, self.spec.post)
-            experts = self.choose_experts(scores)  # (N, K)
-            weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
+    def find_given_experts(self, ids: Tensor | None) -> Tensor | None:
+        """The experts (N, K) that a replay or the table of a hash layer gives the tokens; None: scores choose them."""
+        if self.replay is not None or self.hash_table is None:
+            return self.replay
+        return self.hash_table[ids].flatten(0, -2)
+
+    def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
+        """Apply the formula to logits (N, E); `experts` (N, K), if given, are chosen whatever their scores.
+
+        Raises ValueError if `experts` are of another N or K.
+        """
+        phi, by_logits = PHI[self.spec.phi], self.spec.pre.endswith("topk")  # which then normalises the chosen ones
+        scores = logits if by_logits else phi(normalize(logits, self.spec.pre))  # (N, E)
+        if self.spec.post.endswith("all") and not by_logits:
+            scores = normalize(scores, self.spec.post)
+        if experts is None:
+            experts = top_k_indices(scores + self.selection_bias, self.top_k)  # (N, K)
+        elif (given := tuple(experts.shape)) != (wanted := (len(logits), self.top_k)):
+            raise ValueError(
+                f"experts to replay are {given}, (tokens, top_k) are {wanted}; take the trace of these tokens"
+            )
+        weights = scores.gather(-1, experts)  # (N, K), without β: it shifts only the choice
+        if by_logits:
+            weights = phi(normalize(weights, self.spec.pre))
         if self.spec.post.endswith("topk"):
             weights = normalize(weights, self.spec.post)
         if self.spec.phi == "relu":
@@ -212,19 +259,8 @@ class Router(nn.Module):
         weights = weights * (c if self.gamma is None else c * self.gamma.to(logits.dtype))
         return Routing(weights, experts, scores, logits)
 
-    def choose_experts(self, scores: Tensor) -> Tensor:
-        """The experts (N, K) by scores (N, E), or those to replay. Raises ValueError if these are of another N or K."""
-        if self.replay is None:
-            return top_k_indices(scores + self.selection_bias, self.top_k)
-        if self.replay.shape != (wanted := (len(scores), self.top_k)):
-            shape = tuple(self.replay.shape)
-            raise ValueError(
-                f"experts to replay are {shape}, (tokens, top_k) are {wanted}; take the trace of these tokens"
-            )
-        return self.replay
-
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, {self.spec}"
+        return f"top_k={self.top_k}, {self.spec}" + (", by token id" if self.hash_table is not None else "")
 
 
 class DeadTokenGradient(torch.autograd.Function):
@@ -299,6 +335,20 @@ def top_k_indices(scores: Tensor, k: int) -> Tensor:
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats
     index = torch.arange(n - 1, -1, -1, device=scores.device)
     return torch.topk((order.long() << 32) | index, k, dim=-1).indices
+
+
+@cache
+def hash_table(n_id: int, n_expert: int, top_k: int, seed: int) -> Tensor:
+    """A random table (n_id, top_k) int64: distinct experts for each token id (Hash Layers, arXiv 2106.04426).
+
+    Up to any id every expert appears equally often, up to one, so ids that only pad the vocabulary change nothing: the
+    table is made of permutations of the experts, each repeated until its end is the end of a row.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = n_expert // math.gcd(n_expert, top_k)  # of a block
+    order = torch.rand(-(-n_id // rows), n_expert, generator=generator, device="cpu").argsort(1)
+    place = torch.arange(rows * top_k, device="cpu") % n_expert
+    return order[:, place].view(-1, top_k)[:n_id].contiguous()
 
 
 @cache
@@ -419,3 +469,50 @@ def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | T
     """
     loads = loads.to(selection_bias.dtype)
     selection_bias.add_(rate * torch.sign(loads.mean() - loads))
+
+
+MARGIN_BINS = 1000
+
+
+@torch.no_grad()
+def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
+    """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts, for `solve_selection_bias`.
+
+    A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if the margin is
+    negative. Bins span ±(reach + max β - min β), beyond which no margin lies. Their edges are the cubes of even steps,
+    finest at 0, where the margins of balanced experts end: in 1,000 even bins, those of softmax over hundreds of
+    experts share one.
+
+    Args:
+        scores: (N, E), of any part of a step: counts of parts add up.
+        selection_bias: (E,) β that experts were chosen with.
+        top_k: K < E.
+        reach: of the scores, `RouterSpec.reach`.
+    """
+    n_expert, shifted = len(selection_bias), scores + selection_bias
+    margins = shifted.topk(top_k + 1, dim=-1).values[:, -1:] - shifted  # (N, E)
+    margins = margins / (reach + selection_bias.amax() - selection_bias.amin())  # in [-1, 1]
+    place = margins.sign() * margins.abs() ** (1 / 3)
+    bins = ((place + 1) * (MARGIN_BINS / 2)).long().clamp(0, MARGIN_BINS - 1)
+    bins = bins + MARGIN_BINS * torch.arange(n_expert, device=bins.device)
+    return expert_loads(bins, n_expert * MARGIN_BINS).view(n_expert, MARGIN_BINS)
+
+
+@torch.no_grad()
+def solve_selection_bias(selection_bias: Tensor, margins: Tensor, top_k: int, reach: float) -> Tensor:
+    """The β (E,), of mean 0, under which an expert would have had K/E of a step's tokens, were other β as they are.
+
+    It is the K/E quantile of margin + β, interpolated within a bin. `margins` (E, MARGIN_BINS) are sums over the step's
+    tokens on all ranks; the other arguments are those of `count_margins`.
+
+    Source: Quantile Balancing (kexue.fm/archives/11619); histograms as in Kimi K3's report, App. D.
+    """
+    n_expert, counts, old = len(selection_bias), margins.long(), selection_bias.double()
+    below = counts.cumsum(-1)  # (E, bins); of integers, so exact and deterministic on a GPU, too
+    wanted = top_k * below[:, -1:]  # times E, an integer
+    at = (below * n_expert < wanted).sum(-1, keepdim=True)  # (E, 1) first bin with enough tokens up to its end
+    inside = counts.gather(-1, at)
+    place = at + 1 - (below.gather(-1, at) - wanted.double() / n_expert) / inside
+    place = 2 * place / MARGIN_BINS - 1
+    new = old + place[:, 0] ** 3 * (reach + old.amax() - old.amin())
+    return (new - new.mean()).to(selection_bias.dtype)

@@ -101,7 +101,7 @@ def step_loads(plan: Plan, state: TrainState, parts: list[tuple[Tensor, Tensor]]
     return distributed.sum_over_ranks(torch.stack(of_parts).sum(0))
 
 
-def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None) -> Tensor:
+def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None, n_hash_layer: int = 0) -> Tensor:
     """Weighted balance loss and z-loss of a micro-batch, mean over layers: (), 0 if no layer has a router.
 
     Args:
@@ -109,6 +109,7 @@ def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None) ->
         routing: of the micro-batch.
         loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear in the scores, so with
             loads that all micro-batches share it does not depend on how a step is cut up.
+        n_hash_layer: the first of the L layers, where scores choose no experts: they have no balance loss.
     """
     loss = routing.z_loss.new_zeros(())
     if len(routing.loads) and train.balance_loss_coef:
@@ -116,7 +117,7 @@ def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None) ->
             loads = (routing.loads.sum(1) if loads is None else loads)[:, None]  # (L, 1, E)
         else:
             loads = routing.loads  # (L, B, E)
-        loss = loss + train.balance_loss_coef * balance_loss(routing.probability, loads).mean()
+        loss = loss + train.balance_loss_coef * balance_loss(routing.probability, loads)[n_hash_layer:].mean()
     if len(routing.loads) and train.z_loss_coef:
         loss = loss + train.z_loss_coef * routing.z_loss.mean()
     return loss
@@ -136,7 +137,7 @@ def forward_backward(
         The step's statistics over all ranks, and the loss of each of this rank's micro-batches, (), nats per token.
     """
     train, count = plan.config.train, plan.accumulation
-    stats, losses, scale = state.interval.new(), [], state.updates.scale
+    stats, losses, scale = state.interval.new(state.n_bin), [], state.updates.scale
     parts = []
     for x, y in islice(batches, count):
         parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
@@ -150,7 +151,7 @@ def forward_backward(
                 _, loss, routing, _ = state.runner(x, y)
             if shared and count == 1:
                 loads = distributed.sum_over_ranks(routing.loads.sum(1))
-            aux_loss = auxiliary_loss(train, routing, loads)
+            aux_loss = auxiliary_loss(train, routing, loads, plan.config.model.n_hash_layer)
             ((loss + aux_loss) * scale / count).backward()
             losses.append(loss.detach())
             stats.add_micro_batch(loss, aux_loss, routing)
@@ -226,14 +227,14 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
             stats, _ = forward_backward(plan, state, batches)
             taken = state.updates.step(step, lr, stats.loss)  # decided on the device
             state.zero_grad()
-            state.update_selection_bias(stats.loads, taken)
+            state.update_selection_bias(stats, taken)
             if state.average:
                 state.average.update(taken)
-            state.interval.vector += stats.vector
+            state.interval.vector += stats.vector[: len(state.interval.vector)]  # without margins
             report.count_step()
             if cadence.is_log_due(step + 1):
                 counters = guard.check()  # waits for the device
-                report.log_steps(step + 1, lr, counters, state.interval.mean(), state.gammas())
+                report.log_steps(step + 1, lr, counters, state.interval.mean(), state.describe_routers())
                 state.interval.vector.zero_()
 
     if due.stop:

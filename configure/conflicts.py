@@ -10,6 +10,7 @@ def find_conflicts(config: Config, world_size: int = 1) -> list[str]:
     """List the errors between keys, one line each, for a run on `world_size` ranks."""
     return [
         *_check_model(config.model),
+        *_check_balance(config.model, config.train),
         *_check_training(config, world_size),
         *_check_branch(config.train, config.optim),
     ]
@@ -28,7 +29,10 @@ def _check_model(model: Model) -> Iterator[str]:
         yield f"model.n_kv_head = {groups} does not divide n_head = {heads}; set --model.n_kv_head={gcd(heads, groups)}"
     if model.gated and model.bias:
         yield "model.gated = true has no biases; set --model.bias=false or --model.gated=false"
+    hashed = model.n_hash_layer
     if model.router == "dense":  # has no experts, so a sweep over routers may include it
+        if hashed:
+            yield f"model.n_hash_layer = {hashed}: a dense model has no experts; set --model.n_hash_layer=0"
         return
     k, experts, last = model.top_k, model.n_expert, model.n_layer - 1
     if k > experts:
@@ -40,6 +44,24 @@ def _check_model(model: Model) -> Iterator[str]:
     if model.n_dense_layer > last:
         remedy = f"set --model.n_dense_layer={last} or --model.router=dense"
         yield f"model.n_dense_layer = {model.n_dense_layer} leaves none of {last + 1} layers with experts; {remedy}"
+    elif hashed > (most := last + 1 - model.n_dense_layer):
+        yield f"model.n_hash_layer = {hashed} is more than the {most} with experts; set --model.n_hash_layer={most}"
+
+
+def _check_balance(model: Model, train: Train) -> Iterator[str]:
+    """Of what balances loads. `runtime.preflight` checks that quantile balancing suits the router's formula."""
+    if model.router == "dense":
+        return
+    quantile, rate, coef = train.bias_update == "quantile", train.bias_update_rate, train.balance_loss_coef
+    if quantile and rate:
+        remedy = "set --train.bias_update_rate=0 or --train.bias_update=sign"
+        yield f"train.bias_update_rate = {rate:g} is no setting of train.bias_update = quantile; {remedy}"
+    if quantile and model.top_k == model.n_expert:
+        yield "train.bias_update = quantile: each token takes all experts anyway; set --train.bias_update=sign"
+    hashed = model.n_hash_layer
+    if hashed and hashed == model.n_layer - model.n_dense_layer and (quantile or rate or coef):
+        keys, remedy = "train.balance_loss_coef, bias_update or bias_update_rate", f"--model.n_hash_layer={hashed - 1}"
+        yield f"model.n_hash_layer = {hashed} leaves no loads that {keys} could balance; leave them out or set {remedy}"
 
 
 def _check_training(config: Config, world_size: int) -> Iterator[str]:

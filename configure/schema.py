@@ -71,6 +71,9 @@ class Model(Section):
     gated: bool = Field(False, description="MLPs and experts compute activation(x W_gate) * (x W_up), as in SwiGLU")
     n_shared_expert: int = Field(0, ge=0, le=2**10, description="experts that every token takes, computed as one MLP")
     n_dense_layer: int = Field(0, ge=0, le=2**10, description="first blocks that have the MLP of dense, no experts")
+    n_hash_layer: int = Field(
+        0, ge=0, le=2**10, description="first blocks whose experts the token's id chooses; nothing balances their loads"
+    )
     gate_scale: float = Field(1.0, gt=0, le=2**16, description="constant factor on all gates, times the router's own c")
     gate_norm: float = Field(0.0, ge=0, le=2**16, description="initial size of a token's gates; 0: the router's own")
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="rmsnorm: without mean and bias")
@@ -179,7 +182,10 @@ class Train(Section):
         json_schema_extra={"before": "micro_batch", "with": "train.balance_loss_coef"},
     )
     z_loss_coef: float = Field(0.0, ge=0, description="weight of the router z-loss, mean over layers; 0 disables")
-    bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias that balances loads; 0 disables")
+    bias_update: Literal["sign", "quantile"] = Field(
+        "sign", description="selection bias: moves by bias_update_rate, or to where the step's loads would be balanced"
+    )
+    bias_update_rate: float = Field(0.0, ge=0, description="step of the selection bias under sign; 0 disables")
     loss_spike: Literal["off", "warn", "skip"] = Field("off", description="on a loss spike: warn, or skip the step")
     spike_sigma: float = Field(6.0, gt=0, description="a spike: deviations above the mean of the last 128 losses")
     max_skipped_steps: int = Field(20, ge=1, description="consecutive skipped steps that stop the run")

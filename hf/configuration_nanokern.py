@@ -13,7 +13,7 @@ class NanoKernConfig(PretrainedConfig):
         router: a name or formula, as `router.find_spec` takes it. "dense" has one MLP of hidden width
             `intermediate_size` per block, as have the first `n_dense_layer` blocks of any other model; the rest have
             `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` per token, and
-            `n_shared_expert` that every token takes.
+            `n_shared_expert` that every token takes. In the first `n_hash_layer` of these the token's id chooses.
         gated: MLPs and experts compute hidden_act(gate) * up.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
         qk_norm: norm of queries and keys: "off", over each "head", or over "all" heads.
@@ -50,6 +50,7 @@ class NanoKernConfig(PretrainedConfig):
     gated: bool = False
     n_shared_expert: int = 0
     n_dense_layer: int = 0
+    n_hash_layer: int = 0
     gate_scale: float = 1.0
     norm: str = "layernorm"
     norm_eps: float = 1e-5

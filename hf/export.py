@@ -32,7 +32,7 @@ def choose_form(form: str, model: Model, biased: bool = False) -> str:
     """
     misfits = {name: candidate.find_misfits(model) for name, candidate in FORMATS.items()}
     for name in misfits.keys() - {"nanokern"} if biased else ():
-        misfits[name].append("a selection bias (train.bias_update_rate)")
+        misfits[name].append("a selection bias (train.bias_update)")
     if form == "auto":
         return next(name for name in FORMATS if not misfits[name])
     if misfits[form]:

@@ -83,7 +83,7 @@ SHARED_KEYS = {  # of nanokern and of the open mixtures of experts
     "activation": "hidden_act",
     "vocab_size": "vocab_size",
 }
-LATER_KEYS = ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base")
+LATER_KEYS = ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base", "n_hash_layer")
 
 
 class NanoKern(Format):
@@ -155,7 +155,7 @@ class GPT2(Format):
 
 OPEN_KEYS = SHARED_KEYS | {"norm_eps": "rms_norm_eps", "n_expert": "num_experts", "expert_hidden": "intermediate_size"}
 OPEN_BLOCK = {"norm": "rmsnorm", "pos": "rope", "gated": True, "bias": False}
-OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "dropout": 0.0}
+OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "n_hash_layer": 0, "dropout": 0.0}
 
 
 class OpenMoE(Format):

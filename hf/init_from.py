@@ -121,16 +121,21 @@ def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
         same = dense_width(theirs) == dense_width(model)
         return keys if same else [*keys, "top_k", "expert_hidden", "n_shared_expert"]
     keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
-    if dense or theirs.n_dense_layer or model.top_k > theirs.n_expert:
+    hashed = theirs.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
+    if dense or theirs.n_dense_layer or hashed or model.top_k > theirs.n_expert:
         keys.append("top_k")
     return keys
 
 
 def _describe_changes(theirs: Model, model: Model) -> list[str]:
     """What `model` computes differently with the same weights."""
-    keys = ["norm_eps"] if find_spec(model.router) is None else ["router", "top_k", "gate_scale", "norm_eps"]
+    keys = ["router", "top_k", "n_hash_layer", "gate_scale"] if find_spec(model.router) is not None else []
     before, now = ({**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model))
-    return [f"model.{key} changes from {before[key]} to {now[key]}" for key in keys if before[key] != now[key]]
+    return [
+        f"model.{key} changes from {before[key]} to {now[key]}"
+        for key in (*keys, "norm_eps")
+        if before[key] != now[key]
+    ]
 
 
 def _fit_state(weights: Weights, model: Model) -> None:
@@ -248,7 +253,11 @@ def _check_shapes(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None
             raise RunError(
                 f"config.json and the weights do not match: {name} is {shape}, expected {wanted}; download both again"
             )
-        if state[name].dtype not in FLOATS:
+        if name.endswith("hash_table"):
+            known = torch.arange(len(expected[name.replace("hash_table", "weight")]))
+            if not torch.isin(state[name], known).all():
+                raise RunError(f"{name} names experts that do not exist; download it again")
+        elif state[name].dtype not in FLOATS:
             raise RunError(f"{name} ({state[name].dtype}) is not floating point; use weights that are not quantized")
 
 

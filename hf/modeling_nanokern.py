@@ -21,7 +21,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_nanokern import NanoKernConfig
-from .router import Router, find_spec  # pyrefly: ignore[missing-import]  (beside this file in an export)
+from .router import Router, find_spec, hash_table  # pyrefly: ignore[missing-import]  (beside this file in an export)
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
 
 
@@ -111,7 +111,7 @@ class NanoKernMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, config.hidden_size, bias=bias)
         self.act_fn = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
         up = self.up_proj(hidden_states)
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(up))
@@ -141,18 +141,22 @@ class NanoKernExperts(nn.Module):
 class NanoKernMoE(nn.Module):
     """Router, experts, and those that every token takes."""
 
-    def __init__(self, config: NanoKernConfig) -> None:
+    def __init__(self, config: NanoKernConfig, layer_idx: int) -> None:
         super().__init__()
-        spec = find_spec(config.router)
+        spec, sizes = find_spec(config.router), (config.n_expert, config.num_experts_per_tok)
         assert spec is not None  # dense models have no MoE
-        self.router = Router(config.hidden_size, config.n_expert, config.num_experts_per_tok, spec, config.gate_scale)
+        hashed = layer_idx < config.n_dense_layer + config.n_hash_layer
+        table = hash_table(config.vocab_size, *sizes, seed=layer_idx) if hashed else None
+        self.router = Router(config.hidden_size, *sizes, spec, config.gate_scale, table)
         self.experts = NanoKernExperts(config)
         shared = config.n_shared_expert * config.moe_intermediate_size
         self.shared_experts = NanoKernMLP(config, shared, bias=False) if shared else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
-        routing = self.router(tokens)
+        if input_ids is None and self.router.hash_table is not None:
+            raise ValueError("inputs_embeds alone: hash layers choose experts by token id; give input_ids instead")
+        routing = self.router(tokens, ids=input_ids)
         y = self.experts(tokens, routing.experts, routing.weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
@@ -168,13 +172,14 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = NanoKernAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
-        self.mlp = NanoKernMLP(config, config.intermediate_size, config.bias) if dense else NanoKernMoE(config)
+        width = config.intermediate_size
+        self.mlp = NanoKernMLP(config, width, config.bias) if dense else NanoKernMoE(config, layer_idx)
         self.dropout = config.dropout
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(B, T, C) -> (B, T, C). The other arguments are those of NanoKernAttention."""
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        """(B, T, C), (B, T) -> (B, T, C). The other arguments are those of NanoKernAttention."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
-        y = self.mlp(self.post_attention_layernorm(hidden_states))
+        y = self.mlp(self.post_attention_layernorm(hidden_states), input_ids)
         return hidden_states + F.dropout(y, self.dropout, self.training)
 
 
@@ -256,7 +261,7 @@ class NanoKernModel(NanoKernPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, mask, angles, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+            x = layer(x, input_ids, mask, angles, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )

@@ -36,7 +36,7 @@ FROM_GPT2 = {gpt2: name for name, gpt2 in GPT2.items()}
 TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")  # (in, out) in GPT-2
 BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
 
-BUFFERS = ("router.c", "selection_bias")  # of our routers, which classes of transformers lack
+BUFFERS = ("router.c", "selection_bias", "hash_table")  # of our routers, which classes of transformers lack
 
 State = Mapping[str, Tensor]
 

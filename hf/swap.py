@@ -34,7 +34,8 @@ def take_routers(state: dict[str, Tensor], theirs: Model, model: Model) -> tuple
         return {}, []
     routers, centred = {}, before.ignores_shift and not now.ignores_shift
     for place in (f"blocks.{layer}.mlp.router" for layer in range(theirs.n_dense_layer, theirs.n_layer)):
-        router = Router(theirs.n_embd, theirs.n_expert, theirs.top_k, before, gate_scale(theirs)).requires_grad_(False)
+        sizes, table = (theirs.n_embd, theirs.n_expert, theirs.top_k), state.get(f"{place}.hash_table")
+        router = Router(*sizes, before, gate_scale(theirs), table).requires_grad_(False)
         names = [name for name in router.state_dict() if f"{place}.{name}" in state]  # other projects have no buffers
         router.load_state_dict({name: state[f"{place}.{name}"] for name in names}, strict=False)
         routers[place] = router

@@ -14,7 +14,8 @@ from runtime.parallel import local_part
 class WeightAverage:
     """mean = decay · mean + (1 - decay) · weights after each step taken, from the initial weights on.
 
-    Of parameters and buffers, in fp32 on their device; under FSDP2 each rank holds the mean of its own part.
+    Of parameters and buffers, in fp32 on their device; under FSDP2 each rank holds the mean of its own part. The tables
+    of hash layers are constants.
 
     Attributes:
         tensors: {name in model.state_dict(): mean}; a checkpoint holds them.
@@ -30,7 +31,8 @@ class WeightAverage:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of each mean, and of its weight."""
         for name, mean in self.tensors.items():
-            yield local_part(mean), local_part(self.weights[name].detach())
+            if mean.is_floating_point():
+                yield local_part(mean), local_part(self.weights[name].detach())
 
     @torch.no_grad()
     def update(self, taken: Tensor) -> None:

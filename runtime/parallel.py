@@ -90,7 +90,7 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
     `shape` is (B, T), that of a micro-batch.
     """
     problem = ""
-    kinds = {type(block.mlp): block for block in model.blocks}
+    kinds = {repr(block.mlp): block for block in model.blocks}
     try:
         with torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
             for block in kinds.values():
@@ -98,10 +98,11 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
                 trial.compile()
                 x = torch.zeros(*shape, model.config.n_embd, device=ranks.device, requires_grad=True)
                 with autocast:
-                    documents = model.find_documents(torch.zeros(shape, dtype=torch.int64, device=ranks.device), True)
-                    trial(x, None, documents)[0].float().sum().backward()
+                    idx = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
+                    documents = model.find_documents(idx, True)
+                    trial(x, idx, None, documents)[0].float().sum().backward()
                 with torch.no_grad(), autocast:
-                    trial.eval()(x, None, documents)
+                    trial.eval()(x, idx, None, documents)
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
     failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec as find_package
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,13 +78,19 @@ class Plan(NamedTuple):
 
 
 def check_settings(config: Config) -> None:
-    """Raise RunError for settings that need what is not installed, and for a router's formula without meaning."""
+    """Raise RunError for settings that need what is not installed, or another formula of the router."""
     if config.log.tensorboard and find_package("tensorboard") is None:
         raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
     try:
-        find_spec(config.model.router)
+        spec = find_spec(config.model.router)
     except ValueError as error:
         raise RunError(f"model.router: {error}") from None
+    if config.train.bias_update == "quantile" and spec is not None and spec.reach == math.inf:
+        raise RunError(
+            f"train.bias_update = quantile needs bounds on what experts are chosen by, and scores of model.router = "
+            f"{config.model.router} have none; set --train.bias_update=sign --train.bias_update_rate=0.001, or take "
+            f"exp, sigmoid, tanh or a norm over all experts, as in --model.router=sigmoid-renorm"
+        )
 
 
 def keep_recorded(run: RunFolder, config: Config) -> Config:

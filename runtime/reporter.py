@@ -112,11 +112,11 @@ class Reporter:
             if line:
                 self.bar.write(f"{self.plan.config.run.name}: step {step}, {line}")
 
-    def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, gammas: Tensor | None) -> None:
+    def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, routers: dict[str, Tensor]) -> None:
         """A line of training metrics after `step` steps; the device is idle, since `counters` were just read from it.
 
-        `lr` is the rate of the last step, `mean` the mean over the steps since the last line, `gammas` (L,) the scales
-        of KERN's routers, or None.
+        `lr` is the rate of the last step, `mean` the mean over the steps since the last line, and `routers` are
+        `TrainState.describe_routers`.
         """
         assert self.clock is not None  # every step comes after a pause
         seconds = (time.perf_counter() - self.clock) / self.steps_timed
@@ -132,8 +132,8 @@ class Reporter:
             values |= {"router/loads": mean.loads}
             summaries = load_metrics(mean.loads) | gate_metrics(mean.zero_gates, mean.gate_square, mean.gate_sum)
             values |= {f"router/{name}": value for name, value in summaries.items()}
-        if gammas is not None:
-            values |= {"router/gamma": gammas.mean(), "router/gamma_of_layers": gammas}
+        for name, of_layers in routers.items():
+            values |= {f"router/{name}": of_layers.mean(), f"router/{name}_of_layers": of_layers}
         values |= {"perf/tokens_per_sec": tokens / seconds, "perf/step_ms": 1000 * seconds}
         if self.peak:
             values["perf/mfu"] = self.flops * tokens / seconds / (self.peak * self.ranks.world_size)

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configure.schema import Optim
 from model import GPT, MoE
-from router import update_selection_bias
+from router import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
@@ -56,6 +56,8 @@ class TrainState:
         runner: what to call in its place: DDP around it, or itself.
         average: the running mean of its weights, if the run keeps one.
         interval: statistics of the steps since the last line of metrics.
+        n_bin: of the histograms in a step's statistics under train.bias_update = "quantile", else 0.
+        bias_moved: (L,) mean distance that the last step moved the selection biases by, under "quantile".
     """
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
@@ -84,6 +86,12 @@ class TrainState:
             plan.initial_weights.load_into(self.model, ranks)
         for block in self.model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
+        self._bias_update_rate = config.train.bias_update_rate
+        self._routers = [block.mlp.router for block in self.model.blocks if isinstance(block.mlp, MoE)]
+        self.n_bin = MARGIN_BINS if config.train.bias_update == "quantile" else 0
+        for router in self._routers:
+            router.counts_margins = self.n_bin > 0
+        self.bias_moved: Tensor | None = None
         shape = (config.train.micro_batch_size, config.model.block_size)
         compile = distributed.pick_compile(config.train.compile, plan.device)
         if compile and config.train.compile == "auto":
@@ -106,10 +114,8 @@ class TrainState:
             compile=compile,
         )
         self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
-        self._routers = [block.mlp.router for block in self.model.blocks if isinstance(block.mlp, MoE)]
-        self._bias_update_rate = config.train.bias_update_rate
-        parts_of = torch.compile(join, fullgraph=True) if compile else join
-        self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device, parts_of)
+        joined = torch.compile(join, fullgraph=True) if compile else join
+        self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device, join=joined)
 
         if self.step:
             checkpoint.load(checkpoints, self.step, self.model, self.optimizer, self.tensors)
@@ -136,13 +142,23 @@ class TrainState:
         """Forget the gradients; DDP's lie in its buckets and are filled with zeros instead."""
         self.optimizer.zero_grad(set_to_none=not isinstance(self.runner, DistributedDataParallel))
 
-    def update_selection_bias(self, loads: Tensor, taken: Tensor) -> None:
-        """Move the balancing biases (train.bias_update_rate) by a step's `loads` (L, E) if it was `taken`, () bool."""
-        if self._bias_update_rate:
-            for router, load in zip(self._routers, loads, strict=True):
-                update_selection_bias(router.selection_bias, load, self._bias_update_rate * taken)
+    @torch.no_grad()
+    def update_selection_bias(self, stats: Statistics, taken: Tensor) -> None:
+        """Move selection biases (train.bias_update), but hash layers', by a step's sums if it was `taken`, () bool."""
+        before = [router.selection_bias.clone() for router in self._routers]
+        for router, loads, margins in zip(self._routers, stats.loads, stats.margins, strict=True):
+            bias = router.selection_bias
+            if self._bias_update_rate and router.hash_table is None:
+                update_selection_bias(bias, loads, self._bias_update_rate * taken)
+            if self.n_bin and router.hash_table is None:
+                solved = solve_selection_bias(bias, margins, router.top_k, router.spec.reach)
+                bias.copy_(torch.where(taken, solved, bias))
+        if self.n_bin and before:
+            pairs = zip(self._routers, before, strict=True)
+            self.bias_moved = torch.stack([(router.selection_bias - old).abs().mean() for router, old in pairs])
 
-    def gammas(self) -> Tensor | None:
-        """KERN's scales γ, (L,), None if the router has none. Under FSDP2 every rank must call it."""
-        gammas = [router.gamma for router in self._routers if router.gamma is not None]
-        return torch.cat([full_tensor(gamma.detach()) for gamma in gammas]) if gammas else None
+    def describe_routers(self) -> dict[str, Tensor]:
+        """`gamma`, KERN's scales, and `bias_moved`, (L,) each, if there are any. Under FSDP2 all ranks must call it."""
+        gammas = [full_tensor(router.gamma.detach()) for router in self._routers if router.gamma is not None]
+        values = {"gamma": torch.cat(gammas)} if gammas else {}
+        return values if self.bias_moved is None else values | {"bias_moved": self.bias_moved}

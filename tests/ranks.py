@@ -55,6 +55,10 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
         *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
     ],
+    "quantile": [  # one step: later ones differ by rounding, which can move a score to another bin
+        *("model.router=sigmoid", "train.bias_update=quantile", "train.max_steps=1", "optim.warmup_steps=1"),
+        *("model.n_hash_layer=1", "train.balance_loss_coef=0.1"),
+    ],
     "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
     "modern": [
         *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
@@ -71,7 +75,13 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
         *("model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"),
         *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
     ],
-    "saved": [*SAVED, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"],
+    "saved": [
+        *SAVED,
+        "model.router=sigmoid-renorm",
+        "model.n_hash_layer=1",
+        "train.bias_update_rate=0.01",
+        "train.balance_loss_coef=0.1",
+    ],
     "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
@@ -89,7 +99,7 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
-ANY = ("dense", "kern", "modern", "biased", "cut", "windows", "triton", "muon")
+ANY = ("dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
 COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
 CASES = {
     f"{model} {way}": Case(model, way)
@@ -100,6 +110,7 @@ CASES = {
         "modern": ["ddp-2", "fsdp-2"],
         "biased": ["fsdp-2", "ddp-4", "hsdp-2x2", "zero2-2"],
         "idle": ["ddp-2", "fsdp-2"],
+        "quantile": ["ddp-2", "hsdp-2x2"],
         "windows": ["fsdp-2"],
         "muon": ["ddp-2", "hsdp-2x2"],
         "inf": ["ddp-2", "fsdp-2"],

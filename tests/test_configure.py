@@ -158,6 +158,12 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),
     ("--model.gate_norm=2 --model.gate_scale=3", 1, "model.gate_norm = 2.0", 2),
     ("--model.n_dense_layer=12", 1, "leaves none of 12 layers with experts", 2),
+    ("--model.n_hash_layer=12 --model.n_dense_layer=1", 1, "model.n_hash_layer = 12 is more than the 11 with", 1),
+    ("--model.n_hash_layer=1 --model.router=dense", 1, "model.n_hash_layer = 1: a dense model has no experts", 1),
+    ("--model.n_hash_layer=12 --train.balance_loss_coef=1", 1, "model.n_hash_layer = 12 leaves no loads that", 1),
+    ("--model.n_hash_layer=12 --train.bias_update=quantile", 1, "model.n_hash_layer = 12 leaves no loads that", 1),
+    ("--train.bias_update=quantile --train.bias_update_rate=0.1", 1, "train.bias_update_rate = 0.1 is no setting", 2),
+    ("--train.bias_update=quantile --model.top_k=64", 1, "train.bias_update = quantile: each token takes all", 1),
     ("--train.batch_size=24 --train.micro_batch_size=8", 4, "train.batch_size = 24 is not a multiple of", 2),
     ("--train.batch_size=100", 8, "train.batch_size = 100 is not a multiple of", 1),
     ("--optim.warmup_steps=60_000", 1, "optim.warmup_steps = 60000 is more than the 50000 steps before the end", 1),
@@ -184,10 +190,11 @@ def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size
 def test_settings_that_are_just_valid(write):
     dense = ["--model.router=dense", "--model.n_expert=1", "--model.n_dense_layer=12", "--model.gate_norm=2"]
     for overrides in (
-        [*dense, "--model.gate_scale=2"],  # dense has no experts
+        [*dense, "--model.gate_scale=2", "--train.bias_update=quantile"],  # dense has no experts
         ["--model.n_embd=36"],  # odd width of a head, learned positions
         ["--model.n_expert=8", "--model.n_dense_layer=11", "--model.n_kv_head=12"],
-        ["--train.max_steps=500", "--optim.warmup_steps=500"],
+        ["--train.max_steps=500", "--optim.warmup_steps=500", "--model.n_hash_layer=12"],
+        ["--train.bias_update=quantile", "--train.balance_loss_coef=1", "--model.n_hash_layer=11"],
         ["--optim.schedule=wsd", "--optim.warmup_steps=40_000"],
         [*BRANCH.split(), "--train.branch_step=49_999"],
         ["--eval.interval=50", "--eval.task_interval=120"],  # no tasks

@@ -78,14 +78,14 @@ def test_dropout_drops_its_share_of_each_branch(router):
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 40, "n_expert": 4, "top_k": 2}
     torch.manual_seed(0)
     model = GPT(Config().model.model_copy(update=sizes | {"router": router, "dropout": 0.25}))
-    block, x = model.blocks[0], torch.randn(8, 32, 64)
+    block, x, idx = model.blocks[0], torch.randn(8, 32, 64), torch.zeros(8, 32, dtype=torch.int64)
     torch.nn.init.zeros_(block.attn.proj.weight)
     with torch.no_grad():
-        assert ((block(x)[0] == x).float().mean() - 0.25).abs() < 0.03
+        assert ((block(x, idx)[0] == x).float().mean() - 0.25).abs() < 0.03
         torch.nn.init.normal_(block.attn.proj.weight)
         assert ((block.attn(x) == 0).float().mean() - 0.25).abs() < 0.03
         model.eval()
-        assert (block.attn(x) != 0).all() and (block(x)[0] != x).float().mean() > 0.99
+        assert (block.attn(x) != 0).all() and (block(x, idx)[0] != x).float().mean() > 0.99
 
 
 def test_a_closed_first_gate_is_no_dead_token():

@@ -25,6 +25,7 @@ DECAY = 0.75
 EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint_interval=1"]
 # The most state beside it: selection biases that move, dropout, a loss scale.
 MOST = ["model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "model.dropout=0.1", "train.dtype=float16"]
+MOST += ["model.n_hash_layer=1"]
 CPU = torch.device("cpu")
 
 

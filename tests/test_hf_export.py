@@ -100,6 +100,7 @@ MODELS += [
     ("model.router=dense", "model.pos=rope", *UNTIED),
     (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", *UNTIED),
     (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
+    ("model.router=softmax-renorm", "model.n_layer=3", "model.n_dense_layer=1", "model.n_hash_layer=1"),
     (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
     ("model.router=tanh", "model.qk_norm=all", "model.bias=true", "model.n_shared_expert=1", "model.n_kv_head=1"),
 ]
@@ -112,6 +113,9 @@ def test_every_model_exports_the_same_model(exported, overrides):
     theirs, info = load(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
+    if "model.n_hash_layer=1" in overrides:
+        with pytest.raises(ValueError, match="inputs_embeds alone: hash layers choose experts by token id"):
+            theirs(inputs_embeds=torch.zeros(1, 2, 32, dtype=torch.float64))
     plan = theirs.config.base_model_tp_plan
     assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in overrides)
 

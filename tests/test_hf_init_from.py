@@ -170,6 +170,7 @@ EXPORTED = {
     "rope, untied": ["model.router=softmax", "model.pos=rope", "model.tie_embeddings=false"],
     "gpt2": ["model.router=dense"],
     "dense": [*DENSE, "model.pos=rope"],
+    "hash": ["model.router=softmax", "model.n_hash_layer=1"],
     "gate_norm": ["model.router=sqrtsoftplus", "model.gate_norm=1.5"],
     "modern": [*MODERN, "model.qk_norm=all", "model.n_shared_expert=1", "model.n_dense_layer=1"],
     "modern dense": [*MODERN, "model.router=dense", "model.n_shared_expert=3", "model.norm_eps=0.001"],
@@ -193,6 +194,15 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
         assert {word.removeprefix("--model.") for word in needed} >= {*keys.split()}
         _, words = start(tiny(place, *needed))
         assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == (kind == "modern dense")
+    if kind == "hash":
+        assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
+        _, words = start(tiny(place, "model.router=softmax"))
+        assert "n_hash_layer changes from 1 to 0" in words and words.endswith("not used: mlp.router.hash_table")
+        file = tmp_path / "export/model.safetensors"
+        state = load_file(file)
+        state["model.layers.0.mlp.router.hash_table"][5, 1] = 8
+        save_file(state, file, {"format": "pt"})
+        assert "hash_table names experts that do not exist" in refused(tiny(*EXPORTED[kind], place))
     if kind == "modern":  # the first layer is as wide as top_k and the shared expert
         assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=3"))) == ["--model.top_k=2"]
 

@@ -132,7 +132,7 @@ def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, capsys):
     run(config)
     assert export.main([str(path_of(config)), str(tmp_path / "out"), "--format", "olmoe"]) == 2
     misfits = ", ".join(word.replace("=", " = ") for word in more)
-    says = f"the run has {misfits}, a selection bias (train.bias_update_rate), unlike Olmoe"
+    says = f"the run has {misfits}, a selection bias (train.bias_update), unlike Olmoe"
     assert says in capsys.readouterr().err
     assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/modeling_nanokern.py").is_file()

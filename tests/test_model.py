@@ -205,6 +205,7 @@ VARIANTS = [
     MODERN | {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
     MODERN | {"qk_norm": "all", "n_kv_head": 0, "pos": "learned", "n_dense_layer": 2, "tie_embeddings": True},
     MODERN | {"gated": False, "activation": "silu", "n_kv_head": 1, "qk_norm": "head", "norm": "layernorm"},
+    MODERN | {"n_hash_layer": 3, "top_k": 3},
 ]
 variants = pytest.mark.parametrize("update", VARIANTS)
 
@@ -216,7 +217,7 @@ def test_active_parameters_are_equal(update, router):
     model = GPT(settings(router=router, **update))
     total = sum(p.numel() for p in model.parameters())
     idle = sum(
-        (8 - 2) * p[0].numel()
+        (8 - model.config.top_k) * p[0].numel()
         for block in model.blocks
         if isinstance(block.mlp, MoE)
         for p in block.mlp.experts.parameters()
@@ -245,7 +246,8 @@ def test_flops_equal_the_counters(update, router):
 @pytest.mark.numerics
 @variants
 def test_cache_equals_the_full_forward_pass(update):
-    model = build_random(router="kern", top_k=8, **update).eval()  # all experts: no choice that rounding could change
+    own = {"top_k": 8} | update  # all experts, or those of a table: no choice that rounding could change
+    model = build_random(router="kern", **own).eval()
     idx, start = tokens(), torch.tensor([0, 2, 5])
     past = KVCache(model.config, start, T, torch.float64)
     heads = update.get("n_kv_head", 2) or 4
@@ -335,9 +337,9 @@ def test_output(router):
     last = model(idx)
     assert last.loss is None
     assert_same(last.logits, logits[:, -1:])
-    loads, probability, *others = out.stats
+    loads, probability, *others, margins = out.stats
     n_layer = 0 if router == "dense" else 3
-    assert [s.shape for s in others] == [(n_layer,)] * 5
+    assert [s.shape for s in others] == [(n_layer,)] * 5 and margins is None
     assert loads.dtype == torch.int64
     if router != "dense":
         assert loads.shape == probability.shape == (3, B, 8)
@@ -354,6 +356,28 @@ def test_output(router):
                 assert torch.equal(of_sequence, experts.flatten().bincount(minlength=8))
         for loss in (probability[..., 0].sum(), out.stats.z_loss.sum()):
             assert torch.autograd.grad(loss, model.wte.weight, retain_graph=True)[0].any()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
+    """Whatever the scores and the selection bias; nothing else of the model's start differs."""
+    sizes = {"n_dense_layer": 1, "n_hash_layer": 1, "n_layer": 4, "router": "softmax-renorm"}
+    model, plain = build(**sizes), build(**sizes | {"n_hash_layer": 0})
+    state = model.state_dict()
+    assert [name for name in state if name.endswith("hash_table")] == ["blocks.1.mlp.router.hash_table"]
+    table = state.pop("blocks.1.mlp.router.hash_table")
+    assert state.keys() == plain.state_dict().keys()
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in state.items())
+    model.blocks[1].mlp.router.selection_bias[3] = 1e3
+    model.blocks[2].mlp.router.selection_bias[3] = 1e3
+    for block in model.blocks:
+        block.checkpointing = checkpointing
+    idx = tokens()
+    out = model(idx, idx)
+    assert torch.equal(out.stats.loads[0], torch.stack([table[row].flatten().bincount(minlength=8) for row in idx]))
+    assert (out.stats.loads[1, :, 3] == T).all()
+    out.loss.backward()
+    assert model.blocks[1].mlp.router.weight.grad.any()
 
 
 def test_too_many_tokens():

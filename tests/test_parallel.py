@@ -142,7 +142,7 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
     if CASES[name].model in ("biased", "cut"):
         assert_same_columns(ran.lines, alone(CASES[name].model)[1].lines, "train/aux_loss")
-    if CASES[name].model == "biased":
+    if CASES[name].model in ("biased", "quantile"):
         assert ran.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
     if CASES[name].model == "kern":
         assert_same_columns(ran.lines, alone("kern")[1].lines, "router/gamma")
@@ -199,7 +199,7 @@ def test_checkpoint_resumes_on_other_ranks(outcome, alone, saved, resumed):
     part = outcome(f"{saved} to {resumed}")
     assert len(part.reports[0]["weights"]) == 3  # of 6 steps
     assert_same_run(part, alone("saved")[1], after=3)
-    assert part.reports[0]["buffers"]["blocks.0.mlp.router.selection_bias"].any()
+    assert part.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
 
 
 @pytest.mark.integration

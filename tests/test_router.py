@@ -18,9 +18,12 @@ from router import (
     Router,
     RouterSpec,
     balance_loss,
+    count_margins,
     expert_loads,
     find_spec,
+    hash_table,
     monte_carlo_scale,
+    solve_selection_bias,
     token_distribution,
 )
 
@@ -254,11 +257,88 @@ def test_selection_bias_shifts_the_choice_alone(name):
     assert not router.selection_bias.requires_grad and "selection_bias" in router.state_dict()
 
 
+BOUNDED = [name for name in SPARSE if ROUTERS[name].reach < math.inf]
+
+
+def test_which_scores_are_bounded():
+    """Those of logits from tiny to huge are within `reach`, and some are nearly as far apart."""
+    assert {*SPARSE} - {*BOUNDED} == {"kern-after", "sqrtsoftplus"}
+    formulas = ["identity, post=l1 over all", "sqrtsoftplus, pre=l1 over all", "sqrtsoftplus, post=l2 over all"]
+    formulas += ["relu, post=l2 over all", "tanh, pre=l2 over all", "exp, pre=l2 over all, post=l2 over topk"]
+    logits = torch.cat([torch.randn(99, E) * scale for scale in (0.01, 1, 1e3)] + [2e3 * torch.eye(E), -torch.eye(E)])
+    for name in [*BOUNDED, *formulas]:
+        scores = Router(C, E, K, find_spec(name)).choose(logits).scores
+        assert 0.4 < (scores.max() - scores.min()) / find_spec(name).reach <= 1, name
+    for name in ("identity", "relu, post=l2 over topk", "sqrtsoftplus, post=l1 over topk", "tanh, pre=l1 over topk"):
+        assert find_spec(f"{name}, gamma").reach == math.inf
+
+
 @pytest.mark.numerics
-def test_update_selection_bias():
-    bias = torch.tensor([0.5, 0.0, 0.0, -1.0])
-    router_module.update_selection_bias(bias, torch.tensor([9, 3, 4, 0]), rate=0.01)
-    assert_same(bias, torch.tensor([0.49, 0.01, 0.0, -0.99]))
+@pytest.mark.parametrize("name", BOUNDED)
+def test_quantile_balancing_equals_sorting(name):
+    """By its definition in fp64, to the width of a bin; from counts that any parts of a step add up to."""
+    router, n, spec = identity_router(name), 40 * N, ROUTERS[name]
+    router.selection_bias.copy_(0.2 * torch.randn(E))
+    scores = router(torch.randn(n, E) + torch.randn(E)).scores.detach()
+    counts = count_margins(scores, router.selection_bias, K, spec.reach)
+    parts = [count_margins(part, router.selection_bias, K, spec.reach) for part in scores.split([1, 7, n - 8])]
+    assert torch.equal(sum(parts), counts) and counts.dtype == torch.int64 and (counts.sum(1) == n).all()
+
+    bias, s = router.selection_bias.double(), scores.double()
+    alpha = (s + bias).sort(descending=True).values[:, K : K + 1]
+    wanted = (alpha - s).sort(0).values[n * K // E - 1]  # the last r that is to be below
+    edges = (spec.reach + bias.max() - bias.min()) * torch.linspace(-1, 1, 1001, dtype=torch.float64) ** 3
+    at = torch.searchsorted(edges, (wanted - bias).contiguous())
+    width = edges[at] - edges[at - 1]
+    solved = solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
+    assert solved.mean().abs() < 1e-6
+    apart = (solved - (wanted - wanted.mean())).abs()
+    assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name, n_expert, top_k", [(name, E, K) for name in BOUNDED] + [("softmax", 512, 8)])
+def test_quantile_balancing_balances(name, n_expert, top_k):
+    """Also scores that differ by less than 1/1000 of their range. ReLU's zeros tie, so they all move at once."""
+    spec, bias = ROUTERS[name], torch.zeros(n_expert)
+    router = Router(C, n_expert, top_k, spec)
+    scores = router.choose(0.5 * torch.randn(2000, n_expert) + 0.3 * torch.randn(n_expert)).scores.detach()
+    imbalance = []
+    for _ in range(12):
+        loads = expert_loads(router_module.top_k_indices(scores + bias, top_k), n_expert)
+        imbalance.append((loads.max() / loads.double().mean()).item())
+        bias = solve_selection_bias(bias, count_margins(scores, bias, top_k, spec.reach), top_k, spec.reach)
+    assert imbalance[0] > 1.5 and min(imbalance) < 1.4 and (spec.phi == "relu" or imbalance[-1] < 1.2), imbalance
+
+
+@pytest.mark.parametrize("n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)])
+def test_hash_table(n_id, n_expert, top_k):
+    """Distinct experts for each id, every expert equally often up to any id, and partners that vary."""
+    table = hash_table(n_id, n_expert, top_k, seed=1)
+    assert table.shape == (n_id, top_k) and all(len({*row}) == top_k for row in table.tolist())
+    counts = F.one_hot(table, n_expert).sum(1).cumsum(0)
+    assert (counts.amax(1) - counts.amin(1) <= 1).all()
+    assert torch.equal(table, hash_table(n_id, n_expert, top_k, 1))
+    assert n_expert == top_k or not torch.equal(table, hash_table(n_id, n_expert, top_k, 2))
+    if n_id == 1000:
+        assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_hash_layer_makes_its_gates_by_the_formula(name):
+    """Over the experts of the table, in its order; the copy of the router is its own."""
+    router = Router(E, E, K, ROUTERS[name], table=hash_table(7, E, K, 0))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(E))
+        router.selection_bias.normal_()
+    ids, x = torch.randint(7, (2, N // 2)), torch.randn(N, E)
+    routing = router(x, n_sequence=2, ids=ids)
+    experts = hash_table(7, E, K, 0)[ids.flatten()]
+    assert torch.equal(routing.experts, experts) and routing.stats.loads.sum() == N * K
+    gates = GATES[name](x.double(), x.double().gather(1, experts)) * router.c
+    assert_same(routing.weights, gates.float())
+    router.hash_table.zero_()
+    assert hash_table(7, E, K, 0).any()
 
 
 @pytest.mark.numerics

@@ -35,7 +35,7 @@ from runtime.signals import EXIT_CODE, Stop
 RATE, ALONE = train.learning_rate, distributed.Ranks(0, 1, torch.device("cpu"))
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, selection biases, a log interval that is cut, the history of losses.
-HARD = ["model.dropout=0.1", "train.bias_update_rate=0.01", "train.loss_spike=skip", "log.interval=4"]
+HARD = ["model.dropout=0.1", "train.bias_update=quantile", "train.loss_spike=skip", "log.interval=4"]
 HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
 HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1", "train.ema_decay=0.9"]
 

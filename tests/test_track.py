@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,8 @@ from runtime.signals import EXIT_CODE, Stop
 from scripts.track import clean
 from scripts.track import protocol as protocols
 from scripts.track.__main__ import CPU, main
-from scripts.track.entry import Training, describe_machine, make_point
-from scripts.track.protocol import Task, load_protocol
+from scripts.track.entry import Training, describe_machine, make_point, start_record
+from scripts.track.protocol import Task, load_protocol, read_options
 from scripts.track.record import (
     find_faults,
     has_judged_runs,
@@ -35,7 +36,7 @@ from scripts.track.record import (
     read_record,
     write_record,
 )
-from scripts.track.table import build_tables, write_tables
+from scripts.track.table import PAGE, build_tables, write_tables
 from scripts.track.verdicts import judge_entries, loss_curve
 
 CONTEST = """
@@ -124,6 +125,44 @@ def test_draws_lie_in_their_ranges_and_suit_every_router(file):
         for draw in range(16):
             config = configure.load(file, protocol.overrides(router, Task("judge", draw, 100)))
             assert config.run.seed == 100 and config.optim.lr == draws[draw]["optim.lr"]
+
+
+def test_an_entry_sets_options(contest, tmp_path, capsys):
+    """Quantile balancing takes the place of the drawn balance; all else is drawn as for every router."""
+    protocol, arguments = load_protocol(str(contest)), ["--track", str(contest), "enter"]
+    options = read_options(protocol.file, ["train.bias_update=quantile", "model.n_hash_layer=1"])
+    assert options == {"train.bias_update": "quantile", "model.n_hash_layer": 1}
+    assert read_options(protocol.file, ["train.bias_update=sign"]) == {}
+    record = make_record(protocol, "kern", [1.5, 1.6, 1.7]) | {"name": "mine", "options": options}
+    drawn = protocol.draw_settings()
+    assert any("train.bias_update_rate" in draw for draw in drawn) and record["settings"] == drawn
+    for draw in range(3):
+        config = make_point(protocol, record, Task("draw", draw, 0), tmp_path).config
+        assert (config.train.bias_update, config.model.n_hash_layer, config.model.router) == ("quantile", 1, "kern")
+        assert (config.train.bias_update_rate, config.train.balance_loss_coef) == (0, 0)
+        own = {key: value for key, value in drawn[draw].items() if not key.startswith("train.")}
+        assert {key: attrgetter(key)(config) for key in own} == own
+        hashed = make_point(protocol, record | {"options": {"model.n_hash_layer": 1}}, Task("draw", draw, 0), tmp_path)
+        assert {key: attrgetter(key)(hashed.config) for key in drawn[draw]} == drawn[draw]
+    assert find_faults(protocol, save(tmp_path / "mine.json", record), "mine.json") == []
+    for wrong, reason in (({"optim.lr": 1.0}, "an entry may set"), ({"model.n_hash_layer": 0}, "are not as `enter`")):
+        changed = save(tmp_path / "mine.json", record | {"options": wrong})
+        assert reason in "; ".join(find_faults(protocol, changed, "mine.json"))
+    changed = save(tmp_path / "kern.json", record | {"name": "kern"})
+    assert "router kern {'train.bias_update'" in find_faults(protocol, changed, "kern.json")[0]
+    with pytest.raises(ValueError, match="has options {'train.bias_update': 'quantile'.*, this entry {}"):
+        start_record(protocol, tmp_path / "kern.json", "kern", "kern", {})
+    records = [make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8]), record]
+    rows = judge_entries(protocol, [save(tmp_path / "x.json", each) for each in records])
+    assert "| quantile | 0 |" in build_tables(protocol, rows)[PAGE]
+    cases = {
+        "give the entry a name of its own: NAME --spec kern": ["kern", "--set", "train.bias_update=quantile"],
+        "--set optim.lr: an entry may set": ["mine", "--spec", "kern", "--set", "optim.lr=1"],
+        "needs bounds": ["mine", "--spec", "relu, post=l2 over topk", "--set", "train.bias_update=quantile"],
+        "train.bias_update has no value": ["mine", "--spec", "kern", "--set", "train.bias_update"],
+    }
+    for reason, more in cases.items():
+        assert main([*arguments, "--draft", *more], Stop()) == 2 and reason in capsys.readouterr().err
 
 
 def test_tasks_follow_from_losses(contest):
@@ -227,7 +266,7 @@ def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
     record, names = new_record(protocol, "kern", "kern"), ["first", "second", "first"]
     for task, name in zip(missing_tasks(protocol, record), names, strict=True):
         made = describe_machine(protocol) | {"machine": name}
-        point = make_point(protocol, "kern", task, tmp_path)
+        point = make_point(protocol, record, task, tmp_path)
         make_run(point.folder, *point.overrides, file=contest, points=1)
         training = Training(protocol, record, made, tmp_path / "kern.json", tmp_path)
         training.tasks = {task.name: task}
@@ -240,6 +279,7 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
     protocol = load_protocol(str(contest))
     path = protocol.records / "kern.json"
     intact = make_record(protocol, "kern", [1.5, 1.6, 1.7])
+    del intact["options"]  # which older records lack
     record = save(path, intact)
     assert find_faults(protocol, record, path.name) == []
     assert record["summary"]["loss"] == pytest.approx(1.6) and path.stat().st_size < 150_000
@@ -359,7 +399,8 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
     """Records of a killed and resumed draft equal those of one that was not. A run that diverges ends nothing."""
     command = [sys.executable, "-m", "scripts.track", "--track", str(contest)]
     run = partial(subprocess.run, capture_output=True, text=True, check=False)
-    enter = [*command, "enter", "--draft", "--parallel", "2", "--spec", "tanh, post=l2 over topk"]
+    enter = [*command, "enter", "--draft", "--parallel", "2", "--spec", "tanh, post=l1 over all"]
+    enter += ["--set", "train.bias_update=quantile", "--set", "model.n_hash_layer=1"]
     drafts = tmp_path / "runs/track-contest/drafts"
 
     def draft(name):

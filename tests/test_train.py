@@ -22,9 +22,11 @@ import train
 from configure.schema import Model, Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader, fixed_windows, window_documents, windows
+from eval.routing import record_routing
 from eval.trained import load_model
 from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
+from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics, read_metrics
@@ -119,9 +121,12 @@ def test_balance_loss_by_hand(scope):
     probability = torch.tensor([[[0.6, 0.4], [1.0, 0.0]]])
     routing = Stats(loads, probability, *torch.zeros(5, 1))
     config = Train(balance_loss_coef=2.0, balance_loss_scope=scope)
-    loss = train.auxiliary_loss(config, routing, torch.tensor([[5, 3]]) if scope == "global" else None)
+    of_step = torch.tensor([[5, 3]]) if scope == "global" else None
     by_hand = {"global": 5 / 8 * 0.8 + 3 / 8 * 0.2, "sequence": (0.5 + 1) / 2, "micro_batch": 0.75 * 0.8 + 0.25 * 0.2}
-    assert loss.item() == pytest.approx(2 * 2 * by_hand[scope])
+    assert train.auxiliary_loss(config, routing, of_step).item() == pytest.approx(2 * 2 * by_hand[scope])
+    two = Stats(*(torch.cat([part + 1, part]) for part in routing[:-1]))  # a hash layer below, with other numbers
+    of_step = None if of_step is None else torch.cat([of_step + 1, of_step])
+    assert train.auxiliary_loss(config, two, of_step, 1).item() == pytest.approx(2 * 2 * by_hand[scope])
 
 
 def test_selection_bias_follows_the_loads_of_the_batch(tiny):
@@ -130,6 +135,48 @@ def test_selection_bias_follows_the_loads_of_the_batch(tiny):
     (loads,) = column(run(config), "router/loads")
     for block, load in zip(load_model(path_of(config)).model.blocks, torch.tensor(loads), strict=True):
         assert torch.equal(block.mlp.router.selection_bias, 0.01 * torch.sign(load.mean() - load))
+
+
+QUANTILE = ["train.bias_update=quantile", "model.router=sigmoid", "train.balance_loss_coef=0.1", "train.max_steps=1"]
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("own", [[], ["train.micro_batch_size=2", "train.activation_checkpointing=true"]])
+def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
+    """Each token counts once, those of evaluations not at all; β is the quantile by sorting, to the width of a bin."""
+    counted, solve = [], train_state.solve_selection_bias
+    monkeypatch.setattr(train_state, "solve_selection_bias", lambda *args: counted.append(args[1]) or solve(*args))
+    config = tiny(*QUANTILE, *own, "eval.interval=1", "model.n_layer=3", "model.n_hash_layer=1", f"run.seed={SEED}")
+    lines = run(config)
+    assert [counts.sum(-1).tolist() for counts in counted] == [[8 * 32] * 8] * 2
+    torch.manual_seed(config.run.seed)
+    model, loader = GPT(config.model), Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed)
+    with torch.no_grad():
+        layers = record_routing(model, torch.from_numpy(loader.batch(0)[0]))
+    trained, moved = load_model(path_of(config)).model, []
+    for block, routing in zip(trained.blocks, layers, strict=True):
+        margins = routing.scores.double().sort(descending=True).values[:, 2:3] - routing.scores
+        quantile = margins.sort(0).values[8 * 32 * 2 // 8 - 1]
+        wanted = quantile - quantile.mean() if block is not trained.blocks[0] else torch.zeros(8)
+        assert (block.mlp.router.selection_bias - wanted).abs().max() < 0.05 * routing.scores.std()
+        moved.append(wanted.abs().mean().item())
+    (found,) = column(lines, "router/bias_moved_of_layers")
+    assert found == pytest.approx(moved, rel=0.05)
+    assert column(lines, "router/bias_moved") == pytest.approx([np.mean(found)])
+    router, counts = trained.blocks[1].mlp.router, counted[0][None]
+    state, bias = SimpleNamespace(_routers=[router], _bias_update_rate=0, n_bin=1000), router.selection_bias.clone()
+    for taken in (False, True):
+        train_state.TrainState.update_selection_bias(
+            state, SimpleNamespace(loads=counts, margins=counts), torch.tensor(taken)
+        )
+        assert torch.equal(router.selection_bias, bias) != taken and (state.bias_moved > 0).item() == taken
+
+
+def test_quantile_balancing_needs_bounded_scores(tiny):
+    for router in ("kern-after", "sqrtsoftplus", "relu, post=l1 over topk"):
+        with pytest.raises(RunError, match="needs bounds.*model.router = .* have none; set --train.bias_update=sign"):
+            train.train(tiny(*QUANTILE, f"model.router={router}"))
+    train.train(tiny(*QUANTILE, "model.router=dense"))
 
 
 # ---- optimizer

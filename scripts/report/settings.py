@@ -20,8 +20,8 @@ from scripts.report.style import STYLES
 DTYPE = "train.dtype"  # named only where a router has several
 # What differs between arms of one setting, beside the router.
 OPTION_KEYS = ("model.gate_scale", "model.gate_norm", "train.balance_loss_coef", "train.balance_loss_scope")
-OPTION_KEYS += ("train.z_loss_coef", "train.bias_update_rate", "optim.router_lr_ratio", "optim.expert_out_lr_ratio")
-OPTION_KEYS += (DTYPE,)
+OPTION_KEYS += ("train.z_loss_coef", "train.bias_update", "train.bias_update_rate", "model.n_hash_layer")
+OPTION_KEYS += ("optim.router_lr_ratio", "optim.expert_out_lr_ratio", DTYPE)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
     r"(run|log)\.|eval\.(interval|tasks|task_interval)|data\.dir|model\.backend|"

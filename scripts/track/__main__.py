@@ -2,6 +2,7 @@
 
     python -m scripts.track enter kern --parallel 2                     a router of router.py: 28 runs
     python -m scripts.track enter --spec "tanh, post=l2 over topk"      a formula, without editing code
+    python -m scripts.track enter kern-quantile --spec kern --set train.bias_update=quantile
     python -m scripts.track enter mine --draft                          4 draws and 4 seeds; code may be uncommitted
     python -m scripts.track verify track/records/cpu/*.json             check records and show their verdicts
     python -m scripts.track verify track/records/cpu/kern.json --rerun 100      train one judged seed again
@@ -15,14 +16,17 @@ import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import configure
 from common.command import build_parser, command, require_packages, run_command
 from common.text import markdown_table, plural
 from router import ROUTERS, find_spec
+from runtime.preflight import check_settings
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, Pool
 from scripts.track import entry, table
-from scripts.track.protocol import Protocol, Task, load_protocol
+from scripts.track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
 from scripts.track.record import LARGEST, Record, find_faults, has_judged_runs, judged_runs, losses_of, read_record
 from scripts.track.verdicts import judge_entries
 
@@ -39,6 +43,9 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     enter.add_argument("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
     enter.add_argument("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
     enter.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=f"what the entry sets: {', '.join(OPTIONS)}"
+    )
+    enter.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)"
     )
     enter.add_argument("--draft", action="store_true", help="4 draws and 4 seeds, no record; code may be uncommitted")
@@ -53,8 +60,8 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](protocol, args, stop)
 
 
-def name_entry(args: Namespace) -> tuple[str, str]:
-    """The entry's name and its `model.router`. Raises ValueError for a wrong name or formula."""
+def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str, Any]]:
+    """The entry's name, its `model.router`, and its options. Raises ValueError for a wrong one."""
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
     if not args.spec and router not in ROUTERS:
@@ -64,12 +71,15 @@ def name_entry(args: Namespace) -> tuple[str, str]:
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
     find_spec(router)
-    return name, router
+    options = read_options(protocol.file, args.set)
+    if options and name in ROUTERS:
+        raise ValueError(f"{name} is a router without --set; give the entry a name of its own: NAME --spec {name}")
+    check_settings(configure.load(protocol.file, [f"model.router={router}", *args.set]))
+    return name, router, options
 
 
 def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Enter a router; prints the verdict."""
-    name, router = name_entry(args)
     if args.parallel < 1:
         raise ValueError(f"--parallel {args.parallel}: expected 1 or more")
     seeds = len(protocol.draft_seeds) if args.seeds is None else args.seeds
@@ -77,11 +87,12 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         raise ValueError(f"--seeds {seeds}: expected 2 to {len(protocol.draft_seeds)}")
     if args.seeds is not None and not args.draft:
         raise ValueError("--seeds needs --draft; an entry has all seeds of the protocol")
+    name, router, options = name_entry(protocol, args)
     if not args.draft:
         entry.check_committed()
     entry.prepare_data(protocol)
     entered = protocol.as_draft(seeds) if args.draft else protocol
-    code, path = entry.enter(entered, name, router, args.parallel, stop)
+    code, path = entry.enter(entered, name, router, options, args.parallel, stop)
     if code:
         print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
         return code
@@ -160,7 +171,7 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
             results.append(entry.read_result(point.folder, task))
 
     with tempfile.TemporaryDirectory() as folder:
-        point = entry.make_point(protocol, record["router"], task, Path(folder))
+        point = entry.make_point(protocol, record, task, Path(folder))
         code = Pool(protocol.file, [point], [[]], collect).run(stop)
     if not results or results[0] is None:
         print(f"{task.name}: ended with exit code {code} before its end")

@@ -35,13 +35,14 @@ from scripts.track.record import Record, missing_tasks, new_record, read_record,
 TRAINING_CODE = ["kernels", "runtime", "configure", "data", "common"]  # and the files at the top
 
 
-def start_record(protocol: Protocol, path: Path, name: str, router: str) -> Record:
+def start_record(protocol: Protocol, path: Path, name: str, router: str, options: dict[str, Any]) -> Record:
     """A new record, or the one to be resumed. Raises ValueError if that is of another protocol or router."""
-    fresh = new_record(protocol, name, router)
+    fresh = new_record(protocol, name, router, options)
     if not path.exists():
         return fresh
     record = read_record(path)
-    for key in ("version", "fixed_sha256", "data_sha256", "router", "formula", "draft", "settings"):
+    record.setdefault("options", {})
+    for key in ("version", "fixed_sha256", "data_sha256", "router", "formula", "options", "draft", "settings"):
         if record[key] != fresh[key]:
             raise ValueError(
                 f"{path} has {key} {str(record[key]):.60}, this entry {str(fresh[key]):.60}; "
@@ -88,7 +89,9 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
-def enter(protocol: Protocol, name: str, router: str, parallel: int, stop: Stop) -> tuple[int, Path]:
+def enter(
+    protocol: Protocol, name: str, router: str, options: dict[str, Any], parallel: int, stop: Stop
+) -> tuple[int, Path]:
     """Train what the entry's record lacks, `parallel` runs at a time, one thread each; the exit status and the record.
 
     Raises:
@@ -97,16 +100,17 @@ def enter(protocol: Protocol, name: str, router: str, parallel: int, stop: Stop)
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # so that a run does not depend on how many go on at once
     made = describe_machine(protocol)
-    code = digest([made["code_sha256"], repr(find_spec(router))])[:8]  # runs of other code are no runs of this entry
+    # Runs of other code are no runs of this entry.
+    code = digest([made["code_sha256"], repr(find_spec(router)), options])[:8]
     runs = protocol.runs / ("drafts" if protocol.draft else "entries") / f"{name}-{code}"
     path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
     with only_one(runs):
-        record = start_record(protocol, path, name, router)
+        record = start_record(protocol, path, name, router, options)
         status = Training(protocol, record, made, path, runs).train(parallel, stop)
         if status:
             return status, path
         if "step_ms" not in record and name != protocol.reference:
-            record["step_ms"] = time_steps(protocol, router)
+            record["step_ms"] = time_steps(protocol, record)
             write_record(path, record)
     return 0, path
 
@@ -124,7 +128,7 @@ class Training:
         while missing := missing_tasks(self.protocol, self.record):
             print(f"{self.record['name']}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
             self.tasks = {task.name: task for task in missing}
-            points = [make_point(self.protocol, self.record["router"], task, self.runs) for task in missing]
+            points = [make_point(self.protocol, self.record, task, self.runs) for task in missing]
             status = Pool(self.protocol.file, points, [[] for _ in range(parallel)], self.collect).run(stop)
             if status == EXIT_CODE or self.failed:  # a run that diverged has failed for train.py, but not here
                 return status
@@ -153,9 +157,10 @@ class Training:
         print(f"{task.name}: {loss}; {done} of {plural(total, 'run')}, about {minutes:.0f} min left", flush=True)
 
 
-def make_point(protocol: Protocol, router: str, task: Task, folder: Path) -> Point:
-    """The run of a task, in `folder`."""
-    overrides = [*protocol.overrides(router, task), f"--run.dir={folder}", f"--run.name={task.name}"]
+def make_point(protocol: Protocol, record: Record, task: Task, folder: Path) -> Point:
+    """The run of a task of an entry, in `folder`."""
+    settings = protocol.overrides(record["router"], task, record.get("options", {}))
+    overrides = [*settings, f"--run.dir={folder}", f"--run.name={task.name}"]
     return Point(task.name, overrides, configure.load(protocol.file, overrides))
 
 
@@ -184,15 +189,19 @@ def read_result(folder: Path, task: Task) -> dict[str, Any] | None:
     return result
 
 
-def time_steps(protocol: Protocol, router: str, rounds: int = 40) -> dict[str, float]:
-    """Milliseconds of a training step of the reference and of the router, measured in turn in one process.
+def time_steps(protocol: Protocol, record: Record, rounds: int = 40) -> dict[str, float]:
+    """Milliseconds of a training step of the reference and of the entry, measured in turn in one process.
 
-    Without auxiliary losses. Raises ValueError if a step fails.
+    Without what balances loads. Raises ValueError if a step fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
-        routers = [f"--model.router={name}" for name in (protocol.reference, router)]
-        command = [sys.executable, "-m", "scripts.bench", "step", protocol.file, *routers, f"--rounds={rounds}"]
+        models = [f"--model.router={name}" for name in (protocol.reference, record["router"])]
+        if hashed := record.get("options", {}).get(
+            "model.n_hash_layer"
+        ):  # the first alternative is without, the last with
+            models += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hashed}"]
+        command = [sys.executable, "-m", "scripts.bench", "step", protocol.file, *models, f"--rounds={rounds}"]
         done = subprocess.run([*command, "--json", file], check=False, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{' '.join(command[1:])}: exit code {done.returncode}: {done.stdout[-300:]}{done.stderr}")

@@ -4,7 +4,8 @@ import hashlib
 import json
 import random
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from configure.schema import Section
 REPO_ROOT = Path(__file__).parents[2]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
+OPTIONS = ("model.n_hash_layer", "train.bias_update")  # keys that an entry may set beside its router
+BALANCE = {"train.balance_loss_coef": "loss", "train.bias_update_rate": "bias"}  # drawn keys, as the table has them
 
 
 class Task(NamedTuple):
@@ -124,9 +127,12 @@ class Protocol(Section):
             tasks |= dict.fromkeys(more, 0.0)
         return len(tasks)
 
-    def overrides(self, router: str, task: Task) -> list[str]:
-        """The command line of a run, but for its folder."""
-        values = {"model.router": router, **self.draw_settings()[task.draw], "run.seed": task.seed}
+    def overrides(self, router: str, task: Task, options: Mapping[str, Any] | None = None) -> list[str]:
+        """The command line of a run, but for its folder. Quantile balancing takes the place of the drawn balance."""
+        drawn, options = self.draw_settings()[task.draw], options or {}
+        if options.get("train.bias_update") == "quantile":
+            drawn = {key: value for key, value in drawn.items() if key not in BALANCE}
+        values = {"model.router": router, **drawn, **options, "run.seed": task.seed}
         if task.length != 1:
             steps = round(self.max_steps * task.length)
             values |= {"train.max_steps": steps, "eval.interval": steps}
@@ -142,6 +148,17 @@ def load_protocol(file: str) -> Protocol:
     fields |= {"windows": config.eval.windows, **table.get("track", {})}
     runs = Path(config.run.dir, f"track-{Path(file).stem}")
     return Protocol.model_validate({"file": file, "runs": runs, "fixed_sha256": digest(table), **fields})
+
+
+def read_options(file: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The settings KEY=VALUE that are not the defaults. Raises ValueError for other keys than OPTIONS, wrong values."""
+    keys = [text.partition("=")[0] for text in texts]
+    for key in keys:
+        if key not in OPTIONS:
+            raise ValueError(f"--set {key}: an entry may set {' and '.join(OPTIONS)}; all else is fixed or drawn")
+    config = configure.load(file, texts)
+    values = {key: attrgetter(key)(config) for key in keys}
+    return {key: value for key, value in values.items() if value != configure.KEYS[key]["default"]}
 
 
 def digest(value: object) -> str:

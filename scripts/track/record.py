@@ -8,7 +8,7 @@ from typing import Any
 
 from common.files import write_atomic
 from router import ROUTERS, find_spec
-from scripts.track.protocol import Protocol, Task, digest
+from scripts.track.protocol import Protocol, Task, digest, read_options
 
 FORMAT = 1
 LARGEST = 150_000  # bytes of a record
@@ -17,7 +17,7 @@ TOLERANCE = 1e-6  # nats per byte: losses by document are rounded
 Record = dict[str, Any]
 
 
-def new_record(protocol: Protocol, name: str, router: str) -> Record:
+def new_record(protocol: Protocol, name: str, router: str, options: Mapping[str, Any] | None = None) -> Record:
     """A record without runs."""
     return {
         "format": FORMAT,
@@ -28,6 +28,7 @@ def new_record(protocol: Protocol, name: str, router: str) -> Record:
         "name": name,
         "router": router,
         "formula": repr(find_spec(router)),
+        "options": dict(options or {}),
         "draft": protocol.draft,
         "settings": protocol.draw_settings(),
         "runs": [],
@@ -121,6 +122,9 @@ def _find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str
     if record["settings"] != protocol.draw_settings():
         faults.append(f"its settings are not the protocol's draws; {again}")
     faults += find_router_faults(record, again)
+    options = record.get("options", {})  # older records lack it
+    if options != read_options(protocol.file, [f"{key}={value}" for key, value in options.items()]):
+        faults.append(f"its options {options} are not as `enter` writes them; {again}")
     if record.get("summary") != summarize(record):
         faults.append(f"its summary is not that of its losses, which give {summarize(record)}")
     if "step_ms" not in record and record["name"] != protocol.reference:
@@ -134,8 +138,8 @@ def find_router_faults(record: Record, again: str) -> list[str]:
     known = find_spec(router) if router in ROUTERS or "," in router else record["formula"]
     if record["formula"] != str(known):
         faults.append(f"its formula is {record['formula']}, and router.py has {known}; {again}")
-    if record["name"] in ROUTERS and record["name"] != router:
-        faults.append(f"it is of the router {router}, not of {record['name']}; {again}")
+    if record["name"] in ROUTERS and (record["name"] != router or record.get("options")):
+        faults.append(f"it is of the router {router} {record.get('options') or ''}, not of {record['name']}; {again}")
     return faults
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from common.files import write_atomic
 from common.text import markdown_table
 from scripts.report.style import save_figure, style
-from scripts.track.protocol import REPO_ROOT, Protocol
+from scripts.track.protocol import BALANCE, REPO_ROOT, Protocol
 from scripts.track.record import find_diverged, judged_runs, task_of
 from scripts.track.verdicts import Row, describe_judgement
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # it may not be installed
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
-BALANCE = {"train.balance_loss_coef": "loss", "train.bias_update_rate": "bias"}
 
 
 def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
@@ -60,6 +59,8 @@ def format_measures(row: Row) -> list[str]:
     norms = np.mean([run["gate_norm"] for run in runs if "gate_norm" in run] or [[math.nan] * 2], axis=0)
     settings: dict[str, Any] = record["summary"]["settings"]
     balance = [f"{text} {settings[key]:g}" for key, text in BALANCE.items() if key in settings]
+    if record.get("options", {}).get("train.bias_update") == "quantile":
+        balance = ["quantile"]
     return [
         "" if math.isnan(norms[0]) else f"{norms[0]:.2f} → {norms[1]:.2f}",
         mean("load_imbalance", ".1f"),
