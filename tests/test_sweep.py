@@ -240,12 +240,12 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     said = capfd.readouterr()
     assert "says" not in said.out
     for point in ("dense 0", "dense 1", "kern 0", "kern 1"):
-        name = f"tiny-{point}".replace(" 0", "").replace(" 1", "-seed1")
+        name = f"tiny-{point}".replace(" ", "-seed")
         assert (runs / name / "train.log").read_text() == f"says {point}\n"
     assert len(commands(said.out)) == 4
-    assert f"[1/4] exit code 1: {runs}/tiny-dense\n" in said.out and "exit code 0: " in said.out
+    assert f"[1/4] exit code 1: {runs}/tiny-dense-seed0\n" in said.out and "exit code 0: " in said.out
     failed = sorted(line.rpartition("# log: ")[2] for line in said.err.splitlines())
-    assert failed == [f"{runs}/tiny-dense-seed1/train.log", f"{runs}/tiny-dense/train.log"]
+    assert failed == [f"{runs}/tiny-dense-seed0/train.log", f"{runs}/tiny-dense-seed1/train.log"]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """The style of its router. Arms of the only router have colours of their own; else their markers' faces differ."""
+    """The style of its router. Arms of the only router have their own colours; else faces of markers and shades differ."""
     look = style(arm.router) | {"markersize": 5, "linewidth": 1.4}
     twins = [other for other in setting.arms if other.router == arm.router]
     place = twins.index(arm)
@@ -79,7 +79,7 @@ def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
         look["color"] = matplotlib.colormaps["viridis"](0.9 * place / (len(twins) - 1))
         look["marker"] = "os^DvP*X"[place % 8]
     elif len(split_rows(setting)) == 1:
-        look["fillstyle"] = FACES[place % len(FACES)]
+        look |= {"fillstyle": FACES[place % len(FACES)], "alpha": 1 - 0.6 * place / len(twins)}
     return look
 
 
@@ -121,14 +121,12 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
 def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect) -> None:
     """Lines with bands in their colour; one or two values of the key are markers with bars, without a line.
 
-    Over steps the y-axis leaves out the first quarter, which is steep.
+    Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a run that is there.
     """
-    late = []
+    late: list[float] = []
     places = place_values(axes, setting) if setting.key else {}
-    for i, arm in enumerate(arms):
-        points = collect(arm)
-        if not points:
-            continue
+    of_arms = {arm: points for arm in arms if (points := collect(arm))}
+    for i, (arm, points) in enumerate(of_arms.items()):
         look, xs = style_arm(setting, arm), [places.get(x, x) for x in points]
         means, lows, highs = zip(*points.values(), strict=True)
         if setting.key and len(points) <= 2:
@@ -138,8 +136,10 @@ def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Colle
             axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         every = max(1, len(points) // MARKERS)
         axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
-        late += means[len(means) // 4 :]
-    if not setting.key and late and max(late) > min(late):
+        if not setting.key:
+            start = max(map(max, of_arms.values())) / 4
+            late += [mean for x, mean in zip(xs, means, strict=True) if x >= start] or means[-1:]
+    if late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
 
