@@ -13,7 +13,7 @@ from configure.schema import KEYS, SECTIONS, Config
 OTHER_NAMES = {  # what other projects call our keys
     "optim.lr": "learning_rate",
     "optim.min_lr_ratio": "min_lr",
-    "train.batch_size": "batch per_device_train_batch_size",
+    "train.batch_size": "batch",
     "train.micro_batch_size": "gradient_accumulation_steps",
     "train.max_steps": "steps max_iters lr_decay_iters epochs num_train_epochs",
     "model.n_layer": "layers num_layers num_hidden_layers",
@@ -23,12 +23,8 @@ OTHER_NAMES = {  # what other projects call our keys
     "model.vocab_size": "vocab",
     "model.n_expert": "experts num_experts num_local_experts",
     "model.top_k": "topk num_experts_per_tok",
-    "model.expert_hidden": "moe_intermediate_size",
     "data.name": "dataset",
-    "eval.windows": "eval_iters",
     "log.wandb": "wandb_log",
-    "log.project": "wandb_project",
-    "run.name": "wandb_run_name",
     "run.dir": "out_dir output_dir",
 }
 

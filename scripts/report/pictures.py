@@ -71,7 +71,7 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """The style of its router. Arms of the only router have their own colours; else faces of markers and shades differ."""
+    """The style of its router. Arms of the only router have colours of their own; else faces and shades differ."""
     look = style(arm.router) | {"markersize": 5, "linewidth": 1.4}
     twins = [other for other in setting.arms if other.router == arm.router]
     place = twins.index(arm)

@@ -15,7 +15,7 @@ from scripts.report.runs import Run
 
 COLUMNS = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f", "perf/mfu": ".1%"}
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
-HEAD = ("run", "state", "step", "loss", "val loss", "tokens/s", "MFU", "left", "trouble")
+HEAD = ("run", "state", "step", "train loss", "val loss", "tokens/s", "MFU", "left", "trouble")
 
 
 @dataclass(frozen=True)
