@@ -106,7 +106,7 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     figure.suptitle(fill(setting.label, 100), fontsize=11)
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
-        draw_panel(axes, setting, arms, collect)
+        draw_panel(axes, setting, arms, collect, bars=title.startswith("minus "))
         axes.set(xlabel=name_axis(setting.key) or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
@@ -118,8 +118,10 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     return figure
 
 
-def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect) -> None:
-    """Lines with bands in their colour; one or two values of the key are markers with bars, without a line.
+def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect, bars: bool) -> None:
+    """Lines with bands in their colour, or with `bars`, which do not fill the panel where they are long.
+
+    One or two values of the key are markers with bars, without a line.
 
     Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a run that is there.
     """
@@ -131,6 +133,7 @@ def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Colle
         means, lows, highs = zip(*points.values(), strict=True)
         if setting.key and len(points) <= 2:
             look["linestyle"] = "none"
+        if bars or look["linestyle"] == "none":
             axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
         else:
             axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
