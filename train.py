@@ -40,7 +40,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a t
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 
@@ -160,13 +160,16 @@ def forward_backward(
     return stats, losses
 
 
-def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTasks | None = None) -> None:
+def train(
+    config: configure.Config, stop: Stop | None = None, open_tasks: OpenTasks | None = None, notes: Iterable[str] = ()
+) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
         open_tasks: `eval.in_loop.open_tasks`, which scores the model on eval.tasks; needed with those alone.
+        notes: lines to print once nothing is left that could refuse the run.
 
     Raises:
         RunError: the run cannot start or continue.
@@ -178,6 +181,8 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
         return distributed.print_once(line)
     distributed.set_determinism(config.train.deterministic)
     plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
+    for note in notes:
+        distributed.print_once(note)
     seed, max_steps = config.run.seed, config.train.max_steps
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
@@ -244,19 +249,19 @@ def train(config: configure.Config, stop: Stop | None = None, open_tasks: OpenTa
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line; every error that a user can mend is one message. Returns the exit code."""
-    config = read_config(argv)
+    config, notes = read_config(argv), []
     try:
         if "--fresh" in argv:
             config = renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
-            config = find_or_rename(config)
+            config = find_or_rename(config, notes.append)
         distributed.pick_device(config.train.device)  # and the tasks' names: for a finished run, too
         open_tasks = None
         if config.eval.task_names:
             from eval.in_loop import check_tasks, open_tasks
 
             check_tasks(config)
-        train(config, stop, open_tasks)
+        train(config, stop, open_tasks, notes)
         distributed.print_once(NEXT.format(run=path_of(config)))
     except Stopped as stopped:
         distributed.print_once(str(stopped))

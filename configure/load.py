@@ -9,7 +9,7 @@ its values, or several linked keys with rows of values. The points of the sweep 
     "run.seed" = [0, 1, 2]
 
 An override of its keys closes an axis; a run needs all axes closed. A run without a name is named after the file, the
-router, the axes' values, and the seed where it differs from the file's.
+router, the axes' values, and the seed where there are several or the command line sets it.
 """
 
 import difflib
@@ -152,20 +152,20 @@ def _shorten_warmup(values: dict[str, Any], read: Settings) -> int:
 
 
 def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
-    """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if not the file's.
+    """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if it was chosen.
 
-    So seeds may be added to a finished run. `folder.find_or_rename` finds a run of before another axis was added. A
-    branch is named after its trunk and its steps instead: TRUNK-800to1000.
+    `folder.find_or_rename` finds a run of before seeds or another axis were added. A branch is named after its trunk
+    and its steps instead: TRUNK-800to1000.
     """
     seed = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
     parts, named = [stem, values["model.router"]], ["model.router", "run.seed"]
     if trunk := values["train.branch_from"]:
         parts = [f"{Path(trunk).name}-{values['train.branch_step']}to{values['train.max_steps']}"]
         named += ["train.branch_from", "train.branch_step", "train.max_steps"]
-        seed = values["run.seed"]
     others = [[key for key in keys if key not in named] for keys in read.axes]
     shown = [keys[0] for keys in others if keys]
-    if values["run.seed"] != seed:
+    chosen = {*read.given, *itertools.chain(*read.axes)}
+    if not trunk and (values["run.seed"] != seed or "run.seed" in chosen):
         shown.append("run.seed")
     for key in shown:
         value = values[key]
@@ -255,7 +255,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _suggest_file(path: Path) -> str:
     """The remedy for a config file that cannot be read: the file of the nearest name, or those in its folder."""
     is_folder = os.path.isdir(path)
-    nearby = sorted((path if is_folder else path.parent).glob("*.toml"))
+    nearby = sorted({*(path if is_folder else path.parent).glob("*.toml")} - {Path("pyproject.toml")})
     by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
     nearest = [] if is_folder else difflib.get_close_matches(path.stem, by_stem, n=1)
     if nearest:

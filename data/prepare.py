@@ -39,6 +39,7 @@ from data.writer import PROGRESS_FILE, Writer, describe_changes, find_revision, 
 LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
 END_BYTES = 2**20  # of each end of a large input that are hashed
 WORKER_BYTES = 2**25  # of input that are worth starting one more worker for
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a set
 SAVE_BYTES = 2**26  # of input after which progress is recorded
 
 
@@ -74,7 +75,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--val-source", nargs="+", default=[], metavar="PATH", help="validation files; all of --source is for training")
     add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
     add("--text-field", default="text", metavar="FIELD", help="field of JSON rows or parquet (default: %(default)s)")
-    add("--name", help="name of the data set (default: the corpus')")
+    add("--name", help="name of the data set (default: that of the file or corpus)")
     add("--tokenizer", metavar="NAME", help="bytes, gpt2, or a folder with tokenizer.json (default: see --list)")
     add("--bpe-ranks", metavar="FILE", help="GPT-2's BPE file (default: tiktoken's cache, then its download)")
     add("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
@@ -91,7 +92,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     source = SOURCES[args.corpus]
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
-    args.name = args.name or args.corpus
+    args.name = args.name or name_set(args.corpus, args.source)
     args.tokenizer = args.tokenizer or source.tokenizer
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
@@ -99,6 +100,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     _check_source(args)
     _check_output(args)
     return args
+
+
+def name_set(corpus: str, source: list[str]) -> str:
+    """The corpus' name; of the corpus `text` that of its only file or folder, where a set can be called that."""
+    name = Path(source[0]).resolve().name.partition(".")[0] if corpus == "text" and len(source) == 1 else ""
+    return name if re.fullmatch(NAME, name) and name not in SOURCES else corpus
 
 
 def _check_source(args: argparse.Namespace) -> None:
@@ -125,7 +132,7 @@ def _check_output(args: argparse.Namespace) -> None:
         raise DataError("--val-source replaces --val-fraction: leave one of them out")
     if not args.val_source and not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.name) or args.name.endswith(".partial"):
+    if not re.fullmatch(NAME, args.name) or args.name.endswith(".partial"):
         raise DataError(f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end")
     if args.name != args.corpus and args.name in SOURCES:
         raise DataError(f"--name {args.name} is the name of a corpus: choose another")
@@ -210,7 +217,7 @@ def _tokenize(
                 progress.save(writer.partial)
     if progress.empty or progress.bad or progress.links:
         counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
-        counts += f", {plural(progress.links, 'link')} in archives" if progress.links else ""
+        counts += f", {plural(progress.links, 'link')} or paths out of archives" if progress.links else ""
         print(f"left out: {counts}")
     return {key: getattr(progress, key) for key in LEFT_OUT}
 

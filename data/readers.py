@@ -10,6 +10,7 @@ import io
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from common.text import first_line
@@ -39,7 +40,7 @@ class Raw(NamedTuple):
     is_json: bool  # one row of JSON, else text
     done: int  # bytes of the input read so far
     file: Input
-    is_link: bool = False  # in an archive, without content of its own
+    is_link: bool = False  # in an archive, without content of its own; or its path leads out of it
 
 
 def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
@@ -126,7 +127,8 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
             if not member.name.lower().endswith(TEXT):
                 continue
             where = f"{file.url}: {member.name}"
-            if member.islnk() or member.issym():
+            path = Path(member.name)
+            if member.islnk() or member.issym() or path.is_absolute() or ".." in path.parts:
                 yield Raw(where, b"", False, raw.tell(), file, is_link=True)
             elif member.isreg():
                 content = archive.extractfile(member)

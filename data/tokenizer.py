@@ -216,13 +216,13 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
             data = read_file_cached(RANKS_URL, RANKS_SHA256)
         actual = hashlib.sha256(data).hexdigest()
         fault = f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}" if actual != RANKS_SHA256 else ""
-    except (requests.RequestException, OSError, ValueError) as error:
-        data, download = b"", "" if ranks else f", nor download it from {RANKS_URL}"
-        fault = f"cannot read GPT-2's BPE file{download} ({type(error).__name__}: {first_line(error)})"
+    except requests.RequestException as error:
+        data, fault = b"", f"no such file, and its download fails ({type(error).__name__})"
+    except (OSError, ValueError) as error:
+        data, fault = b"", f"cannot read GPT-2's BPE file ({first_line(error)})"
     if fault:
         raise DataError(
-            f"{path}: {fault}. Pass the file with --bpe-ranks FILE, or save it as {cached.name} in the folder "
-            f"TIKTOKEN_CACHE_DIR; PyPI has it in {WHISPER}.tar.gz, whisper/assets/{RANKS_FILE}. "
-            f"--tokenizer bytes does without"
+            f"{path}: {fault}. Prepare with --tokenizer bytes, which needs no file, or put GPT-2's BPE file there or "
+            f"into --bpe-ranks FILE: PyPI has it in {WHISPER}.tar.gz, whisper/assets/{RANKS_FILE}"
         )
     return data

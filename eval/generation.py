@@ -1,4 +1,4 @@
-"""Generate text token by token: how a token is sampled, and the forward passes between two samples."""
+"""Generate text: how a token is sampled, the forward passes between two samples, and what becomes of prompts."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention import KVCache
+from data.tokenizer import Tokenizer
 from model import GPT
 
 GREEDY = 1e-4  # a temperature below this takes the most likely token: dividing logits by it could overflow
@@ -93,3 +94,42 @@ def generate(
             return
         new = token[:, None]
         idx = torch.cat([idx, new], dim=1)
+
+
+def begin_document(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]:
+    """The ids of a text after the token that begins a document. Raises ValueError if they exceed `block_size`."""
+    ids = tokenizer.encode(text)
+    if len(ids) + 1 > block_size:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees at most {block_size} "
+            f"(model.block_size); shorten it"
+        )
+    return [tokenizer.eot, *ids]
+
+
+def continue_prompts(
+    model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], count: int, params: SamplingParams, seed: int, end: bool
+) -> Iterator[list[list[int]]]:
+    """Continue prompts, each the beginning of a document, by `count` tokens at most, or if `end` to its end.
+
+    Yields each text's ids so far, without end-of-text, after each step: the same lists. Raises as `begin_document`.
+    """
+    rows = [begin_document(tokenizer, prompt, model.config.block_size) for prompt in prompts]
+    texts, last = [row[1:] for row in rows], tokenizer.eot if end else None
+    generator = torch.Generator(model.head.device).manual_seed(seed)
+    for tokens in generate(model, rows, count, params, generator, tokenizer.vocab_size, last):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None and token != last:
+                text.append(token)
+        yield texts
+
+
+def generate_text(
+    model: GPT, tokenizer: Tokenizer, prompt: str, tokens: int = 200, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """A prompt, the beginning of a document, with its continuation by at most `tokens` tokens.
+
+    Temperature 0 takes the most likely token; equal seeds give equal texts. Raises ValueError as `begin_document` does.
+    """
+    *_, (text,) = continue_prompts(model, tokenizer, [prompt], tokens, SamplingParams(temperature), seed, end=True)
+    return tokenizer.decode(text)

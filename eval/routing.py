@@ -5,6 +5,7 @@
     python -m eval.routing runs/quickstart-kern --other-checkpoint 500            or two checkpoints of one run
     python -m eval.routing runs/quickstart-softmax --trace FILE.npz               each token's experts and gates
     python -m eval.routing runs/quickstart-kern --replay FILE.npz                 the loss with those experts
+    python -m eval.routing runs/quickstart-kern --text "for i in range(3):"       experts and gates of each token
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
 earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32, in memory that does
@@ -37,6 +38,7 @@ from data.bins import Tokens
 from data.loader import windows
 from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
+from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation
 from model import GPT
@@ -114,6 +116,26 @@ def record_routing(model: GPT, idx: Tensor) -> list[Routing]:
     with record_decisions(model) as decisions:
         model.hidden(idx)
     return decisions
+
+
+@torch.no_grad()
+def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], Tensor, Tensor]:
+    """Run a text, the beginning of a document, through a model.
+
+    Returns:
+        Its T tokens; the experts that each of L layers with experts chooses for them (L, T, K) int64, by descending
+        score; and their gates (L, T, K).
+
+    Raises:
+        ValueError: the text is longer than block_size, or the model is dense.
+    """
+    ids = begin_document(tokenizer, text, model.config.block_size)
+    decisions = record_routing(model, torch.tensor([ids], device=model.head.device))
+    if not decisions:
+        raise ValueError("a dense model has no router: load a run with another model.router")
+    experts = torch.stack([layer.experts[1:] for layer in decisions])
+    gates = torch.stack([layer.weights[1:] for layer in decisions])
+    return [tokenizer.decode([i]) for i in ids[1:]], experts.cpu(), gates.cpu()
 
 
 @torch.no_grad()
@@ -317,6 +339,15 @@ def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
     return ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"], rows
 
 
+def summarize_text(tokens: list[str], experts: Tensor, gates: Tensor) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of what `route_text` returns."""
+    rows = [[repr(token)] for token in tokens]
+    for layer in zip(experts.tolist(), gates.tolist(), strict=True):
+        for row, chosen, weights in zip(rows, *layer, strict=True):
+            row.append("  ".join(f"{e:>3} ({g:.2f})" for e, g in zip(chosen, weights, strict=True)))
+    return ["token", *("expert (gate)" for _ in experts)], rows
+
+
 def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of how far two models agree, one line per layer."""
     rows = []
@@ -346,8 +377,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)"
     )
     traces.add_argument("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
+    add("--text", help="print where its tokens go, and nothing else")
     add_device_argument(parser)
     args = parser.parse_args(argv)
+    if args.text is not None:
+        trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+        return print(text_table(*summarize_text(*route_text(trained.model, tokenizer, args.text))))
     if args.trace or args.replay:
         return trace_routing(args)
     report, folder = measure_routing(args)

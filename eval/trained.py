@@ -13,6 +13,7 @@ from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint
 from runtime.folder import explain_missing
+from runtime.metrics import read_metrics
 
 
 class Trained(NamedTuple):
@@ -23,6 +24,7 @@ class Trained(NamedTuple):
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
     metadata: dict[str, Any]  # stored in the checkpoint besides tensors: the data's sha256, the wandb id
+    folder: Path  # runs/<name>
     ema: bool = False  # the running mean (train.ema_decay) in place of the weights
 
     @property
@@ -32,6 +34,11 @@ class Trained(NamedTuple):
         if self.ema:
             return f"{name}_ema"
         return f"{name}_mean{self.average}" if self.average > 1 else name
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: `step` and `tokens`, and `train/loss` or `val/loss` with what else was logged."""
+        return read_metrics(self.folder / "metrics.jsonl")
 
     @property
     def mean(self) -> str:
@@ -89,7 +96,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
         model.load_state_dict({name: total / average for name, total in sums.items()})
     if config.data.document_mask:
         model.document_token = metadata["document_token"]
-    return Trained(model, config, steps[-1], average, metadata, ema)
+    return Trained(model, config, steps[-1], average, metadata, folder, ema)
 
 
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:

@@ -383,4 +383,6 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _last_line(error: BaseException) -> str:
     """What torch's checkpoint errors say: the cause stands in their last line."""
+    if "inline_container" in str(error):  # torch's archive, of the disk's own error
+        return "a file was cut short"
     return str(error).strip().split("\n")[-1] or type(error).__name__

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from operator import attrgetter
@@ -134,15 +134,16 @@ class RunFolder:
     def describe_finished(self, config: Config) -> str | None:
         """One line on the run in it if its newest intact checkpoint is the end, else None. Raises RunError as above."""
         self.find_changes(config)
+        damages = ""
         for step in reversed(checkpoint.steps(self.checkpoints)):
             if not self.is_finished(config, step):
-                return None
+                return None  # the start says what is damaged
             try:
                 checkpoint.verify(checkpoint.folder_of(self.checkpoints, step))
             except checkpoint.DamagedError as error:
-                print_once(f"warning: {error}")
+                damages += f"warning: {error}\n"
                 continue
-            return f"{self}: finished already, {self.describe_result(step)}"
+            return f"{damages}{self}: finished already, {self.describe_result(step)}"
         return None
 
     def describe_result(self, step: int) -> str:
@@ -206,12 +207,12 @@ class RunFolder:
             write_atomic(self.path / "config.toml", configure.dumps(config), durable=True)
 
 
-def find_or_rename(config: Config) -> Config:
+def find_or_rename(config: Config, tell: Callable[[str], object] = print_once) -> Config:
     """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
 
     The same config always finds its own folder, be it one of a shorter name (its sweep had fewer axes then). If
-    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001; one line
-    says so.
+    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001; `tell` is
+    called with a line that says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -234,7 +235,7 @@ def find_or_rename(config: Config) -> Config:
         parts.append(value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}")
     suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))[:MAX_SUFFIX]
     config = _under_free_name(replace(config, "run", name=f"{name}-{suffix}"))
-    print_once(f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}")
+    tell(f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}")
     return config
 
 

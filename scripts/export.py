@@ -48,8 +48,8 @@ ODD_TEXTS = [
 def load_source(run: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Source:
     """Load a run's model and tokenizer. The arguments are those of `eval.trained.load_model`."""
     trained, tokenizer = load_run(run, step, average, ema)
-    model, config, step, _, metadata, _ = trained
-    return Source(Path(run), tokenizer, trained.label, trained.mean, model, config, step, metadata)
+    model, config, step, _, metadata, folder, _ = trained
+    return Source(folder, tokenizer, trained.label, trained.mean, model, config, step, metadata)
 
 
 def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str = "float32") -> None:

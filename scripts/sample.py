@@ -12,11 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
 from common.command import build_parser, command, run_command
 from data.tokenizer import Tokenizer
-from eval.generation import SamplingParams, generate
+from eval.generation import SamplingParams, continue_prompts
 from eval.trained import add_device_argument, add_run_arguments, load_run
 from model import GPT
 from runtime import distributed
@@ -26,17 +24,8 @@ def print_continuations(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace, params: SamplingParams
 ) -> None:
     """Print each prompt and its continuation: a single one while it is sampled, several at the end."""
-    generator = torch.Generator(model.head.device).manual_seed(args.seed)
-    texts = [tokenizer.encode(prompt) for prompt in prompts]
-    end = None if args.ignore_end else tokenizer.eot
-    printed, count, begin = "", 0, time.perf_counter()
-    rows = [[tokenizer.eot, *ids] for ids in texts]
-    for tokens in generate(model, rows, args.tokens, params, generator, tokenizer.vocab_size, end):
-        for text, token in zip(texts, tokens, strict=True):
-            if token is not None:
-                count += 1
-                if token != end:
-                    text.append(token)
+    printed, texts, begin = "", [], time.perf_counter()
+    for texts in continue_prompts(model, tokenizer, prompts, args.tokens, params, args.seed, not args.ignore_end):
         if len(prompts) == 1:
             text = tokenizer.decode(texts[0]).rstrip("\ufffd")  # a character waits for its last byte
             if len(text) > len(printed):
@@ -48,16 +37,8 @@ def print_continuations(
     else:
         for number, text in enumerate(texts, 1):
             print(f"--- {number} ---\n{tokenizer.decode(text)}")
+    count = sum(map(len, texts)) - sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     print(f"{count} tokens, {count / seconds:,.1f} tokens/s", file=sys.stderr)
-
-
-def check_prompt_length(ids: Sequence[int], block_size: int) -> None:
-    """Raise ValueError if a prompt, after the token that begins a document, exceeds `block_size`."""
-    if len(ids) + 1 > block_size:
-        raise ValueError(
-            f"a prompt of {len(ids)} tokens: with the token that begins a document the model sees at most {block_size} "
-            f"(model.block_size); shorten it"
-        )
 
 
 def answer_prompts(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, params: SamplingParams) -> None:
@@ -67,9 +48,7 @@ def answer_prompts(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, p
         print("one prompt per line, an empty one starts a document; Ctrl-D ends", file=sys.stderr)
     while True:
         try:
-            prompt = input("> " if interactive else "")
-            check_prompt_length(tokenizer.encode(prompt), model.config.block_size)
-            print_continuations(model, tokenizer, [prompt], args, params)
+            print_continuations(model, tokenizer, [input("> " if interactive else "")], args, params)
         except (EOFError, KeyboardInterrupt):
             return
         except ValueError as error:
@@ -95,8 +74,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    for prompt in args.prompt:
-        check_prompt_length(tokenizer.encode(prompt), trained.config.model.block_size)
     model = trained.model.to(distributed.pick_device(args.device))
     if args.prompt:
         print_continuations(model, tokenizer, args.prompt, args, params)

@@ -24,13 +24,13 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import configure
 from common.command import build_parser, command, run_command
-from common.text import plural, text_table
+from common.text import plural
 from configure import Config, ConfigError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
@@ -38,9 +38,9 @@ from runtime.branch import find_branch
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder
 from runtime.memory import format_bytes
-from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import plan
+from scripts.watch.__main__ import format_table
 
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
@@ -144,16 +144,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         return 0
     code = Pool(file, left, shares).run(stop or Stop())
     if code != EXIT_CODE:
-        print(f"\n{format_results(points)}\n\n{report_command(points)}", flush=True)
+        folders = [point.folder for point in points]
+        begin = shlex.quote(os.path.commonprefix([*map(str, folders)]))
+        print(f"\n{format_table(folders)}\n\npython -m scripts.report {begin}*", flush=True)
     return code
-
-
-def report_command(points: list[Point]) -> str:
-    """The command that compares the points' runs; many of them as a pattern."""
-    folders = [str(point.folder) for point in points]
-    if len(folders) > 3:
-        return f"python -m scripts.report {shlex.quote(os.path.commonprefix(folders))}*"
-    return shlex.join(["python", "-m", "scripts.report", *folders])
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
@@ -317,20 +311,6 @@ class Pool:
         with log as out:  # in a process group of its own Ctrl-C reaches only the sweep, which passes it on once
             process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow)
         self.running.append(Job(point, gpus, process))
-
-
-def format_results(points: list[Point]) -> str:
-    """A table of all points: folder, step, last losses and tokens/s."""
-    columns = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f"}
-    rows = []
-    for point in points:
-        values: dict[str, Any] = {"step": 0}
-        with suppress(RunError):  # a broken file: the table has no numbers of it
-            for line in read_metrics(point.folder / "metrics.jsonl"):
-                values |= line
-        numbers = [format(values[name], style) if name in values else "-" for name, style in columns.items()]
-        rows.append([str(point.folder), f"{values['step']:,} of {point.config.train.max_steps:,}", *numbers])
-    return text_table(["folder", "step", "train loss", "val loss", "tokens/s"], rows)
 
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:

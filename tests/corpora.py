@@ -94,14 +94,16 @@ def corpus_texts(n: int = 40) -> list[str]:
 def run(tmp_path, capsys, monkeypatch):
     """What the command prints; its exit code must be `code`.
 
-    Sets are below tmp_path/out, and the tokenizer is bytes by default. A few documents are split as many are.
+    Sets are below tmp_path/out. The tokenizer is bytes by default, the name the corpus'. A few documents are split as
+    many are.
     """
     monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
 
     def run(*args, code=0, main=prepare.main) -> str:
         args = [*map(str, args), "--out", str(tmp_path / "out")]
-        if main is prepare.main and "--tokenizer" not in args:
-            args += ["--tokenizer", "bytes"]
+        if main is prepare.main:
+            defaults = {"--tokenizer": "bytes"} | ({"--name": "text"} if args[0] == "text" else {})
+            args += [word for option, value in defaults.items() if option not in args for word in (option, value)]
         ended = main(args)
         printed = capsys.readouterr()
         assert ended == code and ("error: " in printed.err) == (code == 2), printed

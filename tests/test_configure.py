@@ -87,6 +87,7 @@ def test_two_settings_of_a_branch_give_the_third(write):
 @pytest.mark.parametrize(("line", "names"), [
     ("train.lr = 1e-3", "train.lr = 0.001: unknown key; did you mean 'optim.lr'?"),
     ("model.n_heads = 8", "model.n_heads = 8: unknown key; did you mean 'model.n_head'?"),
+    ("optim.learning_rate = 1", "did you mean 'optim.lr'?"),
     ("evall.interval = 8", "did you mean 'eval.interval'?"),
     ("n_layer = 8", "did you mean 'model.n_layer'?"),
     ("train = 3", "train = 3: is a section"),

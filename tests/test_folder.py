@@ -83,9 +83,12 @@ def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(t
     for lr, said in (("3e-3", "runs/tiny-kern: kern"), ("1e-3", "runs/tiny-kern-lr0.001: kern")):
         tiny_file.write_text(text.replace("lr = 3e-3", f"lr = {lr}"))
         assert not is_name_chosen(tiny_file) and train.main([str(tiny_file)]) == 0
-        assert said in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert said in printed and ("this one goes to" in printed) == ("lr0.001" in said)
         assert train.main([str(tiny_file)]) == 0
         assert f"{said.split(':')[0]}: finished already, 4 steps" in capsys.readouterr().out
+    assert train.main([str(tiny_file), "--optim.lr=1", "--data.name=nowhere"]) == 2
+    assert capsys.readouterr().out == ""  # no folder is announced
     assert train.main([str(tiny_file), "--run.name=tiny-kern"]) == 2
     assert "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001" in capsys.readouterr().err
 

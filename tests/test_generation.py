@@ -15,6 +15,7 @@ from runs import REPO_ROOT
 import configure
 import train
 from eval import generation
+from eval.trained import load_run
 from model import GPT
 from runtime.folder import path_of
 from scripts import sample
@@ -115,20 +116,24 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
     assert text("--seed", "1") == first
     assert text("--seed", "2") != first
     assert text("--step", "2", "--seed", "1") != first  # the weights of another checkpoint
-    assert text("--temperature", "0", "--seed", "1") == text("--top-k", "1", "--seed", "2")
+    greedy = text("--temperature", "0", "--seed", "1")
+    assert greedy == text("--top-k", "1", "--seed", "2")
+    run, tokenizer = load_run(trained)
+    for options, printed in (({"seed": 1}, first), ({"temperature": 0}, greedy)):
+        assert generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options) == printed[:-1]
 
 
 def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch):
     """The pieces are the text; a character of several bytes waits for its last one. The prompt begins a document."""
     ids, asked, written = iter([*"é€x".encode(), 256, 0]), [], []
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7)))
+    monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7)))
     monkeypatch.setattr("builtins.print", lambda *words, **_: written.append("".join(map(str, words))))
     assert sample.main([str(trained), "--prompt", "à"]) == 0
     assert written[:-1] == ["à", "é", "€", "x", ""]
-    assert re.fullmatch(r"7 tokens, [\d,.]+ tokens/s", written[-1])
+    assert re.fullmatch(r"6 tokens, [\d,.]+ tokens/s", written[-1])
     (_, prompts, count, _, _, vocab_size, end) = asked[0]
     assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
-    monkeypatch.setattr(sample, "generate", lambda *args: asked.append(args) or [])
+    monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or ([97] for _ in range(3)))
     assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
     assert asked[1][2] == 7 and asked[1][-1] is None
 

@@ -147,8 +147,10 @@ def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "3.txt"
             archive.addfile(member)
+        for name in ("../out.txt", "in/../../out.txt", "/out.txt"):
+            archive.addfile(tarfile.TarInfo(name))
     args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
-    assert "left out: 0 empty documents, 0 that cannot be read, 2 links in archives" in run(*args)
+    assert "left out: 0 empty documents, 0 that cannot be read, 5 links or paths out of archives" in run(*args)
     assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
-    assert read_meta(tmp_path / "out/text").source["links"] == 2
+    assert read_meta(tmp_path / "out/text").source["links"] == 5
     assert "already there" in run(*args)

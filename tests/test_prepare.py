@@ -42,8 +42,8 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
     monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in.jsonl").write_bytes(jsonl(texts))
-        args = f"--source {folder}/in.jsonl --out {folder} --shard-tokens {9 * steps} --val-fraction {val_fraction}"
-        assert prepare.main(["text", *args.split()]) == 0
+        args = f"--source {folder}/in.jsonl --name text --out {folder} --shard-tokens {9 * steps}"
+        assert prepare.main(["text", *args.split(), "--val-fraction", str(val_fraction)]) == 0
         assert documents_of(Path(folder, "text")) == split_of(texts, val_fraction)
         check_dataset(Path(folder, "text"), any_tokenizer.vocab_size)
         assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
@@ -267,6 +267,14 @@ def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fractio
     out = run("pg19", "--val-fraction", fraction, code=2)
     assert f"none of 38 documents fell into {empty} at --val-fraction {fraction}: --val-fraction 0.026 makes" in out
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
+    for source, name in (("notes/", "notes"), ("a/my.book.txt.gz", "my"), ("arxiv.txt", "text"), ("é.txt", "text")):
+        assert prepare.parse_arguments(["text", "--source", source]).name == name
+    for args, name in (("text --source a.txt b.txt", "text"), ("shakespeare --source input.txt", "shakespeare")):
+        assert prepare.parse_arguments(args.split()).name == name
+    assert prepare.parse_arguments(["text", "--source", "a.txt", "--name", "b"]).name == "b"
 
 
 @pytest.mark.parametrize(

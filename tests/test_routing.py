@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -18,8 +19,8 @@ from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
 from eval import routing
-from eval.routing import compare_choices, count_routing, describe_layer, record_routing, shuffled_baseline
-from eval.trained import load_model
+from eval.routing import compare_choices, count_routing, describe_layer, record_routing, route_text, shuffled_baseline
+from eval.trained import load_model, load_run
 from model import GPT
 from router import ROUTERS, Routing
 from runtime.metrics import read_metrics
@@ -172,6 +173,21 @@ def test_command_compares_two_checkpoints(made, capsys):
     for number, (agreement, layer) in enumerate(zip(report["agreement"], layers, strict=True)):
         assert agreement == {"layer": number} | compare_choices(layer.agreement.numpy(), top_k=2)
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)
+
+
+def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
+    trained, tokenizer = load_run(made / "kern")
+    tokens, experts, gates = route_text(trained.model, tokenizer, "a bé")
+    assert tokens == ["a", " ", "b", "\ufffd", "\ufffd"] and experts.shape == gates.shape == (2, 5, 2)
+    whole = record_routing(trained.model, torch.tensor([[256, *"a bé and more".encode()]]))  # attention is causal
+    for layer, decided in enumerate(whole):
+        assert torch.equal(experts[layer], decided.experts[1:6])
+        near(gates[layer].flatten().tolist(), decided.weights[1:6].flatten().tolist(), 32, "gates")
+    _, _, *rows = call(routing.main, made / "kern", "--text", "a bé").splitlines()
+    assert [row.split()[0] for row in rows] == ["'a'", "'", "'b'", "'\ufffd'", "'\ufffd'"]
+    assert re.findall(r"(\d+) \(", rows[2]) == [str(expert) for expert in experts[:, 2].flatten().tolist()]
+    for name, text, message in (("kern", "x" * 32, "at most 32"), ("dense", "a", "a dense model has no router")):
+        assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
 def test_command_takes_another_set_and_a_mean(made):

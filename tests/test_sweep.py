@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from runs import REPO_ROOT, column
+from runs import REPO_ROOT
 from runs import run as train_run
 
 import configure
@@ -91,11 +91,6 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     out = call(sweep.main, sweep_file, "--dry-run")
     assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == ["3/4", "4/4"]
     assert f"[1/4] finished already: {points[0].folder}\n" in out
-    head, _, row, _, missing, _ = (re.split("  +", line) for line in sweep.format_results(points).splitlines())
-    assert head == ["folder", "step", "train loss", "val loss", "tokens/s"]
-    values = {name: column(train_run(points[0].config), name)[-1] for name in ("train/loss", "val/loss")}
-    assert row[:4] == [str(points[0].folder), "4 of 4", *(f"{value:.4f}" for value in values.values())]
-    assert missing == [str(points[2].folder), "0 of 4", "-", "-", "-"]
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
     for steps, done in ((6, 4), (3, 3)):
         assert sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0].steps_done() == done
@@ -124,7 +119,7 @@ def test_sweep_continues_after_a_failed_point_and_names_it(sweep_file, fake_trai
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
-    assert "says 0 kern\n" in said.out and "train loss" in said.out  # in sequence, output goes to the terminal
+    assert "says 0 kern\n" in said.out and "no runs in " in said.out  # in sequence, output goes to the terminal
     assert said.err == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense\n"
 
 
@@ -134,7 +129,7 @@ def test_a_point_that_was_stopped_stops_the_sweep(sweep_file, fake_trainer, monk
     assert sweep.main([str(sweep_file)]) == EXIT_CODE
     assert [note["point"] for note in fake_trainer()] == ["dense 0"]
     said = "".join(capfd.readouterr())
-    assert "failed" not in said and "train loss" not in said  # no table: it is not finished
+    assert "failed" not in said and "no runs in" not in said  # no table: it is not finished
 
 
 @pytest.mark.parametrize("words, says", [
@@ -240,12 +235,12 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     said = capfd.readouterr()
     assert "says" not in said.out
     for point in ("dense 0", "dense 1", "kern 0", "kern 1"):
-        name = f"tiny-{point}".replace(" 0", "").replace(" 1", "-seed1")
+        name = f"tiny-{point}".replace(" ", "-seed")
         assert (runs / name / "train.log").read_text() == f"says {point}\n"
     assert len(commands(said.out)) == 4
-    assert f"[1/4] exit code 1: {runs}/tiny-dense\n" in said.out and "exit code 0: " in said.out
+    assert f"[1/4] exit code 1: {runs}/tiny-dense-seed0\n" in said.out and "exit code 0: " in said.out
     failed = sorted(line.rpartition("# log: ")[2] for line in said.err.splitlines())
-    assert failed == [f"{runs}/tiny-dense-seed1/train.log", f"{runs}/tiny-dense/train.log"]
+    assert failed == [f"{runs}/tiny-dense-seed0/train.log", f"{runs}/tiny-dense-seed1/train.log"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_average_is_the_mean_of_the_last_checkpoints(run):
 
 def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     """The data set's; without the set, the known one of the same hash; never another."""
-    assert load_run(run)[1].eot == 256
+    trained, tokenizer = load_run(run)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert tokenizer.eot == 256 and [line["step"] for line in trained.metrics] == [line["step"] for line in lines]
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix()))
     assert load_run(run)[1].eot == 256

@@ -38,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
     parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
     parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
-    parser.add_argument(
-        "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside the runs)"
-    )
+    parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
     args = parser.parse_args(argv)
     if args.choose_on and not args.over:
         raise ValueError("--choose-on chooses a value of a key: name the key with --over")

@@ -23,10 +23,6 @@ class Comparison:
     difference: Difference
     verdict: Verdict
 
-    @property
-    def name(self) -> str:
-        return f"{self.left.label} against {self.right.label}"
-
 
 def estimate(
     setting: Setting, left: Arm, right: Arm, step: int | None = None, xs: Sequence[Any] | None = None

@@ -90,7 +90,8 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
     if comparisons:
         blocks.append(("table", *tables.build_pairs_table(comparisons)))
         if few := [pair.left.runs[-1] for pair in comparisons if pair.difference.seeds < MIN_SEEDS]:
-            blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=few[0].config.run.name, seed=few[0].seed + 1)]))
+            name = few[0].config.run.name.removesuffix(f"-seed{few[0].seed}")
+            blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=name, seed=few[0].seed + 1)]))
     if report.choose_on:
         best = tables.build_pairs_table(choose_best(setting, report.choose_on))
         blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]

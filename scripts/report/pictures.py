@@ -71,7 +71,7 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """The style of its router. Arms of the only router have colours of their own; else their markers' faces differ."""
+    """The style of its router. Arms of the only router have colours of their own; else faces and shades differ."""
     look = style(arm.router) | {"markersize": 5, "linewidth": 1.4}
     twins = [other for other in setting.arms if other.router == arm.router]
     place = twins.index(arm)
@@ -79,7 +79,7 @@ def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
         look["color"] = matplotlib.colormaps["viridis"](0.9 * place / (len(twins) - 1))
         look["marker"] = "os^DvP*X"[place % 8]
     elif len(split_rows(setting)) == 1:
-        look["fillstyle"] = FACES[place % len(FACES)]
+        look |= {"fillstyle": FACES[place % len(FACES)], "alpha": 1 - 0.6 * place / len(twins)}
     return look
 
 
@@ -106,7 +106,7 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     figure.suptitle(fill(setting.label, 100), fontsize=11)
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
-        draw_panel(axes, setting, arms, collect)
+        draw_panel(axes, setting, arms, collect, bars=title.startswith("minus "))
         axes.set(xlabel=name_axis(setting.key) or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
@@ -118,28 +118,31 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     return figure
 
 
-def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect) -> None:
-    """Lines with bands in their colour; one or two values of the key are markers with bars, without a line.
+def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect, bars: bool) -> None:
+    """Lines with bands in their colour, or with `bars`, which do not fill the panel where they are long.
 
-    Over steps the y-axis leaves out the first quarter, which is steep.
+    One or two values of the key are markers with bars, without a line.
+
+    Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a run that is there.
     """
-    late = []
+    late: list[float] = []
     places = place_values(axes, setting) if setting.key else {}
-    for i, arm in enumerate(arms):
-        points = collect(arm)
-        if not points:
-            continue
+    of_arms = {arm: points for arm in arms if (points := collect(arm))}
+    for i, (arm, points) in enumerate(of_arms.items()):
         look, xs = style_arm(setting, arm), [places.get(x, x) for x in points]
         means, lows, highs = zip(*points.values(), strict=True)
         if setting.key and len(points) <= 2:
             look["linestyle"] = "none"
+        if bars or look["linestyle"] == "none":
             axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
         else:
             axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         every = max(1, len(points) // MARKERS)
         axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
-        late += means[len(means) // 4 :]
-    if not setting.key and late and max(late) > min(late):
+        if not setting.key:
+            start = max(map(max, of_arms.values())) / 4
+            late += [mean for x, mean in zip(xs, means, strict=True) if x >= start] or means[-1:]
+    if late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
 

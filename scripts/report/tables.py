@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.text import plural
 from scripts.report.comparisons import Comparison, estimate, find_comparison
 from scripts.report.runs import Run
 from scripts.report.settings import Setting, label_tick, label_value, name_axis
@@ -180,6 +181,6 @@ def describe_setting(setting: Setting) -> str:
     run = setting.runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
     steps = " or ".join(f"{count:,}" for count in sorted({run.max_steps for run in setting.runs}))
-    documents = "" if setting.documents is None else f" of {len(np.unique(setting.documents)):,} documents"
+    documents = "" if setting.documents is None else f" of {plural(len(np.unique(setting.documents)), 'document')}"
     windows = f"{run.count_windows():,} validation windows{documents}"
     return f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. Losses in {run.unit}."

@@ -19,7 +19,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line, text_table
 from runtime.metrics import list_arrays
 from scripts.report.runs import Run, find_runs, load_run
-from scripts.watch.status import HEAD, Status, last_modified, read_status
+from scripts.watch.status import Status, build_table, last_modified, read_status
 
 CLEAR = "\x1b[H\x1b[J"
 
@@ -44,12 +44,10 @@ def read_runs(places: Sequence[Path]) -> tuple[list[Status], list[str]]:
 
 
 def format_table(places: Sequence[Path]) -> str:
-    """All runs, without the columns that are empty for every one, and the folders that cannot be read."""
+    """All runs, and the folders that cannot be read."""
     statuses, errors = read_runs(places)
-    rows = [status.as_row() for status in statuses]
-    used = [i for i in range(len(HEAD)) if any(row[i] for row in rows)]
-    table = text_table([HEAD[i] for i in used], [[row[i] for i in used] for row in rows], left=2)
-    return "\n".join([table if rows else f"no runs in {', '.join(map(str, places))} yet", *errors])
+    none = f"no runs in {', '.join(map(str, places))} yet"
+    return "\n".join([text_table(*build_table(statuses), left=2) if statuses else none, *errors])
 
 
 @command

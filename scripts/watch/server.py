@@ -10,7 +10,7 @@ from typing import Any
 from scripts.report.page import Report, write_report
 from scripts.report.pages import write_page
 from scripts.report.settings import group_runs
-from scripts.watch.status import HEAD, Status
+from scripts.watch.status import Status, build_table
 
 RELOAD = 10  # seconds between two loads of the page
 
@@ -18,7 +18,7 @@ RELOAD = 10  # seconds between two loads of the page
 def build_page(statuses: list[Status]) -> bytes:
     """The runs' table, and below it the report of those that were evaluated, as one HTML file that reloads itself."""
     runs = [status.run for status in statuses if status.run.evaluations]
-    blocks = [("table", HEAD, [status.as_row() for status in statuses]) if statuses else ("p", "No runs yet.")]
+    blocks = [("table", *build_table(statuses)) if statuses else ("p", "No runs yet.")]
     with tempfile.TemporaryDirectory() as folder:
         settings = []
         try:

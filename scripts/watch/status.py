@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from scripts.report.runs import Run
 
 COLUMNS = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f", "perf/mfu": ".1%"}
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
-HEAD = ("run", "state", "step", "loss", "val loss", "tokens/s", "MFU", "left", "trouble")
+HEAD = ("run", "state", "step", "train loss", "val loss", "tokens/s", "MFU", "left", "trouble")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Status:
             "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left))),
             self.trouble,
         ]
+
+
+def build_table(statuses: Sequence[Status]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table, without the columns that are empty for every run."""
+    columns = zip(HEAD, *(status.as_row() for status in statuses), strict=True)
+    head, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
+    return list(head), [list(row) for row in rows]
 
 
 def newest_values(run: Run) -> dict[str, float]:
