@@ -327,7 +327,7 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
     command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
     long = ["--train.max_steps=1000_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
     process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-    metrics = [runs / f"tiny-{router}" / "metrics.jsonl" for router in ("dense", "kern")]
+    metrics = [runs / f"tiny-{router}-seed0" / "metrics.jsonl" for router in ("dense", "kern")]
     deadline = time.time() + HANG
     while not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics):
         assert time.time() < deadline and process.poll() is None
