@@ -218,11 +218,16 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
     state = form.unify_names(_read_tensors(place))
-    if described.tie_embeddings:
-        state.pop("lm_head.weight", None)  # older files store the tied weight twice
+    head = state.pop("lm_head.weight", None) if described.tie_embeddings else None  # older files store it twice
     _check_shapes(state, form.from_own(_meta_state(described), described))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    return Weights(f"a model of class {form.architecture}", described, form.to_own(state), notes, {})
+    own = form.to_own(state)
+    if head is not None and not head.float().equal(own["wte.weight"].float()):  # transformers does not tie these
+        raise RunError(
+            "config.json: tie_word_embeddings is true, and lm_head.weight differs from the embedding; set it to false "
+            "there, or use other weights"
+        )
+    return Weights(f"a model of class {form.architecture}", described, own, notes, {})
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
@@ -238,7 +243,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
         raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
     width = described.n_embd // described.n_head
     if settings.get("head_dim") not in (width, None):
-        raise RunError(f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only")
+        raise RunError(
+            f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only; use another model"
+        )
     if described.router == "dense" and described.expert_hidden % top_k == 0:
         return described.model_copy(update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k})
     return described

@@ -296,6 +296,7 @@ def edit(file, **update):
 FAULTS = {  # keys of config.json that change, or a weight, by the words of the error
     "model_type is 'llama'": {"model_type": "llama"},
     "n_head: Input should be a valid integer": {"n_head": "2"},
+    "quantization_config is {}": {"quantization_config": {}},
     "activation_function is 'relu'": {"activation_function": "relu"},
     "transformer.h.2.ln_1.weight is missing, expected (32,)": {"n_layer": 3},
     "score.weight is (2, 32), expected none": {"transformer.score.weight": torch.zeros(2, 32)},
