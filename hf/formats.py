@@ -40,7 +40,7 @@ class Format:
         Raises:
             RunError: a key is missing, or has a value that model.py does not compute.
         """
-        for key, values in self.allowed.items():
+        for key, values in {**self.allowed, "quantization_config": (None,)}.items():
             if settings.get(key, values[0]) not in values:
                 only = f"and model.py computes {values[0]!r} only; use another model"
                 raise RunError(f"config.json: {key} is {settings[key]!r}, {only}")
@@ -176,7 +176,6 @@ class OpenMoE(Format):
         "decoder_sparse_step": (1, None),
         "attention_dropout": (0.0, None),
         "router_jitter_noise": (0.0, None),
-        "quantization_config": (None,),
         "norm_topk_prob": (False, True),
     }
 
@@ -250,6 +249,8 @@ class Qwen3Moe(OpenMoE):
     architecture = "Qwen3MoeForCausalLM"
     keys = OPEN_KEYS | {"expert_hidden": "moe_intermediate_size"}
     block = OPEN_BLOCK | {"qk_norm": "head"}
+    allowed = {key: values for key, values in OpenMoE.allowed.items() if key != "sliding_window"}
+    allowed |= {"use_sliding_window": (False,)}  # without which transformers ignores sliding_window
 
 
 class Mixtral(OpenMoE):

@@ -27,6 +27,7 @@ from hf.formats import FORMATS, Format, dense_width
 from hf.names import BUFFERS
 from hf.swap import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
+from hf.upcycle import find_overrides, is_upcycled, upcycle
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, checkpoint, distributed, folder
@@ -83,6 +84,8 @@ def read_initial_weights(config: Config) -> Weights:
         # One rank per node reports a RankError: other nodes may have the folder.
         raise (RunError if distributed.local_rank() else RankError)(f"train.init_from = {place}: {error}") from error
     weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
+    if is_upcycled(weights.model, config.model):
+        weights.notes.append(upcycle(config, weights.model, weights.state))
     weights.notes.extend(_describe_changes(weights.model, config.model))
     routers, notes = take_routers(weights.state, weights.model, config.model)
     weights.routers.update(routers)
@@ -103,6 +106,8 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
     biases = [name for name in weights.state if name.endswith(".bias") and not name.endswith("router.bias")]
     if not model.bias and any(weights.state[name].any() for name in biases):  # GPT-2's may all be zero
         needed["bias"] = True
+    if is_upcycled(theirs, model):
+        needed |= find_overrides(theirs, model)
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
 
 
@@ -116,10 +121,10 @@ def _find_position_keys(theirs: Model, model: Model) -> list[str]:
 def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
     """The keys in which `model` must be like `theirs`, so that MLPs and experts have the same shapes."""
     dense, was_dense = find_spec(model.router) is None, find_spec(theirs.router) is None
-    keys = ["router"] if dense != was_dense else []
     if was_dense:
-        same = dense_width(theirs) == dense_width(model)
-        return keys if same else [*keys, "top_k", "expert_hidden", "n_shared_expert"]
+        fits = not dense or dense_width(theirs) == dense_width(model)
+        return [] if fits else ["top_k", "expert_hidden", "n_shared_expert"]
+    keys = ["router"] if dense else []
     keys += ["n_expert", "expert_hidden", "n_shared_expert", "n_dense_layer"]
     hashed = theirs.n_hash_layer and model.n_hash_layer  # the table of a layer has K columns
     if dense or theirs.n_dense_layer or hashed or model.top_k > theirs.n_expert:
@@ -129,7 +134,7 @@ def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
 
 def _describe_changes(theirs: Model, model: Model) -> list[str]:
     """What `model` computes differently with the same weights."""
-    keys = ["router", "top_k", "n_hash_layer", "gate_scale"] if find_spec(model.router) is not None else []
+    keys = ["router", "top_k", "n_hash_layer", "gate_scale"] if find_spec(theirs.router) is not None else []
     before, now = ({**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model))
     return [
         f"model.{key} changes from {before[key]} to {now[key]}"
@@ -218,11 +223,16 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
     state = form.unify_names(_read_tensors(place))
-    if described.tie_embeddings:
-        state.pop("lm_head.weight", None)  # older files store the tied weight twice
+    head = state.pop("lm_head.weight", None) if described.tie_embeddings else None  # older files store it twice
     _check_shapes(state, form.from_own(_meta_state(described), described))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    return Weights(f"a model of class {form.architecture}", described, form.to_own(state), notes, {})
+    own = form.to_own(state)
+    if head is not None and not head.float().equal(own["wte.weight"].float()):  # transformers does not tie these
+        raise RunError(
+            "config.json: tie_word_embeddings is true, and lm_head.weight differs from the embedding; set it to false "
+            "there, or use other weights"
+        )
+    return Weights(f"a model of class {form.architecture}", described, own, notes, {})
 
 
 def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
@@ -238,7 +248,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
         raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
     width = described.n_embd // described.n_head
     if settings.get("head_dim") not in (width, None):
-        raise RunError(f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only")
+        raise RunError(
+            f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only; use another model"
+        )
     if described.router == "dense" and described.expert_hidden % top_k == 0:
         return described.model_copy(update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k})
     return described

@@ -127,6 +127,7 @@ def test_dense_is_plain_gpt2(exported, more):
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
     theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert export.check_export(trained, out) == 0  # with rows that are padded on the left
     assert_same_model(trained.model, theirs)
 
 

@@ -188,11 +188,12 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
         assert torch.equal(model.state_dict()[name], tensor), name
     assert "; " not in words  # nothing changes
     if kind in ("modern", "modern dense"):
-        needed = remedy(refused(tiny(place)))
+        default = [place, "model.router=dense"] if kind == "modern dense" else [place]
+        needed = remedy(refused(tiny(*default)))
         keys = "activation=silu gated=true norm=rmsnorm pos=rope n_head=4 n_kv_head=2 rope_base=500.0 "
-        keys += "router=dense" if kind == "modern dense" else "qk_norm=all n_shared_expert=1 n_dense_layer=1"
+        keys += "expert_hidden=20" if kind == "modern dense" else "qk_norm=all n_shared_expert=1 n_dense_layer=1"
         assert {word.removeprefix("--model.") for word in needed} >= {*keys.split()}
-        _, words = start(tiny(place, *needed))
+        _, words = start(tiny(*default, *needed))
         assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == (kind == "modern dense")
     if kind == "hash":
         assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
@@ -259,13 +260,13 @@ def remedy(text):
 
 
 def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
-    wrong = "n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 expert_hidden=9"
+    wrong = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 expert_hidden=9"
     other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
     text = refused(tiny(*other))
     assert text.endswith(
         "a model of class GPT2LMHeadModel, whose weights do not fit this model. Add --model.n_layer=2 --model.n_head=2 "
-        "--model.n_embd=32 --model.tie_embeddings=true --model.router=dense --model.top_k=1 --model.expert_hidden=16 "
-        "--model.block_size=32 --model.bias=true"
+        "--model.n_embd=32 --model.tie_embeddings=true --model.top_k=1 --model.expert_hidden=16 --model.block_size=32 "
+        "--model.bias=true"
     )
     start(tiny(*other, *remedy(text)))
     assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == ["--model.bias=true"]
@@ -296,6 +297,7 @@ def edit(file, **update):
 FAULTS = {  # keys of config.json that change, or a weight, by the words of the error
     "model_type is 'llama'": {"model_type": "llama"},
     "n_head: Input should be a valid integer": {"n_head": "2"},
+    "quantization_config is {}": {"quantization_config": {}},
     "activation_function is 'relu'": {"activation_function": "relu"},
     "transformer.h.2.ln_1.weight is missing, expected (32,)": {"n_layer": 3},
     "score.weight is (2, 32), expected none": {"transformer.score.weight": torch.zeros(2, 32)},

@@ -7,7 +7,7 @@ import torch
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import refused, start
+from test_hf_init_from import edit, refused, start
 
 import configure
 from eval.trained import load_model
@@ -57,6 +57,8 @@ def ids(T=32):
 def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     theirs = make_model(kind)
     theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")  # several files
+    if kind == "qwen3_moe":  # a window that it does not use
+        edit(tmp_path / kind / "config.json", sliding_window=16, use_sliding_window=False)
     model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
     assert words.endswith(f"a model of class {FORMATS[kind].architecture}")  # and nothing changes, as the router
     idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
@@ -70,7 +72,7 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
 @KINDS
 def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
     """The constant on the gates goes to the experts; checked by the command itself, in float64."""
-    config = tiny("train.max_steps=2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
+    config = tiny("train.max_steps=2", "model.init_std=0.2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
     run(config)
     assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
     rounded = [str(path_of(config)), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--check"]
@@ -91,14 +93,20 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
     "a value has the wrong type": {"rope_parameters": "default"},
     "hidden_size missing": {"hidden_size": None},
-    "sliding_window is 16": {"sliding_window": 16},
+    "use_sliding_window is True": {"sliding_window": 16, "use_sliding_window": True},
+    "quantization_config is {'bits': 8}": {"quantization_config": {"bits": 8}},
+    "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
+    "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
+    f"{GATE} is missing": {GATE: None},
     "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
+    "experts.8.gate_proj.weight is (16, 32), expected none": {GATE.replace(".3.", ".8."): torch.ones(16, 32)},
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
+    f"{GATE} (torch.float8_e4m3fn) is not floating": {GATE: torch.ones(16, 32).to(torch.float8_e4m3fn)},
 }
 
 
@@ -117,6 +125,13 @@ def test_damage_is_refused(tiny, tmp_path, qwen3, words):
         table[key] = value
     write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
     assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
+
+
+def test_the_window_of_a_mixtral_is_refused(tiny, tmp_path):
+    """Which it uses, whatever use_sliding_window says."""
+    more = {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False}
+    write_folder(tmp_path, SIZES | THEIRS["mixtral"] | more, {})
+    assert "sliding_window is 16, and model.py computes None only" in refused(tiny(f"train.init_from={tmp_path}"))
 
 
 def write_folder(place, settings, state):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import write_tiny
 from numerics import assert_near, seeded
-from runs import column, metrics, run
+from runs import column, metrics, modules_in, run
 from test_hf_open_moe import LIMIT, OURS, SHAPE
 from test_router import GATES
 
@@ -125,7 +125,8 @@ def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(make, tmp_p
     wanted = torch.tensor(metrics(config)[-1]["val/loss"])
     for form in ("auto", "nanokern"):
         words = [str(path_of(config)), str(tmp_path / form), "--format", form, "--check"]
-        assert export.main(words) == 0, capsys.readouterr().err
+        with modules_in(tmp_path / f"modules-{form}"):  # what transformers imports of one test is not seen by others
+            assert export.main(words) == 0, capsys.readouterr().err
     for place in (path_of(config), tmp_path / "auto", tmp_path / "nanokern"):
         again = f"train.init_from={place}", f"run.name=from-{place.name}"
         first = run(swapped(make, softmax, "softmax-renorm", *shape, *again))[0]["val/loss"]
