@@ -53,11 +53,9 @@ class ProgressLines:
             self._show()
 
     def set_postfix_str(self, text: str, refresh: bool = False) -> None:
-        """Show `text` at the end of the next lines."""
         self.options["postfix"] = text
 
     def write(self, line: str) -> None:
-        """Print a line to stdout."""
         print(line, flush=True)
 
     def close(self) -> None:

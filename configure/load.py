@@ -176,7 +176,6 @@ def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
 
 @cache
 def _print_note(note: str) -> None:
-    """Print a note to stderr, once in this process, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr)
 

@@ -140,12 +140,10 @@ class Data(Section):
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of `sets`."""
         return [Path(self.dir, name) for name in self.sets]
 
     @property
     def label(self) -> str:
-        """The set's name, or the mixture as text."""
         return str(self.mix) or self.name
 
 
@@ -204,7 +202,6 @@ class Train(Section):
     @field_validator("branch_from")
     @classmethod
     def _spell_one_way(cls, value: str) -> str:
-        """A trunk is one, with and without a slash at the end."""
         return value and str(Path(value))
 
     @field_validator("compile", mode="before")
@@ -215,7 +212,6 @@ class Train(Section):
 
     @property
     def kept_steps(self) -> frozenset[int]:
-        """`keep_steps` as numbers."""
         return frozenset(map(int, filter(None, self.keep_steps.split(","))))
 
 
@@ -272,7 +268,6 @@ class Eval(Section):
 
     @property
     def task_names(self) -> list[str]:
-        """`tasks` as a list."""
         return [*filter(None, self.tasks.split(","))]
 
 

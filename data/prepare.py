@@ -163,9 +163,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
             (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
             if train.documents and val.documents:
                 raise DataError(f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text")
-            raise DataError(
-                explain_empty_split(train.documents, val.documents, args.val_fraction)
-            )  # of the hub's files
+            raise DataError(explain_empty_split(train.documents, val.documents, args.val_fraction))  # the hub's
         meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 

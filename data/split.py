@@ -42,11 +42,8 @@ def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder)
     share = f"{100 * encoder.val_fraction:.3g}%"
     if train + val >= FEW_DOCUMENTS**2:  # very small parts of very many documents
         raise DataError(explain_empty_split(train, val, encoder.val_fraction))
-    few, remedy = (
-        f"{plural(train + val, 'document')}, too few to set some aside",
-        "--val-source names other text for it",
-    )
-    print(f"warning: {few}: validation is the last {share} of each; {remedy}", file=sys.stderr)
+    few = f"{plural(train + val, 'document')}, too few to set some aside: validation is the last {share} of each"
+    print(f"warning: {few}; --val-source names other text for it", file=sys.stderr)
     return "ends"
 
 

@@ -33,7 +33,6 @@ class _Encoder:
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
         return self.encode_batch([text])[0].tolist()
 
 

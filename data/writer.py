@@ -70,7 +70,6 @@ class Writer:
 
     @property
     def tokens(self) -> int:
-        """Written so far."""
         return sum(split.tokens for split in self.splits.values())
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
@@ -213,7 +212,6 @@ class Progress:
     links: Count = 0  # in archives, which have no content of their own
 
     def add(self, encoded: Encoded) -> None:
-        """Count what was left out."""
         self.empty += encoded.empty
         self.bad += encoded.bad
         self.links += encoded.links

@@ -144,7 +144,6 @@ class Saver:
             dist.barrier(self.all_ranks)
 
     def _save(self, *arguments: Any) -> None:
-        """Call `_write`; the body of the thread."""
         if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
             this = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))  # lower is refused
@@ -328,7 +327,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str
 
 
 def _read(path: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` in place."""
     try:
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the bytes are right: it is another model's, or another torch's

@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -156,18 +156,6 @@ class RunFolder:
                 speeds.append(line["perf/tokens_per_sec"])
         return result + (f", {median(speeds):,.0f} tokens/s" if speeds else "")
 
-    def find_owner(self) -> str | None:
-        """Who trains this run now, such as `process 12 on host`; None if nobody does."""
-        if not (self.path / "lock").exists():
-            return None
-        with (self.path / "lock").open("a+") as file, suppress(OSError):
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                return file.read(200).strip() or "unknown"
-        return None
-
     @contextmanager
     def claim(self, ranks: Ranks) -> Iterator[None]:
         """Within it, no other job writes to the folder. Rank 0 makes it, holds its lock and removes partial saves.
@@ -188,8 +176,10 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                file.seek(0)
+                owner = file.read(200).strip() or "unknown"
                 raise RunError(
-                    f"{self}: another process trains this run ({self.find_owner()}). Wait for it or stop it, or start "
+                    f"{self}: another process trains this run ({owner}). Wait for it or stop it, or start "
                     f"another run (--run.name=NAME or --fresh)"
                 ) from None
             except OSError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.files import write_atomic
 from runtime import RunError, distributed
@@ -81,8 +81,12 @@ class Guard:
         }
         dump: dict[str, Any] = {"step": step, "loss": counters.loss, "loss_scale": counters.scale}
         dump |= {"learning_rate": rate, "ranks": distributed.gather(of_rank, self.ranks.control)}
-        parameters = self.state.model.named_parameters()
-        dump["parameters"] = {name: measure_norms(p, counters.scale) for name, p in parameters}
+        dump["parameters"] = {}
+        for name, p in self.state.model.named_parameters():
+            assert p.grad is not None
+            norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (p, p.grad))
+            weight, gradient = (full_tensor(norm).item() for norm in norms)
+            dump["parameters"][name] = {"weight_norm": weight, "gradient_norm": gradient / counters.scale}
         path = plan.run.path / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.
@@ -92,11 +96,3 @@ class Guard:
             except OSError as error:  # must not hide what went wrong
                 print(f"warning: {path} could not be written ({error.strerror})", flush=True)
         return path
-
-
-def measure_norms(parameter: nn.Parameter, scale: float) -> dict[str, float]:
-    """Norms of a parameter and of its gradient over the loss `scale`. All ranks must call it if it is sharded."""
-    assert parameter.grad is not None
-    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (parameter, parameter.grad))
-    weight, gradient = (full_tensor(norm).item() for norm in norms)
-    return {"weight_norm": weight, "gradient_norm": gradient / scale}

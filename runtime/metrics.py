@@ -119,7 +119,6 @@ class Metrics:
             self.failing = True
 
     def _write_arrays(self) -> None:
-        """Write the pending arrays, a file per section."""
         for section, rows in [*self.pending_arrays.items()]:
             file, data = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
             names = {name for row in rows.values() for name in row}
@@ -190,7 +189,6 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str,
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl, or None if it is of another kind."""
     try:
         record = json.loads(line.decode())
         is_record = isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record

@@ -41,7 +41,6 @@ class WandbTracker:
             self.run.summary.update({"val/loss_best": self.best, "val/loss_final": losses[-1]})
 
     def log(self, line: Line) -> None:
-        """Send one line."""
         self.run.log(flatten_line(line, self.first_layer), step=line["step"])
         self.recall([line])
 
@@ -78,7 +77,6 @@ class TensorBoardTracker:
         self.writer.flush()
 
     def finish(self, exit_code: int = 0) -> None:
-        """Close the file."""
         self.writer.close()
 
 

@@ -77,7 +77,6 @@ class Updates:
 
     @property
     def counters(self) -> Counters[Tensor]:
-        """Views of `numbers`."""
         return Counters(*self.numbers[: len(Counters._fields)].unbind())
 
     @property

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from functools import partial
 from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -202,6 +203,45 @@ def start_ranks(count: int, function: Callable, *args: object) -> list[Forked]:
     """Start `count` processes with the environment variables that torchrun sets."""
     all_ranks = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return [Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)]
+
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}  # audit events, before the call
+
+
+def be_killed() -> NoReturn:
+    """A fault: nothing more is done."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def fork_with_fault(action: Callable, folder: Path, number: int, fault: Callable) -> tuple[int, str]:
+    """Call `action` in a fork, and `fault` just before its call `number` (from 0; -1: none) that changes files.
+
+    Files are opened below `folder`. Returns what `action` does, the exit code, and what was printed: FAULT, too.
+    """
+    with tempfile.TemporaryFile("w+") as printed:
+        if not (child := os.fork()):
+            code, calls = 99, count()
+
+            def count_call(event: str, args: tuple) -> None:
+                opens = event == "open" and str(args[0]).startswith(str(folder))
+                opens = opens and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+                if (opens or event in {*WRITES, "fsync"}) and next(calls) == number:
+                    print("FAULT", flush=True)
+                    fault()
+
+            try:
+                for stream in (1, 2):
+                    os.dup2(printed.fileno(), stream)
+                sys.addaudithook(count_call)
+                os.fsync = lambda descriptor: count_call("fsync", ())
+                code = action()
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        printed.seek(0)
+        return code, printed.read()
 
 
 class Job(NamedTuple):

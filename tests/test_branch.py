@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from runs import checkpoints, content, end, meet_in, run, start_ranks, steps
+from runs import checkpoints, content, end, run, steps
 
 import configure
 import train
@@ -131,27 +131,3 @@ def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
         run(config)
     assert end(tiny(*longer)) == end(alone) and steps(trunk) == [6, 9, 11, 20]
     assert RunFolder(path_of(trunk)).recorded.train.keep_steps == "6,9,11,20"
-
-
-def be_a_rank(file):
-    for parallel in ("ddp", "fsdp"):
-        for name, overrides in {
-            "trunk": TRUNK,
-            "branch": [*WSD, FRACTION, f"train.branch_from={file.parent / parallel}/trunk"],
-            "alone": [*WSD, FRACTION],
-        }.items():
-            where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
-            length = [] if name == "trunk" else ["train.max_steps=12"]
-            meet_in(file.parent / f"{parallel}-{name}.store")
-            config = configure.load(file, [*overrides, *where, *length, f"run.name={name}"], 2)
-            train.train(config)
-
-
-@pytest.mark.integration
-def test_branch_on_two_ranks_equals_a_run_that_was_never_branched(tiny, tiny_file):
-    for process in start_ranks(2, be_a_rank, tiny_file):
-        code, printed = process.wait(300)
-        assert code == 0, printed
-    for parallel in ("ddp", "fsdp"):
-        where = [*WSD, FRACTION, "train.max_steps=12", f"run.dir={tiny_file.parent / parallel}"]
-        assert end(tiny(*where, "run.name=branch")) == end(tiny(*where, "run.name=alone"))

@@ -5,21 +5,20 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import pickle
 import random
 import re
 import shutil
 import signal
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked, content, flip
+from runs import Forked, be_killed, content, flip, fork_with_fault
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -235,34 +234,18 @@ def test_any_damage_of_a_file_is_detected(copied, name):
 
 # ---- kills and a full disk before any call to the file system
 
-SAVED, SAVED_IN_SPITE, REFUSED = 10, 11, 12  # exit codes
-CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}  # audit events of a save, each just before the call
 
-
-def save_with_fault(training, path, step, number, fault):
-    """Save; just before call `number` of the save to the file system, counted from 0, `fault` is called.
-
-    Returns whether there was such a call.
-    """
-    calls = itertools.count()
-
-    def count_call(name):
-        if next(calls) == number:
-            fault()
-
-    fsync, saver = os.fsync, saver_in(path, keep=2)
-    os.fsync = lambda file: (count_call("fsync"), fsync(file))
-    sys.addaudithook(
-        lambda event, args: count_call(event) if event in CALLS and "step_" in os.fsdecode(args[0]) else None
-    )
+def save_filled(training, path, step):
+    """Save numbers that are all `step`; the exit code."""
+    saver = saver_in(path, keep=2)
     training.fill(step)
-    training.save(saver, step)
-    saver.finish()
-    return next(calls) > number
-
-
-def be_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        training.save(saver, step)
+        saver.finish()
+    except RunError as error:
+        print(error)
+        return 2
+    return 0
 
 
 def find_no_room():
@@ -275,29 +258,22 @@ def fail_at_every_call(path, fault):
     write(path, 1, 2)  # and torch loads what it needs when it first saves
     step, in_a_save = 2, 0
     for number in itertools.count():
-        child = os.fork()
-        if not child:
-            try:
-                os._exit(SAVED + save_with_fault(training, path, step + 1, number, fault))
-            except RunError as error:
-                os._exit(REFUSED if re.search(r"No space left on device.*Make room", str(error)) else 1)
-            finally:
-                os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        partial = list(path.glob("*.tmp"))
-        assert not partial or fault is be_killed
-        in_a_save += code == REFUSED or bool(partial)
+        code, printed = fork_with_fault(partial(save_filled, training, path, step + 1), path, number, fault)
+        left = list(path.glob("*.tmp"))
+        assert not left or fault is be_killed
+        in_a_save += code == 2 or bool(left)
         checkpoint.remove_partial_saves(path)
         newest = checkpoint.latest(path, ALONE)[0]
         assert newest in (step, step + 1) and not list(path.glob("*.damaged")), f"step {newest} after {step}"
         if newest > 2:
             training.load(path, newest)
             assert all((tensor == newest).all() for tensor in training.tensors()), f"step {newest} holds other numbers"
-        if code == SAVED:
+        if "FAULT" not in printed:
             break
-        assert code in ((-signal.SIGKILL,) if fault is be_killed else (REFUSED, SAVED_IN_SPITE))
+        assert code in ((-signal.SIGKILL,) if fault is be_killed else (0, 2)), printed
+        assert code != 2 or re.search("No space left on device.*Make room", printed), printed
         step = newest
-    assert newest == step + 1
+    assert (code, newest) == (0, step + 1)
     print(json.dumps({"calls": number, "in_a_save": in_a_save, "saves": newest - 2}))
 
 

@@ -1,6 +1,5 @@
 """data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
 
-import errno
 import itertools
 import json
 import multiprocessing
@@ -9,14 +8,13 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from corpora import BYTES, jsonl, snapshot, write_tree
-from runs import Forked
+from runs import Forked, be_killed, fork_with_fault
 
 from data import DataError, prepare, verify, workers
 from data.bins import check_dataset, read_meta
@@ -129,48 +127,13 @@ def test_two_commands_at_once(run, books, tmp_path, small_batches):
     run(*books)
 
 
-class Stop:
-    """An audit hook that stops this process before its k-th step that changes files below `folder`."""
-
-    EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
-
-    def __init__(self, folder: Path, k: int, how: str):
-        self.folder, self.left, self.how = str(folder), k, how
-
-    def __call__(self, event: str, args: tuple) -> None:
-        if event not in self.EVENTS or (self.how == "full" and event != "open"):
-            return
-        writes = event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if writes and (event != "open" or str(args[0]).startswith(self.folder)):
-            self.step()
-
-    def step(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            print("STOPPED", flush=True)
-            if self.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyboardInterrupt if self.how == "interrupt" else OSError(errno.ENOSPC, "No space left on device")
+def be_interrupted():
+    raise KeyboardInterrupt
 
 
-def start(argv: list[str], folder: Path, k: int = 0, how: str = "kill") -> tuple[int, str]:
-    """Runs the command in a child process, stopped before its k-th step (0: not); (exit code, what it printed)."""
-    with tempfile.TemporaryFile("w+") as printed:
-        if (child := os.fork()) == 0:
-            code = 99
-            try:
-                os.dup2(printed.fileno(), 1)
-                os.dup2(printed.fileno(), 2)
-                stop = Stop(folder, k, how)
-                sys.addaudithook(stop)
-                os.fsync = lambda descriptor: stop.step()
-                code = prepare.main(argv)
-                sys.stdout.flush()
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        printed.seek(0)
-        return code, printed.read()
+def start(argv: list[str], folder: Path, k: int = -1, fault=be_killed) -> tuple[int, str]:
+    """Runs the command in a fork, stopped before its step k (-1: not); (exit code, what it printed)."""
+    return fork_with_fault(lambda: prepare.main(argv), folder, k, fault)
 
 
 def begin_scenario(folder: Path, scenario: str) -> list[str]:
@@ -183,12 +146,12 @@ def begin_scenario(folder: Path, scenario: str) -> list[str]:
     out.mkdir()
     if scenario == "begin":
         return [*begin, "0.4"]
-    k = 0 if scenario == "replace" else 30  # a complete set, or an unfinished one
-    assert start([*begin, "0.6"], out, k)[0] == (-signal.SIGKILL if k else 0)
+    k = -1 if scenario == "replace" else 30  # a complete set, or an unfinished one
+    assert start([*begin, "0.6"], out, k)[0] == (0 if k < 0 else -signal.SIGKILL)
     return [*begin, "0.4", "--force"]
 
 
-def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
+def stop_everywhere(folder: Path, scenario: str, fault) -> None:
     """Stop `scenario` before each of its steps in turn, start it again, and demand the result of an undisturbed run.
 
     Prints the number of steps.
@@ -215,41 +178,38 @@ def stop_everywhere(folder: Path, scenario: str, how: str) -> None:
         differing = [name for name in files | wanted if files.get(name) != wanted.get(name)]
         assert not differing, f"{context}: {differing}"
 
-    for k in itertools.count(1):
+    for k in itertools.count():
         begin_again()
-        code, printed = start(argv, out, k, how)
-        if "STOPPED" not in printed:
+        code, printed = start(argv, out, k, fault)
+        if "FAULT" not in printed:
             break
-        assert code == {"kill": -signal.SIGKILL, "interrupt": 130, "full": 2}[how], f"step {k}: {code} {printed}"
-        if how == "full":
-            assert "No space left on device" in printed and "start again to resume" in printed, printed
+        assert code == (-signal.SIGKILL if fault is be_killed else 130), f"step {k}: {code} {printed}"
         resume(f"step {k}: {printed}")
     rng = random.Random(0)
-    for round_ in range(2 if how == "kill" else 0):  # killed again and again
+    for round_ in range(2 if fault is be_killed else 0):  # killed again and again
         begin_again()
         for _ in range(100):
-            if start(argv, out, rng.randint(1, k - 1), how)[0] == 0:
+            if start(argv, out, rng.randrange(k), fault)[0] == 0:
                 break
         resume(f"round {round_}")
-    print(k - 1)
+    print(k)
 
 
 INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
 
 
 @pytest.mark.parametrize(
-    ("scenario", "how", "least"),
+    ("scenario", "fault", "least"),
     [
-        ("begin", "kill", 30),
-        pytest.param("replace", "kill", 40, marks=INTEGRATION),
-        pytest.param("start over", "kill", 35, marks=INTEGRATION),
-        pytest.param("begin", "interrupt", 30, marks=INTEGRATION),
-        pytest.param("begin", "full", 20, marks=INTEGRATION),
+        ("begin", be_killed, 30),
+        pytest.param("replace", be_killed, 40, marks=INTEGRATION),
+        pytest.param("start over", be_killed, 35, marks=INTEGRATION),
+        pytest.param("begin", be_interrupted, 30, marks=INTEGRATION),
     ],
 )
-def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, how, least):
+def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, fault, least):
     """In a process of its own, as it forks."""
-    code, printed = Forked(stop_everywhere, tmp_path, scenario, how).wait(1200)
+    code, printed = Forked(stop_everywhere, tmp_path, scenario, fault).wait(1200)
     assert code == 0, printed[-3000:]
     assert int(printed.split()[-1]) >= least
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,33 +37,19 @@ def gpus(monkeypatch):
     return gpus
 
 
-def test_products_on_cuda_sum_in_float32(gpus):
-    """Parts of a product, too, which torch lets cuBLAS add in half precision; a CPU's settings are left alone."""
-    matmul = torch.backends.cuda.matmul
-
-    def allowed(value):
-        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = value
-        distributed.pick_device("auto")
-        return matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-
-    try:
-        gpus(0)
-        assert allowed(True) == (True, True)
-        gpus(1)
-        assert allowed(True) == (False, False)
-    finally:
-        gpus(0)
-        allowed(True)  # torch's default
-
-
 def test_pick_device(gpus, monkeypatch):
+    """And products on CUDA sum in float32, parts of a product, too; a CPU's settings are left alone."""
+    halves = dict.fromkeys(("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"), True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul := SimpleNamespace(**halves))
     gpus(0)
     assert distributed.pick_device("auto") == distributed.pick_device("cpu") == CPU
     with pytest.raises(RunError, match="--train.device=auto"):
         distributed.pick_device("cuda")
     gpus(2)
     assert distributed.pick_device("cpu") == CPU
+    assert vars(matmul) == halves
     assert distributed.pick_device("auto") == torch.device("cuda", 0)
+    assert vars(matmul) == dict.fromkeys(halves, False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert distributed.pick_device("cuda") == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -84,14 +71,11 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16  # the paper's
 
 
-def test_compile_auto_is_for_cuda():
-    cuda = torch.device("cuda")
-    assert [distributed.pick_compile(name, CPU) for name in ("auto", "on", "off")] == [False, True, False]
-    assert [distributed.pick_compile(name, cuda) for name in ("auto", "on", "off")] == [True, True, False]
-
-
-def test_peak_flops_are_known_for_some_devices(gpus):
+def test_what_is_known_of_devices(gpus):
+    """Whether they compile, and how fast they are."""
     gpus(1)
+    for device, auto in ((CPU, False), (torch.device("cuda"), True)):
+        assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [auto, True, False]
     assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float32) is None
     assert distributed.peak_flops(CPU, torch.bfloat16) is None
@@ -99,16 +83,12 @@ def test_peak_flops_are_known_for_some_devices(gpus):
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float16) is None
 
 
-def test_ranks_with_other_plans_are_refused(monkeypatch):
-    ranks = distributed.Ranks(0, 2, CPU)
+def test_what_one_rank_asks_for_or_fails_at_reaches_all(monkeypatch):
+    ranks = Ranks(0, 2, CPU, control=object())
     monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "train.parallel = fsdp"])
     distributed.check_agreement("train.parallel = fsdp", ranks)
     with pytest.raises(RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."):
         distributed.check_agreement("train.parallel = ddp", ranks)
-
-
-def test_what_one_rank_asks_for_or_fails_at_reaches_all(monkeypatch):
-    ranks = distributed.Ranks(0, 2, CPU, control=object())
     monkeypatch.setattr(dist, "all_reduce", lambda counts, group: counts.add_(torch.tensor([0, 1, 0])))
     assert distributed.any_rank([True, False, False], ranks) == [True, True, False]
     monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "no space"])
@@ -165,17 +145,11 @@ LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer 
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
     plan = memory.estimate_memory(CONFIG, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
+    if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
+        assert memory.estimate_memory(CONFIG, SHAPES, "bfloat16", "hsdp", shards, checkpointing, False) == plan
     averaged = CONFIG.model_copy(update={"train": Train(micro_batch_size=2, ema_decay=0.9)})
     with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
-
-
-def test_hsdp_keeps_its_weights_where_a_step_is_one_micro_batch():
-    """As ZeRO-2 does."""
-    arguments = CONFIG, SHAPES, "bfloat16"
-    zero2 = memory.estimate_memory(*arguments, "zero2", 2, False)
-    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=False) == zero2
-    assert memory.estimate_memory(*arguments, "hsdp", 2, False, accumulates=True).copies < zero2.copies
 
 
 @pytest.mark.parametrize(
