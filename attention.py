@@ -70,11 +70,9 @@ class KVCache:
         self.columns = torch.empty(shape, dtype=dtype, device=start.device)  # (L, 2, B, nkv, S, hs)
 
     def prepare(self, idx: Tensor, token: int | None = None) -> None:
-        """Add T columns: set their positions (B, T) and the mask (B, 1, T, S) of columns that each may attend to.
+        """Add T columns, of ids (B, T): set positions (B, T) and the mask (B, 1, T, S) of what each may attend to.
 
-        Args:
-            idx: (B, T) int64 token ids.
-            token: the one that begins a document (see `find_documents`); None: attention crosses documents.
+        `token` is the id that begins a document (see `find_documents`); None: attention crosses documents.
         """
         T, device = idx.shape[1], self.start.device
         new = self.length + torch.arange(T, device=device)  # (T,)

@@ -212,7 +212,9 @@ class Router(nn.Module):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            routing, given = None, self.find_given_experts(ids)
+            routing, given = None, self.replay  # experts whatever the scores
+            if given is None and self.hash_table is not None:
+                given = self.hash_table[ids].flatten(0, -2)  # (N, K)
             if self.fused is not None and given is None:
                 formula = (self.spec.phi, self.spec.pre, self.spec.post)
                 out = self.fused(logits, self.selection_bias, self.c, self.gamma, formula, self.top_k, n_sequence or 1)
@@ -226,12 +228,6 @@ class Router(nn.Module):
                 margins = count_margins(routing.scores, self.selection_bias, self.top_k, self.spec.reach)
                 routing = routing._replace(stats=routing.stats._replace(margins=margins))
             return routing
-
-    def find_given_experts(self, ids: Tensor | None) -> Tensor | None:
-        """The experts (N, K) that a replay or the table of a hash layer gives the tokens; None: scores choose them."""
-        if self.replay is not None or self.hash_table is None:
-            return self.replay
-        return self.hash_table[ids].flatten(0, -2)
 
     def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
         """Apply the formula to logits (N, E); `experts` (N, K), if given, are chosen whatever their scores.

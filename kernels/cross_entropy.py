@@ -122,18 +122,9 @@ def gradient_scale(dtype: torch.dtype) -> int:
 def softmax_cross_entropy(
     logits: Tensor, wide: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool
 ) -> Tensor:
-    """Fill losses (n,) and compute the gradient of the logits (n, V).
+    """Fill losses (n,) from logits (n, V) and targets (n,); `wide` (n, V) is a buffer in fp32 or wider.
 
-    Args:
-        logits: (n, V), overwritten.
-        wide: (n, V) buffer in fp32 or wider, overwritten.
-        targets: (n,) int64.
-        losses: (n,), written.
-        scale: factor on the gradient.
-        grad: whether to compute the gradient.
-
-    Returns:
-        With `grad`, scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or in `wide`.
+    With `grad`, returns scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or in `wide`.
     """
     log_p = torch.log_softmax(logits, -1, dtype=wide.dtype, out=wide)
     index = targets[:, None]

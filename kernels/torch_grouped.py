@@ -34,16 +34,9 @@ Layout = tuple[Tensor, int, list[Any]]  # slot (N, K) of each row, the number of
 
 
 def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tuple[Tensor, Tensor | None]:
-    """Apply the activation to pre-activations.
+    """Apply a key of ACTIVATIONS to `width` (H) pre-activations along `dim`, or to twice as many if gated.
 
-    Args:
-        hidden: `width` of them along `dim`, or twice that if gated.
-        width: H.
-        activation: a key of ACTIVATIONS.
-        dim: the dimension of the pre-activations.
-
-    Returns:
-        The activations, H of them along `dim`, and what `activate_backward` needs besides `hidden`: act(a) if gated.
+    Returns the activations, H of them along `dim`, and what `activate_backward` needs besides: act(a) if gated.
     """
     function = ACTIVATIONS[activation]
     if hidden.shape[dim] == width:
@@ -54,11 +47,7 @@ def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tupl
 
 
 def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1) -> Tensor:
-    """The gradient of `hidden` from that of the activations, which it may overwrite; `inner` as `activate` returned it.
-
-    Returns:
-        Of the shape of `hidden`.
-    """
+    """The gradient of `hidden` from that of the activations, which it may overwrite; `inner` is from `activate`."""
     function = BACKWARD[activation]
     if inner is None:
         return function(d_act, hidden)
@@ -67,18 +56,10 @@ def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activ
 
 
 def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order rows by expert, then by token, with each expert's rows padded to a multiple of `block` slots.
+    """Order the rows of experts (N, K) by expert, then by token, and pad each expert's to a multiple of `block` slots.
 
-    Args:
-        experts: (N, K) int64.
-        n_expert: E.
-        block: rows per block.
-
-    Returns:
-        load: (E,) int64 rows of each expert.
-        blocks: (E,) int64 blocks of each expert.
-        order: (N·K,) int64 indices into the flattened `experts`, sorted.
-        slot: (N·K,) int64 slot of each entry of `order`.
+    Returns, all int64: rows (E,) and blocks (E,) of each expert; the sorted indices (N·K,) into the flattened `experts`
+    and the slot (N·K,) of each.
     """
     flat = experts.flatten()
     load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -125,23 +106,19 @@ class PaddedBMM:
         return rows.view(-1, self.size, rows.shape[-1])
 
     def gather(self, x: Tensor) -> Tensor:
-        """See ExpertMLP."""
         return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, self.token)
 
     def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-        """See ExpertMLP."""
         product = torch.bmm(self.to_blocks(rows), w.index_select(0, self.expert)).flatten(0, 1)
         return product if out is None else out.copy_(product)
 
     def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
-        """See ExpertMLP."""
         blocks = torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads))  # (blocks, in, out)
         wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
         total = torch.zeros(out.shape, dtype=wide, device=out.device)
         out.copy_(total.index_add_(0, self.expert, blocks.to(wide)))
 
     def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
-        """See ExpertMLP."""
         out += F.embedding_bag(self.slot, rows, mode="sum")  # a gather: no atomics
 
 
@@ -182,24 +159,20 @@ class PerExpertMM:
         return torch.empty_like(slot).scatter_(0, order, slot).view(N, K), n_slot, parts
 
     def gather(self, x: Tensor) -> Tensor:
-        """See ExpertMLP."""
         return x.index_select(0, self.token)
 
     def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-        """See ExpertMLP."""
         out = rows.new_empty(len(rows), w.shape[-1]) if out is None else out
         for rows_e, w_e, out_e in zip(rows.split(self.sizes), w.unbind(), out.split(self.sizes), strict=True):
             torch.mm(rows_e, w_e, out=out_e)
         return out
 
     def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
-        """See ExpertMLP."""
         parts = zip(rows.t().split(self.sizes, 1), grads.split(self.sizes), out.unbind(), strict=True)
         for rows_e, grads_e, out_e in parts:
             torch.mm(rows_e, grads_e, out=out_e)  # zeros for an expert without rows
 
     def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
-        """See ExpertMLP."""
         out.index_add_(0, self.token, rows.to(out.dtype))
 
 
@@ -282,15 +255,11 @@ class AllExpertsDense(torch.autograd.Function):
         return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None, None
 
 
-def choose_function(w_out: Tensor, experts: Tensor) -> type[torch.autograd.Function]:
-    """Choose the autograd function that is fastest for these shapes and this device."""
-    (E, H, _), K = w_out.shape, experts.shape[1]
-    return AllExpertsDense if experts.device.type == "cpu" and E * H <= DENSE_LIMIT * K else ExpertMLP
-
-
 @torch.compiler.disable  # the sizes of its products depend on the loads: traced, the graph would break into pieces
 def expert_mlp(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
 ) -> Tensor:
     """See `kernels.expert_mlp`."""
-    return choose_function(w_out, experts).apply(x, w_in, w_out, weights, experts, activation)
+    (E, H, _), K = w_out.shape, experts.shape[1]
+    tiny = experts.device.type == "cpu" and E * H <= DENSE_LIMIT * K
+    return (AllExpertsDense if tiny else ExpertMLP).apply(x, w_in, w_out, weights, experts, activation)

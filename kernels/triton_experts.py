@@ -107,11 +107,6 @@ def pick_tile(kernel: str, like: Tensor, rows: int, cols: int, depth: int = 2**3
     )
 
 
-def count_multiprocessors(device: torch.device) -> int:
-    """Return the device's multiprocessors; on a CPU, some number."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
     """Rows of a tile; given their numbers of rows and experts, of `up`, `rows` and `down_grad`, which share a table."""
     rows = FLOAT32_TILE.rows if like.dtype == torch.float32 else ROWS
@@ -168,7 +163,8 @@ def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bo
         ours = describe(a, tile.depth, [rows], True)
         theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
         if ours and theirs:
-            grid = (min(count_multiprocessors(a.device), n_tile * triton.cdiv(cols, tile.cols)),)
+            at_once = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 4
+            grid = (min(at_once, n_tile * triton.cdiv(cols, tile.cols)),)
             sides = n_tile, depth, cols, transposed, *tile[:3]
             rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, **tile.options)
             return out
@@ -188,22 +184,14 @@ def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     return out
 
 
-def weight_grad(
-    a: Tensor,
-    b: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    largest: Tensor,
-    top_k: int,
-    gather_a: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def weight_grad(a: Tensor, b: Tensor, rows: Schedule, top_k: int, gather_a: bool, dtype: torch.dtype) -> Tensor:
     """Sum aᵀ b over each expert's rows: (E, A, B) in `dtype`. By token is a (N, A) if gather_a, else b (N, B)."""
-    A, B, n_expert = a.shape[1], b.shape[1], len(largest)
+    A, B, n_expert = a.shape[1], b.shape[1], len(rows.largest)
+    by_expert = rows.order, rows.offsets, rows.largest
     tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
     out = torch.empty(n_expert, A, B, dtype=dtype, device=a.device)
     grid = (n_expert * triton.cdiv(A, tile.rows) * triton.cdiv(B, tile.cols),)
-    weight_grad_kernel[grid](a, b, order, offsets, largest, out, A, B, gather_a, top_k, *tile[:3], **tile.options)
+    weight_grad_kernel[grid](a, b, *by_expert, out, A, B, gather_a, top_k, *tile[:3], **tile.options)
     return out
 
 
@@ -271,9 +259,10 @@ def backward(
             *(d_out, w_out, weights, order, table, hidden, d_hidden, activated, d_gate, *sides, *tile[:3]),
             **tile.options,
         )
-        d_w_out = weight_grad(activated, d_out, order, offsets, largest, top_k, False, grad_dtype)
+        schedule = Schedule(order, inverse, offsets, largest, table)
+        d_w_out = weight_grad(activated, d_out, schedule, top_k, False, grad_dtype)
         del activated
-        d_w_in = weight_grad(x, d_hidden, order, offsets, largest, top_k, True, grad_dtype)
+        d_w_in = weight_grad(x, d_hidden, schedule, top_k, True, grad_dtype)
         d_x = combine(multiply_rows(d_hidden, w_in, table, rows, True), inverse, top_k)
         return d_x, d_w_in, d_w_out, d_gate.sum(-1).to(weights.dtype)
 

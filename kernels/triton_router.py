@@ -300,8 +300,7 @@ def forward(
     pass, and FSDP2 warns of views.
     """
     E, T = logits.shape[1], len(logits) // n_sequence
-    out = _fake_forward(logits, selection_bias, c, gamma, phi, pre, post, top_k, n_sequence)
-    weights, experts, scores, loads, probability, scalars, z_loss = out
+    out = weights, experts, scores, loads, probability, scalars, z_loss = _fake_forward(logits, top_k, n_sequence)
     programs, *tile = pick_tile(E, T)
     sums = torch.empty(n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
@@ -318,19 +317,9 @@ def forward(
     return out
 
 
-def _fake_forward(
-    logits: Tensor,
-    selection_bias: Tensor,
-    c: Tensor,
-    gamma: Tensor | None,
-    phi: str,
-    pre: str,
-    post: str,
-    top_k: int,
-    n_sequence: int,
-) -> tuple[Tensor, ...]:
+def _fake_forward(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Allocate what `forward` returns."""
-    N, E = logits.shape
+    (N, E), (top_k, n_sequence) = logits.shape, others[-2:]
     experts = logits.new_empty(N, top_k, dtype=torch.int64)
     loads = logits.new_empty(n_sequence, E, dtype=torch.int64)
     shapes = (N, top_k), (N, E), (n_sequence, E), (SCALARS.value,), ()

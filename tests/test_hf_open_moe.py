@@ -12,6 +12,7 @@ from test_hf_init_from import edit, refused, start
 import configure
 from eval.trained import load_model
 from hf.formats import FORMATS
+from hf.names import to_hf
 from model import count_parameters
 from runtime.folder import path_of
 from scripts import export
@@ -66,7 +67,14 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     with torch.no_grad():
         assert_near(model.logits(model.hidden(idx)[0]), logits, LIMIT, "logits")
-    assert_near(model(idx, targets).loss, loss, LIMIT, "loss")
+    mine = model(idx, targets).loss
+    assert_near(mine, loss, LIMIT, "loss")
+    mine.backward()
+    loss.backward()
+    gradients = to_hf({name: p.grad for name, p in model.named_parameters()})
+    for name, p in theirs.named_parameters():  # experts are transposed
+        gradient = gradients[name.replace(".mlp.gate.", ".mlp.router.")]
+        assert_near(gradient.mT if ".experts." in name else gradient, p.grad, 2 * LIMIT, name)
 
 
 @KINDS
