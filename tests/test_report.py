@@ -13,7 +13,7 @@ from scipy import stats
 
 from eval.paper import NUMBERS, read_paper_losses
 from scripts.report import tables
-from scripts.report.comparisons import choose_best, compare_setting, find_comparison, judge_pairs
+from scripts.report.comparisons import compare_setting, find_comparison, judge_pairs
 from scripts.report.runs import expand_folders, find_runs, load_all_evaluated, load_evaluated, load_run
 from scripts.report.settings import group_runs
 from scripts.report.statistics import Verdict
@@ -248,15 +248,6 @@ def test_which_arms_are_compared(tmp_path):
     assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
 
 
-@pytest.mark.parametrize("several, other", [("kern", "softmax"), ("softmax", "kern")])
-def test_a_router_that_lacks_an_option_is_compared_with_every_arm(tmp_path, several, other):
-    runs = [make_run(tmp_path / f"{several}{b}", f"model.router={several}", f"model.gate_scale={b}") for b in (1, 3)]
-    (setting,) = load_settings(*runs, make_run(tmp_path / other, f"model.router={other}", "model.gate_scale=1"))
-    pairs = {frozenset((pair.left.label, pair.right.label)) for pair in compare_setting(setting)}
-    one, three, lacking = f"{several}, gate_scale 1", f"{several}, gate_scale 3", f"{other}, gate_scale 1"
-    assert pairs == {frozenset(pair) for pair in ((one, three), (one, lacking), (three, lacking))}
-
-
 # ---- over a key
 
 
@@ -298,22 +289,6 @@ def test_seeds_and_values_that_curves_lack(tmp_path):
     (comparison,) = compare_setting(setting)
     assert comparison.difference.seeds == 3  # those with both routers at both common values
     assert [row[1] for row in tables.build_loss_table(setting).rows] == ["2 to 4", "3 to 4"]
-
-
-def test_the_best_value_is_judged_by_other_seeds(tmp_path):
-    runs = make_curves(tmp_path, seeds=6)
-    lucky = tmp_path / "8/kern5"  # best of all, but of a seed that does not choose
-    text = (lucky / "metrics.jsonl").read_text().splitlines()
-    line = json.loads(text[-1]) | {"val/loss": 0.5}
-    (lucky / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(line)]) + "\n")
-    (setting,) = load_settings(*runs, key="model.gate_norm")
-    (best,) = choose_best(setting, [0, 1])
-    assert name_of(best) == "kern, norm 2 against tanh, norm 2" and best.difference.seeds == 4
-    apart = [loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}") for seed in (2, 3, 4, 5)]
-    assert best.difference.mean == pytest.approx(np.mean(apart))
-    for seeds, said in (([9], "no run of this seed"), ([0, 1, 2, 3, 4, 5], "no other seed")):
-        with pytest.raises(ValueError, match=said):
-            choose_best(setting, seeds)
 
 
 def test_keys_that_change_with_the_key(tmp_path):

@@ -131,10 +131,9 @@ def test_a_report_over_a_key(tmp_path, call):
         ends = {"kern": 2 + x / 10, "tanh": 2.2 + x / 10}
         runs += make_seeds(tmp_path / str(x), ends, 6, [f"model.gate_norm={x}"], noise=0.003)
     out = tmp_path / "out"
-    printed = call(report.main, *runs, "--over", "model.gate_norm", "--choose-on", 0, 1, "--margin", 0.5, "--out", out)
+    printed = call(report.main, *runs, "--over", "model.gate_norm", "--margin", 0.5, "--out", out)
     page = (out / "report.md").read_text()
     assert "| initial gate norm | seeds | 1 | 2 |" in page and "| minus kern | 1 | 2 | mean over values" in page
-    assert re.search(r"\| kern, norm 1 \| tanh, norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*lower\*\*", page)
     assert re.search(r"kern +tanh .* 6 seeds +equivalent", printed)
     for text in ("within ±0.5 nats", "| at the end | gate norm √(E‖g‖²) |", "| tanh, norm 2 | 2.000"):
         assert text in page
@@ -183,7 +182,6 @@ def test_bad_input(tmp_path, capsys):
         ([kern, "--baseline", "softmx"], "--baseline 'softmx': the runs have kern"),
         ([kern, "--out", tanh], "a run's folder; name another"),
         ([kern, "--out", kern / "config.toml/x"], "Not a directory"),
-        ([kern, tanh, "--choose-on", "0"], "name the key with --over"),
     ]:
         assert report.main([*map(str, arguments)]) == 2
         error = capsys.readouterr().err

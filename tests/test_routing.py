@@ -163,6 +163,13 @@ def test_command_compares_two_checkpoints(made, capsys):
     assert f"192 tokens; a picture of the loads: python -m scripts.draw {out}/routing.json" in said
     assert "agreement with kern, step_00000002" in said and "beyond chance" in said
     report = json.loads((out / "routing.json").read_text())
+    layer, same = report["layers"][0], report["agreement"][0]
+    used, each = (math.exp(layer[key]) for key in ("load_entropy", "entropy"))
+    assert re.search(
+        rf"^0 +{layer['load_imbalance']:.2f} +{layer['dead_experts']} +{used:.1f} +{each:.1f} ", said, re.M
+    )
+    beyond = (same["matched"] - same["matched_by_chance"]) / (1 - same["matched_by_chance"])
+    assert re.search(rf"^0 .*\({same['matched_by_chance']:.0%}\) +{beyond:.2f}$", said, re.M)
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
     assert [layer["loads"] for layer in report["layers"]] == logged  # what training saw in the same six windows
     assert (report["step"], report["windows"], report["tokens"], report["router"]) == (4, 6, 192, "kern")
@@ -211,15 +218,3 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
     (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
     assert line.startswith("error: ") and message in line
-
-
-def test_tables_for_people():
-    layer = {"layer": 0, "same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
-    other = layer | {"layer": 1, "matched": 1.0, "matched_by_chance": 1.0}
-    _, rows = routing.summarize_agreement({"agreement": [layer, other]})
-    assert rows == [["0", "50% (25%)", "70% (40%)", "0.50"], ["1", "50% (25%)", "100% (100%)", "-"]]
-    layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
-    layer |= {"zero_gates": 0.125, "vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
-    head, (row,) = routing.summarize_layers({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
-    assert head == ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"]
-    assert row == ["3", "2.00", "3", "5.0", "4.0", "12.50%", "60% (20%)", "50% (10%)"]

@@ -35,13 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
     parser.add_argument("--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps")
-    choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
-    parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
     parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
     parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
     args = parser.parse_args(argv)
-    if args.choose_on and not args.over:
-        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
     require_packages("matplotlib", "scipy")
     from scripts.report.page import Report, write_report
 
@@ -57,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (out / "config.toml").is_file():
         raise ValueError(f"--out {out}: a run's folder; name another")
     out.mkdir(parents=True, exist_ok=True)
-    report = Report(settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin)
+    report = Report(settings, notes + left_out, args.baseline, args.experiment, args.margin)
     print_blocks(write_report(report, out))
     print(f"report: {out}/report.html")
 

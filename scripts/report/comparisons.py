@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.report.settings import Arm, Setting, label_value
+from scripts.report.settings import Arm, Setting
 from scripts.report.statistics import HIGHER, LOWER, Difference, Verdict, estimate_difference, judge_family
 
 
@@ -84,25 +84,3 @@ def find_comparison(comparisons: Sequence[Comparison], left: Arm, right: Arm | N
             text = {LOWER: HIGHER, HIGHER: LOWER}.get(verdict.text, verdict.text)
             return Comparison(left, comparison.left, replace(old, mean=-old.mean), replace(verdict, text=text))
     return None
-
-
-def choose_best(setting: Setting, seeds: Sequence[int]) -> list[Comparison]:
-    """Each arm at the value of the key with the lowest mean loss of `seeds`, compared by its other seeds.
-
-    Raises ValueError if an arm lacks one of the seeds, or has no other seed.
-    """
-    best = []
-    for arm in setting.arms:
-        means = {}
-        for x, cell in arm.cells.items():
-            if missing := sorted(set(seeds) - set(cell)):
-                raise ValueError(f"--choose-on {missing[0]}: {arm.label} has no run of this seed at {x:g}")
-            means[x] = np.mean([setting.evaluation(cell[seed])["val/loss"] for seed in seeds])
-        x = min(means, key=means.__getitem__)
-        judged = {seed: run for seed, run in arm.cells[x].items() if seed not in seeds}
-        if not judged:
-            raise ValueError(f"--choose-on {', '.join(map(str, seeds))}: {arm.label} has no other seed to judge by")
-        label = ", ".join(filter(None, [arm.options_label, label_value(setting.key, x)]))
-        best.append(Arm(arm.router, arm.options, {None: judged}, label))
-    best.sort(key=lambda arm: np.mean([setting.evaluation(run)["val/loss"] for run in arm.runs]))
-    return judge_pairs(setting, combinations(best, 2))

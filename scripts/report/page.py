@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from scripts.report import pictures, tables
-from scripts.report.comparisons import choose_best, compare_setting
+from scripts.report.comparisons import compare_setting
 from scripts.report.pages import Block, write_page
 from scripts.report.settings import Setting
 from scripts.report.statistics import MIN_SEEDS
@@ -27,7 +27,6 @@ HOW_SEEDS = f"""\
 --run.seed={{seed}} --run.name={{name}}-seed{{seed}}"""
 HOW_EQUIVALENT = """\
 **Equivalent**: two one-sided t-tests, with Holm's correction, place the difference within ±{} nats."""
-HOW_BEST = "Each arm at the value with its lowest mean loss over seeds {}, compared by its other seeds, one family."
 HOW_PAPER = """\
 The paper's numbers are those of `{}`, at the same part of training. Where the runs differ from that file in more than
 the router, compare differences between routers, not losses. ± is the standard deviation over seeds, ours of a sample,
@@ -44,7 +43,6 @@ class Report:
     notes: list[str]
     baseline: str = "kern"
     experiment: str | None = None
-    choose_on: Sequence[int] = ()
     margin: float | None = None
 
 
@@ -92,9 +90,6 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
         if few := [pair.left.runs[-1] for pair in comparisons if pair.difference.seeds < MIN_SEEDS]:
             name = few[0].config.run.name.removesuffix(f"-seed{few[0].seed}")
             blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=name, seed=few[0].seed + 1)]))
-    if report.choose_on:
-        best = tables.build_pairs_table(choose_best(setting, report.choose_on))
-        blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]
     if (table := tables.build_measure_table(setting)).rows:
         blocks.append(("table", *table))
     caption = "On the validation windows, or in training where the title says so: mean and range over seeds."
