@@ -58,13 +58,13 @@ def near(found, wanted, length, name):
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", MIXTURES)
 def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
-    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)  # two windows a batch
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 32)  # two windows a batch, the fewest
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")
     idx = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
     often = Counter(idx.ravel().tolist())
     least = sorted(often.values())[len(often) // 2]
     monkeypatch.setattr(routing, "MIN_COUNT", least)
-    counted, ids, seen = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    counted, ids, seen = count_routing(model, text=idx)
     layers = [describe_layer(layer, ids, seen, ByteTokenizer()) for layer in counted]
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
         batches = [record_routing(model, batch) for batch in torch.from_numpy(idx).split(2)]
@@ -131,7 +131,7 @@ def test_expert_without_tokens_counts_nowhere():
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     def agreement_of(model, other, tokens):
-        layers, *_ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+        layers, *_ = count_routing(model, other, text=windows(tokens, fixed_windows(tokens, 32, 12), 32)[0])
         return [compare_choices(layer.agreement.numpy(), top_k=2) for layer in layers]
 
     monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
@@ -176,7 +176,7 @@ def test_command_compares_two_checkpoints(made, capsys):
     assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
     models = [load_model(run, step).model for step in (4, 2)]
     tokens = open_tokens(report["data"], "val")
-    layers, *_ = count_routing(*models, tokens=tokens, indices=fixed_windows(tokens, 32, 6))
+    layers, *_ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
     for number, (agreement, layer) in enumerate(zip(report["agreement"], layers, strict=True)):
         assert agreement == {"layer": number} | compare_choices(layer.agreement.numpy(), top_k=2)
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)

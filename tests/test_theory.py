@@ -3,8 +3,6 @@
 Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below either.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -22,8 +20,6 @@ SAMPLED = {
     (32, 4): (1.769189, 4.8e-4, 0.343874, 1.662508, 1.278007e-06, 3.999999),
     (1024, 8): (4.139940, 7.1e-4, 0.058866, 4.092369, 1.285351e-291, 8.0),
 }
-
-# the same file, derived.init_gate_scale at width 768: √E Σg² and E Σg
 
 
 @pytest.mark.parametrize(("n_expert", "top_k"), SAMPLED)

@@ -110,7 +110,7 @@ def sign(record):
 def test_draws_lie_in_their_ranges_and_suit_every_router(file):
     protocol = load_protocol(file)
     draws = protocol.draw_settings()
-    assert draws[:4] == protocol.as_draft(2).draw_settings() and len(draws) == 16
+    assert draws[:4] == protocol.as_draft().draw_settings() and len(draws) == 16
     many = protocol.model_copy(update={"draws": protocol.draws | {"count": 3000}}).draw_settings()
     assert many[:16] == draws
     for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio"):
@@ -182,13 +182,13 @@ def test_tasks_follow_from_losses(contest):
     assert protocol.list_tasks("softmax-renorm", losses) == draws + finals + judged + drafts + lengths
     assert (protocol.count_tasks("kern"), protocol.count_tasks("softmax-renorm")) == (8, 14)
     assert "--train.max_steps=8" in protocol.overrides("kern", lengths[-1])
-    draft = protocol.as_draft(2)
+    draft = protocol.as_draft()
     first = {Task("draw", draw, 0): 1.0 + draw for draw in range(4)}
     assert draft.list_tasks("kern", first) == [*first, Task("judge", 0, 200), Task("judge", 0, 201)]
 
 
 def test_verdicts_are_those_of_scipy():
-    """Four words; t and two one-sided t-tests by scipy, Holm by hand."""
+    """Four words; t by scipy, Holm by hand."""
     protocol, draw = load_protocol(CPU), np.random.default_rng(0)
     base = draw.normal(1.6, 0.02, 10)
     shifts = {"kern": -0.05, "tanh": 0.05, "sigmoid": 0.0, "softmax": -0.008}
@@ -208,16 +208,8 @@ def test_verdicts_are_those_of_scipy():
     p_values = sorted((stats.ttest_rel(values, base).pvalue, name) for name, values in losses.items())
     largest = 0.0
     for rank, (p, name) in enumerate(p_values):
-        judgement, oracle = rows[name].against["softmax-renorm"], stats.ttest_rel(losses[name], base)
         largest = max(largest, min(1, (4 - rank) * p))
-        assert judgement.verdict.p == pytest.approx(largest)
-        interval = oracle.confidence_interval(0.95)
-        assert (judgement.difference.low, judgement.difference.high) == pytest.approx(interval)
-        one_sided = (
-            stats.ttest_1samp(losses[name] - base, -0.012, alternative="greater").pvalue,
-            stats.ttest_1samp(losses[name] - base, 0.012, alternative="less").pvalue,
-        )
-        assert judgement.difference.p_equivalent(0.012) == pytest.approx(max(one_sided))
+        assert rows[name].against["softmax-renorm"].verdict.p == pytest.approx(largest)
     assert rows["tanh"].against["kern"].difference.mean == pytest.approx((losses["tanh"] - losses["kern"]).mean())
     assert rows["tanh"].mean == pytest.approx(losses["tanh"].mean())
 
@@ -253,11 +245,14 @@ def test_what_the_reference_is_compared_by(contest):
     protocol = load_protocol(str(contest))
     reference = make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8])
     drafts = [loss for task, loss in losses_of(reference).items() if task.round == "draft"]
-    draft = make_record(protocol.as_draft(2), "kern", [1.9, 1.8]) | {"name": "kern (draft)"}
+    draft = make_record(protocol.as_draft(), "kern", [1.9, 1.8]) | {"name": "kern (draft)"}
     rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, draft])}
     difference = rows["kern (draft)"].against["softmax-renorm"].difference
     assert difference.mean == pytest.approx(1.85 - np.mean(drafts)) and difference.seeds == 2
     assert loss_curve(protocol, reference) == pytest.approx({0.5: 1.8, 1.0: 1.65, 2.0: 1.6})
+    reference["runs"] = [run for run in reference["runs"] if run["round"] != "draft" or run["seed"] == 200]
+    with pytest.raises(ValueError, match="share fewer than two seeds; enter both again"):
+        judge_entries(protocol, [reference, draft])
 
 
 def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
@@ -383,8 +378,6 @@ def test_bad_arguments(contest, capsys):
         "kern is another router": ["enter", "kern", "--spec", "tanh, c=2"],
         "has small letters": ["enter", "../x", "--spec", "tanh, c=2"],
         "--parallel 0": ["enter", "kern", "--draft", "--parallel", "0"],
-        "--seeds 1: expected 2 to 2": ["enter", "kern", "--draft", "--seeds", "1"],
-        "--seeds needs --draft": ["enter", "kern", "--seeds", "2"],
         "--rerun takes one record": ["verify", "a.json", "b.json", "--rerun", "1"],
     }
     for reason, arguments in cases.items():
@@ -421,7 +414,7 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
     assert 1 <= len(losses_of(draft("cut"))) < 6
     assert run([*enter, "cut"]).returncode == 0
     assert losses_of(draft("cut")) == wanted
-    assert draft("cut")["settings"] == load_protocol(str(contest)).as_draft(2).draw_settings()
+    assert draft("cut")["settings"] == load_protocol(str(contest)).as_draft().draw_settings()
 
     mad = tmp_path / "mad.toml"
     mad.write_text(contest.read_text().replace("lr = [1e-3, 1e-2]", "lr = [1e30, 1e31]"))

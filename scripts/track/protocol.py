@@ -70,10 +70,9 @@ class Protocol(Section):
         """The folder of its records."""
         return RECORDS / self.name
 
-    def as_draft(self, seeds: int) -> "Protocol":
-        """Fewer draws, no finals, and `seeds` seeds of drafts, which no entry is judged by."""
-        draws = self.draws | {"count": DRAFT_DRAWS}
-        fewer = {"draws": draws, "finalists": 1, "judge_seeds": self.draft_seeds[:seeds]}
+    def as_draft(self) -> "Protocol":
+        """Fewer draws, no finals, and the seeds of drafts, which no entry is judged by."""
+        fewer = {"draws": self.draws | {"count": DRAFT_DRAWS}, "finalists": 1, "judge_seeds": self.draft_seeds}
         return self.model_copy(update=fewer | {"draft": True})
 
     def draw_settings(self) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, judge_family
+from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, estimate_difference, judge_family
 from scripts.track.protocol import Protocol
 from scripts.track.record import Record, losses_of
 
@@ -56,8 +56,7 @@ def subtract(entry: Record, other: Record) -> Difference:
     differences = np.array([first[seed] - second[seed] for seed in shared])
     if not np.isfinite(differences).all():
         return Difference(math.inf, len(shared))
-    error = float(differences.std(ddof=1)) / math.sqrt(len(shared))
-    return Difference(float(differences.mean()), len(shared), error, len(shared) - 1.0, "seeds")
+    return estimate_difference(differences)
 
 
 def judge_against(entries: Sequence[Record], other: Record, margin: float) -> dict[str, Judgement]:
