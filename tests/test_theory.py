@@ -3,6 +3,8 @@
 Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below either.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
