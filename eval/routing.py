@@ -364,11 +364,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)")
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     add("--windows", type=int, help="of block_size tokens (default: 64)")
-    traces = parser.add_mutually_exclusive_group()
-    traces.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)"
-    )
-    traces.add_argument("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
+    trace = parser.add_mutually_exclusive_group().add_argument
+    trace("--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)")
+    trace("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
     add("--text", help="print where its tokens go, and nothing else")
     add_device_argument(parser)
     args = parser.parse_args(argv)

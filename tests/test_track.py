@@ -347,10 +347,8 @@ def test_text_is_what_the_protocol_pins():
     assert [clean.text_digest(row["file"]) for row in rows] == [row["sha256"] for row in rows]
     authors = {(row["file"].split("/")[0], row["source"].split("/")[0]) for row in rows}
     assert len(authors) == len(rows) == len({author for _, author in authors})
-    markdown = (
-        "# T\n\n-------\n\n## I \n\n> \u201cAn _old_ \\[tale\\]\u201d\u2014[see](x.md) <b>it</b>\n\n\n\nEnd  \n***\n"
-    )
-    assert clean.clean(markdown) == 'I\n\n"An old [tale]"--see it\n\nEnd\n'
+    text = "## I \n\n> \u201cAn _old_ \\[tale\\]\u201d\u2014[see](x.md) <b>it</b>\n\n\n\nEnd  \n***\n"
+    assert clean.clean(f"# T\n\n-------\n\n{text}") == 'I\n\n"An old [tale]"--see it\n\nEnd\n'
 
 
 def test_records_of_the_repository_are_right():
