@@ -43,8 +43,8 @@ class TaskScores:
         """Score the model after `step` steps, if eval.task_interval divides them or they are the last.
 
         Every rank calls it, and documents are split across them. The model is left in training mode, and random numbers
-        of training stay as they are. Where weights are `sharded`, each rank gathers them all: with a cache and unequal
-        batches it cannot wait for the others. `stop` is looked at between batches and tasks.
+        of training stay as they are. Where weights are `sharded`, each rank gathers them all: with unequal batches it
+        cannot wait for the others. `stop` is looked at between batches and tasks.
 
         Returns:
             {`tasks/NAME/acc`, `tasks/NAME/bits_per_byte`, …}, or None if any rank is asked to stop meanwhile.

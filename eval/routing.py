@@ -8,8 +8,8 @@
     python -m eval.routing runs/quickstart-kern --text "for i in range(3):"       experts and gates of each token
 
 Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
-earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32, in memory that does
-not grow with --windows. A comparison needs requirements-report.txt.
+earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32. A comparison needs
+requirements-report.txt.
 
 Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060, Sec. 5). The chance
 level is measured too: everything is counted a second time with each token's choices taken from another token of another
@@ -34,9 +34,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
-from data.bins import Tokens
 from data.loader import windows
-from data.mixture import JoinedTokens
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
@@ -50,11 +48,8 @@ COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
 BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
 SHOWN = 8  # tokens per expert
-LOSSES = (
-    "source_loss",
-    "replayed_loss",
-    "loss",
-)  # nats per token: a trace's, of a model with its experts, with its own
+# Nats per token: a trace's, of a model with its experts, with its own.
+LOSSES = ("source_loss", "replayed_loss", "loss")
 
 Described = dict[str, Any]
 
@@ -140,9 +135,9 @@ def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], 
 
 @torch.no_grad()
 def count_routing(
-    model: GPT, other: GPT | None = None, *, tokens: Tokens | JoinedTokens, indices: np.ndarray
+    model: GPT, other: GPT | None = None, *, text: np.ndarray
 ) -> tuple[list[LayerCounts], np.ndarray, np.ndarray]:
-    """Run the windows `indices` of `tokens`, two or more, through a model and the one to compare it with.
+    """Run windows `text` (W, T) int64, two or more, through a model and the one to compare it with.
 
     Returns:
         The counts of each layer with experts; the ids (U,) of the tokens counted one by one, the most common first;
@@ -152,11 +147,8 @@ def count_routing(
         ValueError: no token occurs MIN_COUNT times.
     """
     config, device = model.config, model.head.device
-    n_batches = max(1, min(len(indices) // 2, len(indices) * config.block_size // BATCH_TOKENS))
-    batches = np.array_split(indices, n_batches)
-    seen = np.zeros(config.vocab_size, np.int64)
-    for batch in batches:
-        seen += np.bincount(windows(tokens, batch, config.block_size)[0].ravel(), minlength=len(seen))
+    batches = np.array_split(text, max(1, min(len(text) // 2, text.size // BATCH_TOKENS)))
+    seen = np.bincount(text.ravel(), minlength=config.vocab_size)
     ids = np.argsort(-seen, kind="stable")[: (seen >= MIN_COUNT).sum()]
     if not len(ids):
         raise ValueError(f"no token occurs {MIN_COUNT} times among {seen.sum():,} tokens; raise --windows")
@@ -165,7 +157,7 @@ def count_routing(
     n_layer = config.n_layer - config.n_dense_layer  # with experts
     layers = [LayerCounts(config.n_expert, len(ids) + 1, device) for _ in range(n_layer)]
     for batch in progress_bar(iterable=batches, desc="windows", leave=False):
-        idx = torch.from_numpy(windows(tokens, batch, config.block_size)[0])
+        idx = torch.from_numpy(batch)
         mine = record_routing(model, idx.to(device))
         theirs = record_routing(other, idx.to(device)) if other else [None] * len(mine)
         for counts, routing, others in zip(layers, mine, theirs, strict=True):
@@ -271,13 +263,14 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
     return models, tokenizer
 
 
-def open_text(trained: Trained, args: argparse.Namespace) -> tuple[Tokens | JoinedTokens, np.ndarray, str]:
-    """Tokens, the windows that --data and --windows ask for, and the name of the set. Raises ValueError, OSError."""
+def open_text(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, str]:
+    """The windows that --data and --windows ask for, inputs and targets (W, T), and the set's name."""
     config, folders = trained.config, trained.config.data.folders
     if args.data:
         folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
     tokens, indices, *_ = open_validation(trained, folders, 64 if args.windows is None else args.windows)
-    return tokens, indices, str(folders[0]) if len(folders) == 1 else config.data.label
+    name = str(folders[0]) if len(folders) == 1 else config.data.label
+    return *windows(tokens, indices, config.model.block_size), name
 
 
 def trace_routing(args: argparse.Namespace) -> None:
@@ -287,8 +280,7 @@ def trace_routing(args: argparse.Namespace) -> None:
     (trained,), _ = load_models(args)
     trained.model.to(distributed.pick_device(args.device))
     if args.trace:
-        tokens, indices, data = open_text(trained, args)
-        inputs, targets = windows(tokens, indices, trained.config.model.block_size)
+        inputs, targets, data = open_text(trained, args)
         write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
         return print(f"{args.trace}: {inputs.size:,} tokens of {data}")
     trace, run = read_trace(args.replay, trained), trained.config.run.name
@@ -310,13 +302,13 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     models, tokenizer = load_models(args)
     trained, *others = models
     config = trained.config
-    tokens, indices, data = open_text(trained, args)
-    if len(indices) < 2:
-        raise ValueError(f"{data}: {len(indices)} window, chance needs two; raise --windows or name a larger set")
-    layers, ids, seen = count_routing(*(model.model.to(device) for model in models), tokens=tokens, indices=indices)
+    text, _, data = open_text(trained, args)
+    if len(text) < 2:
+        raise ValueError(f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set")
+    layers, ids, seen = count_routing(*(model.model.to(device) for model in models), text=text)
     numbered = list(enumerate(layers, config.model.n_dense_layer))
     report: Described = {"run": config.run.name, "step": trained.step, "mean": trained.mean, "data": data}
-    report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(indices)}
+    report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(text)}
     report |= {"tokens": layers[0].tokens, "min_count": MIN_COUNT}
     report["layers"] = [{"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered]
     for other in others:
@@ -372,11 +364,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)")
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     add("--windows", type=int, help="of block_size tokens (default: 64)")
-    traces = parser.add_mutually_exclusive_group()
-    traces.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)"
-    )
-    traces.add_argument("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
+    trace = parser.add_mutually_exclusive_group().add_argument
+    trace("--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)")
+    trace("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
     add("--text", help="print where its tokens go, and nothing else")
     add_device_argument(parser)
     args = parser.parse_args(argv)

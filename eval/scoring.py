@@ -1,29 +1,24 @@
-"""Log-likelihoods of continuations, for eval.downstream.
+"""Log-likelihoods of continuations, for eval.downstream and eval.val_loss.
 
-Batches hold sequences of similar length, so little of them is padding. A context shared by several continuations goes
-through the model once. The LM head sees only the positions that are scored.
+Batches hold sequences of similar length, so little of them is padding. The LM head sees only the positions that are
+scored.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attention import KVCache
 from common.progress import progress_bar
 from configure import Config
 from model import GPT
 from runtime import distributed
 
 TOKENS = 8192  # in a batch, at most: 16 rows of 512
-CACHED = 2  # times as many in the cache
 LOGITS = 2**24  # in memory at once
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context and continuation
-Group = tuple[Sequence[int], list[int]]  # a context, and the indices of the pairs that share it
 
 
 class Score(NamedTuple):
@@ -81,82 +76,43 @@ class Scorer:
 
     def _score_pieces(self, pairs: Sequence[Pair], progress: str | None) -> list[Score]:
         """Score pairs whose continuations fit into the block."""
-        members = defaultdict(list)
-        for i, (context, continuation) in enumerate(pairs):
-            keep = self.config.block_size + 1 - len(continuation)
-            members[tuple(context[-keep:])].append(i)
-        groups = [part for group in members.items() for part in split_group(*group, pairs, self.tokens)]
-        alone, shared = ([group for group in groups if (len(group[1]) > 1) == several] for several in (False, True))
-        work = [(self._score_alone, batch) for batch in make_batches(alone, pairs, self.tokens)]
-        work += [(self._score_shared, batch) for batch in make_batches(shared, pairs, self.tokens)]
-        work = work[self.ranks.rank :: self.ranks.world_size]
-        total = sum(len(members) for _, batch in work for _, members in batch)
+        longest = self.config.block_size + 1
+        lengths = [min(len(context) + len(continuation), longest) for context, continuation in pairs]
+        batches = [*batch_by_length(lengths, self.tokens)][self.ranks.rank :: self.ranks.world_size]
         scored: dict[int, Score] = {}
-        bar = progress_bar(total=total, desc=progress, disable=not progress)
+        bar = progress_bar(total=sum(map(len, batches)), desc=progress, disable=not progress)
         autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
         with bar, torch.inference_mode(), autocast:
-            for score_batch, batch in work:
+            for batch in batches:
                 if self.is_stopped():
                     break
-                scores = score_batch(batch, pairs)
-                scored.update(scores)
-                bar.update(len(scores))
+                scored.update(zip(batch, self._score_batch([pairs[i] for i in batch]), strict=True))
+                bar.update(len(batch))
         for part in distributed.gather(scored, self.ranks.control):
             scored.update(part)
         if len(scored) < len(pairs):
             raise Interrupted
         return [scored[i] for i in range(len(pairs))]
 
-    def _score_alone(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:
-        """Context and continuation in one pass, padded on the right."""
-        members = [i for _, (i,) in batch]
-        rows = [[*context, *pairs[i][1]][:-1] for context, (i,) in batch]
-        x, _ = self.model.hidden(self._pad(rows))
-        first = [len(row) - len(pairs[i][1]) for row, i in zip(rows, members, strict=True)]
-        return self._score_columns(x, first, members, pairs)
-
-    def _score_shared(self, batch: list[Group], pairs: Sequence[Pair]) -> dict[int, Score]:
-        """Contexts in one pass, padded on the left; their continuations in a second."""
-        contexts = [context for context, _ in batch]
-        width = max(map(len, contexts))
-        start = torch.tensor([width - len(context) for context in contexts], device=self.device)
-        owners = [row for row, (_, members) in enumerate(batch) for _ in members]
-        members = [i for _, members in batch for i in members]
-        rest = [pairs[i][1][:-1] for i in members]
-        cache = KVCache(self.config, start, width, self.dtype)
-        first = self.model.hidden(self._pad(contexts, left=True), cache)[0][:, -1:]  # (rows, 1, C)
-        x = first[owners]
-        if longest := max(map(len, rest)):
-            cache = cache.select_rows(torch.tensor(owners, device=self.device), width + longest)
-            x = torch.cat([x, self.model.hidden(self._pad(rest), cache)[0]], 1)
-        return self._score_columns(x, [0] * len(members), members, pairs)
-
-    def _score_columns(
-        self, x: Tensor, first: list[int], members: list[int], pairs: Sequence[Pair]
-    ) -> dict[int, Score]:
-        """{index of a pair: Score} from the residual stream x (rows, T, C).
-
-        In row r the columns from first[r] on predict the continuation of the pair members[r].
-        """
-        lengths = [len(pairs[i][1]) for i in members]
-        starts = [column + row * x.shape[1] for row, column in enumerate(first)]
-        columns = torch.cat([torch.arange(at, at + n) for at, n in zip(starts, lengths, strict=True)])
-        targets = torch.tensor([token for i in members for token in pairs[i][1]], device=self.device)
-        x = x.flatten(0, 1)[columns.to(self.device)]  # (tokens, C)
+    def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Score pairs in one pass, padded on the right."""
+        longest = self.config.block_size + 1
+        rows = [torch.tensor([*context, *continuation][-longest:]) for context, continuation in pairs]
+        counts = [len(continuation) for _, continuation in pairs]
+        ids = pad_sequence(rows, batch_first=True)  # (B, T + 1)
+        scored = torch.zeros_like(ids[:, 1:], dtype=torch.bool)  # (B, T)
+        for mask, row, count in zip(scored, rows, counts, strict=True):
+            mask[len(row) - 1 - count : len(row) - 1] = True
+        targets = ids[:, 1:][scored].to(self.device)  # (tokens,)
+        x = self.model.hidden(ids[:, :-1].to(self.device))[0][scored.to(self.device)]  # (tokens, C)
         sums, right = [], []
         step = max(1, LOGITS // len(self.model.head))
         for part, wanted in zip(x.split(step), targets.split(step), strict=True):
             logits = self.model.logits(part).float()
             sums.append(logits.gather(1, wanted[:, None])[:, 0].double() - logits.logsumexp(1).double())
             right.append(logits.argmax(1) == wanted)
-        by_row = zip(members, *(torch.cat(parts).cpu().split(lengths) for parts in (sums, right)), strict=True)
-        return {i: Score(s.sum().item(), bool(r.all())) for i, s, r in by_row}
-
-    def _pad(self, rows: Sequence[Sequence[int]], left: bool = False) -> Tensor:
-        """Lists of ids -> (rows, longest) int64, padded with 0."""
-        tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-        padded = pad_sequence(tensors, batch_first=True, padding_side="left" if left else "right")
-        return padded.to(self.device)
+        by_row = zip(*(torch.cat(parts).cpu().split(counts) for parts in (sums, right)), strict=True)
+        return [Score(nats.sum().item(), bool(greedy.all())) for nats, greedy in by_row]
 
 
 def split_continuation(context: Sequence[int], continuation: Sequence[int], block: int) -> list[Pair]:
@@ -167,33 +123,9 @@ def split_continuation(context: Sequence[int], continuation: Sequence[int], bloc
     return [(ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)]
 
 
-def split_group(context: Sequence[int], members: Iterable[int], pairs: Sequence[Pair], tokens: int) -> Iterator[Group]:
-    """Split the pairs that share a context into groups that fit a batch, both its tokens and its cache."""
-    members = sorted(members, key=lambda i: -len(pairs[i][1]))
-    while members:
-        longest = len(pairs[members[0]][1])
-        rows = max(1, min(tokens // longest, CACHED * tokens // (len(context) + longest)))
-        yield context, members[:rows]
-        members = members[rows:]
-
-
-def make_batches(groups: Iterable[Group], pairs: Sequence[Pair], tokens: int) -> Iterator[list[Group]]:
-    """Yield batches of groups, longest first.
-
-    A batch has at most `tokens` tokens, padding included, and at most CACHED times as many in the cache.
-    """
-
-    def measure(group: Group) -> tuple[int, int, int]:
-        context, members = group
-        return len(context), max(len(pairs[i][1]) for i in members), len(members)
-
-    batch, width, longest, rows = [], 0, 0, 0
-    for group in sorted(groups, key=lambda group: (sum(measure(group)[:2]), measure(group)), reverse=True):
-        context, continuation, members = measure(group)
-        width, longest, rows = max(width, context), max(longest, continuation), rows + members
-        if batch and ((len(batch) + 1) * width + rows * longest > tokens or rows * (width + longest) > CACHED * tokens):
-            yield batch
-            batch, width, longest, rows = [], context, continuation, members
-        batch.append(group)
-    if batch:
-        yield batch
+def batch_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield indices of `lengths`, longest first, in batches of at most `tokens` tokens, padding included."""
+    order, start = sorted(range(len(lengths)), key=lambda i: -lengths[i]), 0
+    while start < len(order):
+        yield (batch := order[start : start + max(1, tokens // lengths[order[start]])])
+        start += len(batch)

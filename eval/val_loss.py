@@ -22,12 +22,11 @@ Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from common.command import build_parser, command, run_command
 from common.progress import progress_bar
@@ -35,18 +34,17 @@ from common.text import text_table
 from data import DataError
 from data.bins import Tokens, read_meta
 from data.encode import Encoder
-from data.loader import fixed_windows, number_documents, prefetch, spread_evenly
+from data.loader import fixed_windows, number_documents, spread_evenly
 from data.mixture import identify, list_sets, split_windows
 from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
-from eval.scoring import TOKENS, scoring_dtype
+from eval.scoring import Scorer, scoring_dtype
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set
-from kernels.cross_entropy import linear_cross_entropy
-from model import GPT
 from runtime import distributed
 
 TEXT_FIELD = "text"  # of rows of JSON and parquet
+WINDOWS = 1024  # in memory at once
 HEAD = ("data", "windows", "tokens", "bytes", "loss, nats per token", "perplexity", "bits per byte")
 
 
@@ -159,46 +157,19 @@ def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argpars
     )
 
 
-def batch_windows(windows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield indices of windows, longest first, in batches of at most TOKENS tokens, padding included."""
-    lengths = windows[:, 1] - windows[:, 0]
-    order, start = np.argsort(-lengths, kind="stable"), 0
-    while start < len(order):
-        yield (batch := order[start : start + max(1, TOKENS // lengths[order[start]])])
-        start += len(batch)
-
-
-def read_windows(tokens: Tokens, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Windows (B, 3), padded with 0 on the right: inputs and targets (B, T) int64, and which are scored (B, T) bool."""
-    ids = np.zeros((len(windows), np.max(windows[:, 1] - windows[:, 0]) + 1), np.int64)
-    scored = np.zeros((len(ids), ids.shape[1] - 1), bool)
-    for row, which, (start, stop, first) in zip(ids, scored, windows, strict=True):
-        row[: stop - start + 1] = tokens.read(int(start), int(stop - start + 1))
-        which[first - start : stop - start] = True
-    return ids[:, :-1], ids[:, 1:], scored
-
-
-def token_lengths(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes of each token, (vocab_size,) int64; 0 for end-of-text, the last id."""
-    return np.array([*map(len, token_bytes(tokenizer)), 0])
-
-
-@torch.no_grad()
-def measure_loss(model: GPT, corpus: Corpus, lengths: np.ndarray, dtype: torch.dtype = torch.float32) -> Result:
-    """Score a corpus; `lengths` (vocab_size,) int64 are the bytes of each token, `dtype` is autocast's."""
-    device, windows = model.head.device, corpus.windows
-    nats, size = np.zeros(len(windows)), 0
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    batches = prefetch((index, read_windows(corpus.tokens, windows[index])) for index in batch_windows(windows))
-    with autocast, progress_bar(total=len(windows), desc=corpus.name, leave=False) as bar:
-        for index, (x, y, scored) in batches:
-            size += int(lengths[y[scored]].sum())
-            x, y, which = (torch.from_numpy(part).to(device) for part in (x, y, scored))
-            hidden = model.ln_f(model.hidden(x)[0])[which]  # (tokens, C): the head sees only scored positions
-            losses = linear_cross_entropy(hidden, model.head, y[which], model.config.backend)[1].double().cpu()
-            nats[index] = [part.sum().item() for part in losses.split(scored.sum(1).tolist())]
-            bar.update(len(index))
-    return summarize_losses(nats, windows[:, 1] - windows[:, 2], size, corpus.documents)
+def measure_loss(scorer: Scorer, corpus: Corpus, lengths: np.ndarray) -> Result:
+    """Score a corpus; `lengths` (vocab_size,) int64 are the bytes of each token."""
+    nats, size, windows = [], 0, corpus.windows
+    with progress_bar(total=len(windows), desc=corpus.name, leave=False) as bar:
+        for part in np.array_split(windows, -(-len(windows) // WINDOWS)):
+            pairs = []
+            for start, stop, first in part.tolist():
+                ids = corpus.tokens.read(start, stop - start + 1)
+                size += int(lengths[ids[first - start + 1 :]].sum())
+                pairs.append((ids[: first - start + 1].tolist(), ids[first - start + 1 :].tolist()))
+            nats += [-score.loglikelihood for score in scorer.score(pairs)]
+            bar.update(len(part))
+    return summarize_losses(np.array(nats), windows[:, 1] - windows[:, 2], size, corpus.documents)
 
 
 def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray) -> Result:
@@ -247,9 +218,11 @@ def evaluate_run(args: argparse.Namespace) -> None:
     else:
         corpora = open_own(trained, args)
     device = distributed.pick_device(args.device)
-    dtype = scoring_dtype(config, device)
-    model, lengths = trained.model.to(device), token_lengths(tokenizer)
-    results = [measure_loss(model, corpus, lengths, dtype) for corpus in corpora]
+    scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
+    lengths = np.array(
+        [*map(len, token_bytes(tokenizer)), 0]
+    )  # of each token, in bytes; end-of-text, the last, has none
+    results = [measure_loss(scorer, corpus, lengths) for corpus in corpora]
     mean = f", {trained.mean}" if trained.mean else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
     print(text_table(HEAD, [*map(format_row, corpora, results)]))

@@ -101,7 +101,6 @@ def main(argv: list[str] | None = None) -> int:
             args.json.write_text(json.dumps(rows))
         differences = [compare_losses(row[args.device], row["cpu"]) for row in rows.values()]
         return int(max(map(max, map(dict.values, differences))) > DEVICE_TOLERANCE)
-    update = args.update
     golden = json.loads(FILE.read_text())["losses"]
     losses, n_differing = {}, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -112,11 +111,11 @@ def main(argv: list[str] | None = None) -> int:
             first = next((name for name, difference in differences.items() if difference > TOLERANCE), None)
             n_differing += first is not None
             print(f"{router:15} {max(differences.values()):8.1e}  differs first: {first}", flush=True)
-    if update:
+    if args.update:
         made = json.dumps({"torch": torch.__version__})
         rows = ",\n".join(f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items())
         FILE.write_text(f'{{"made": {made},\n"losses": {{\n{rows}}}}}\n')
-    return 1 if n_differing and not update else 0
+    return 1 if n_differing and not args.update else 0
 
 
 if __name__ == "__main__":

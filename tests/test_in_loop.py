@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -122,16 +123,18 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
 def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
     """Between batches; also if a task has ended meanwhile. Random numbers of training stay as they are."""
     scores, model = open_tasks(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
-    state, stop, score = random.getstate(), Stop(), Scorer._score_columns
+    state, stop, score, batches = random.getstate(), Stop(), Scorer._score_batch, []
 
     def stop_after_a_batch(*given):
         stop.asked = True
+        batches.append(1)
         return score(*given)
 
     assert {*scores(model, 0, ONE_RANK, stop)} >= {"tasks/piqa/acc"} and model.training
-    monkeypatch.setattr(Scorer, "_score_columns", stop_after_a_batch)
+    monkeypatch.setattr(Scorer, "_score_batch", stop_after_a_batch)
+    monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
     assert scores(model, 0, ONE_RANK, stop) is None and model.training and random.getstate() == state
-    assert scores(model, 0, ONE_RANK, stop) is None  # asked before
+    assert scores(model, 0, ONE_RANK, stop) is None and len(batches) == 1  # asked before
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,13 @@ def near(found, wanted, length, name):
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", MIXTURES)
 def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
-    monkeypatch.setattr(routing, "BATCH_TOKENS", 64)  # two windows a batch
+    monkeypatch.setattr(routing, "BATCH_TOKENS", 32)  # two windows a batch, the fewest
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")
     idx = windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
     often = Counter(idx.ravel().tolist())
     least = sorted(often.values())[len(often) // 2]
     monkeypatch.setattr(routing, "MIN_COUNT", least)
-    counted, ids, seen = count_routing(model, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+    counted, ids, seen = count_routing(model, text=idx)
     layers = [describe_layer(layer, ids, seen, ByteTokenizer()) for layer in counted]
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
         batches = [record_routing(model, batch) for batch in torch.from_numpy(idx).split(2)]
@@ -131,7 +131,7 @@ def test_expert_without_tokens_counts_nowhere():
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     def agreement_of(model, other, tokens):
-        layers, *_ = count_routing(model, other, tokens=tokens, indices=fixed_windows(tokens, 32, 12))
+        layers, *_ = count_routing(model, other, text=windows(tokens, fixed_windows(tokens, 32, 12), 32)[0])
         return [compare_choices(layer.agreement.numpy(), top_k=2) for layer in layers]
 
     monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
@@ -163,13 +163,20 @@ def test_command_compares_two_checkpoints(made, capsys):
     assert f"192 tokens; a picture of the loads: python -m scripts.draw {out}/routing.json" in said
     assert "agreement with kern, step_00000002" in said and "beyond chance" in said
     report = json.loads((out / "routing.json").read_text())
+    layer, same = report["layers"][0], report["agreement"][0]
+    used, each = (math.exp(layer[key]) for key in ("load_entropy", "entropy"))
+    assert re.search(
+        rf"^0 +{layer['load_imbalance']:.2f} +{layer['dead_experts']} +{used:.1f} +{each:.1f} ", said, re.M
+    )
+    beyond = (same["matched"] - same["matched_by_chance"]) / (1 - same["matched_by_chance"])
+    assert re.search(rf"^0 .*\({same['matched_by_chance']:.0%}\) +{beyond:.2f}$", said, re.M)
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
     assert [layer["loads"] for layer in report["layers"]] == logged  # what training saw in the same six windows
     assert (report["step"], report["windows"], report["tokens"], report["router"]) == (4, 6, 192, "kern")
     assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
     models = [load_model(run, step).model for step in (4, 2)]
     tokens = open_tokens(report["data"], "val")
-    layers, *_ = count_routing(*models, tokens=tokens, indices=fixed_windows(tokens, 32, 6))
+    layers, *_ = count_routing(*models, text=windows(tokens, fixed_windows(tokens, 32, 6), 32)[0])
     for number, (agreement, layer) in enumerate(zip(report["agreement"], layers, strict=True)):
         assert agreement == {"layer": number} | compare_choices(layer.agreement.numpy(), top_k=2)
         assert agreement["same_number"] == layer.agreement[0].trace().item() / (192 * 2)
@@ -211,15 +218,3 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
     (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
     assert line.startswith("error: ") and message in line
-
-
-def test_tables_for_people():
-    layer = {"layer": 0, "same_number": 0.5, "same_number_by_chance": 0.25, "matched": 0.7, "matched_by_chance": 0.4}
-    other = layer | {"layer": 1, "matched": 1.0, "matched_by_chance": 1.0}
-    _, rows = routing.summarize_agreement({"agreement": [layer, other]})
-    assert rows == [["0", "50% (25%)", "70% (40%)", "0.50"], ["1", "50% (25%)", "100% (100%)", "-"]]
-    layer = {"layer": 3, "load_imbalance": 2.0, "dead_experts": 3, "load_entropy": math.log(5), "entropy": math.log(4)}
-    layer |= {"zero_gates": 0.125, "vocabulary": 0.6, "vocabulary_by_chance": 0.2, "strongest_partner": 0.5}
-    head, (row,) = routing.summarize_layers({"layers": [layer | {"strongest_partner_by_chance": 0.1}]})
-    assert head == ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"]
-    assert row == ["3", "2.00", "3", "5.0", "4.0", "12.50%", "60% (20%)", "50% (10%)"]

@@ -8,7 +8,7 @@ from numerics import SEED, assert_near, tolerance
 from test_generation import small_model
 
 from eval.routing import record_routing
-from eval.scoring import CACHED, Scorer, make_batches, split_group
+from eval.scoring import Scorer, batch_by_length
 
 MARGIN = 1e-3  # of logits and router scores: more than rounding can change, so ranks are certain
 
@@ -54,7 +54,7 @@ def assert_as_by_hand(got, wanted, name):
     [("kern", "rope", 1), ("kern", "learned", 64), ("softmax", "rope", 100_000), ("dense", "learned", 100_000)],
 )
 def test_scores_equal_one_pass_per_pair(router, pos, tokens):
-    """Contexts of all lengths, some of them shared by several continuations, some too long."""
+    """Contexts of all lengths, some of them too long."""
     model, rng, pairs = small_model(**{"model.router": router, "model.pos": pos}), random.Random(SEED), []
     while len(pairs) < 60:
         context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
@@ -81,29 +81,7 @@ def test_continuation_longer_than_the_block():
     assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
 
 
-def test_shared_context_is_computed_once(monkeypatch):
-    model, seen = small_model(), []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda idx, past=None: (seen.append(idx.numel()), hidden(idx, past))[1])
-    Scorer(model).score([([1] * 10, [token, 2]) for token in range(4)])
-    assert seen == [10, 4]
-
-
-@pytest.mark.numerics
-def test_context_shared_by_many_is_split_into_batches():
-    """For instance the first tokens of all documents, whose context is end-of-text."""
-    rng = random.Random(SEED)
-    pairs = [([1], [rng.randrange(64) for _ in range(rng.randint(1, 12))]) for _ in range(300)]
-    parts = list(split_group((1,), list(range(300)), pairs, 64))
-    assert sorted(i for _, members in parts for i in members) == list(range(300))
-    made = list(make_batches([*parts, *((tuple([2] * n), [n, n + 1]) for n in range(1, 16))], pairs, 64))
-    short = [i for i, (_, continuation) in enumerate(pairs) if len(continuation) == 1][:4]
-    made += make_batches([((2,) * 10, short)] * 6, pairs, 64)  # the cache is full before the batch
-    for batch in [*([part] for part in parts), *made]:
-        width, rows = max(len(context) for context, _ in batch), sum(len(members) for _, members in batch)
-        longest = max(len(pairs[i][1]) for _, members in batch for i in members)
-        assert rows * longest <= 64 and rows * (width + longest) <= CACHED * 64
-    assert all(len(batch) * max(len(context) for context, _ in batch) <= 64 for batch in made)
-    model = small_model(**{"model.router": "dense"})
-    wanted = [by_hand(model, *pair) for pair in pairs[:20]]
-    assert_as_by_hand(Scorer(model, tokens=64).score(pairs)[:20], wanted, "shared")
+def test_batches_hold_at_most_the_tokens_asked_for():
+    lengths = [3, 9, 1, 40, 8, 8, 2]
+    batches = [*batch_by_length(lengths, 16)]
+    assert batches == [[3], [1], [4, 5], [0, 6, 2]]  # one too long stands alone; the longest first

@@ -188,7 +188,7 @@ def test_tasks_follow_from_losses(contest):
 
 
 def test_verdicts_are_those_of_scipy():
-    """Four words; t and two one-sided t-tests by scipy, Holm by hand."""
+    """Four words; t by scipy, Holm by hand."""
     protocol, draw = load_protocol(CPU), np.random.default_rng(0)
     base = draw.normal(1.6, 0.02, 10)
     shifts = {"kern": -0.05, "tanh": 0.05, "sigmoid": 0.0, "softmax": -0.008}
@@ -197,27 +197,14 @@ def test_verdicts_are_those_of_scipy():
     records = [make_record(protocol, "softmax-renorm", base)]
     records += [make_record(protocol, name, values.tolist()) for name, values in losses.items()]
     rows = {row.record["name"]: row for row in judge_entries(protocol, records)}
-    words = {name: row.against["softmax-renorm"].verdict.text for name, row in rows.items()}
-    assert words == {
-        "softmax-renorm": "",
-        "kern": "lower",
-        "tanh": "higher",
-        "sigmoid": "equivalent",
-        "softmax": "undecided",
-    }
+    words = {name: rows[name].against["softmax-renorm"].verdict.text for name in shifts}
+    assert words == {"kern": "lower", "tanh": "higher", "sigmoid": "equivalent", "softmax": "undecided"}
+    assert {*rows["softmax-renorm"].against} == {"kern"}
     p_values = sorted((stats.ttest_rel(values, base).pvalue, name) for name, values in losses.items())
     largest = 0.0
     for rank, (p, name) in enumerate(p_values):
-        judgement, oracle = rows[name].against["softmax-renorm"], stats.ttest_rel(losses[name], base)
         largest = max(largest, min(1, (4 - rank) * p))
-        assert judgement.verdict.p == pytest.approx(largest)
-        interval = oracle.confidence_interval(0.95)
-        assert (judgement.difference.low, judgement.difference.high) == pytest.approx(interval)
-        one_sided = (
-            stats.ttest_1samp(losses[name] - base, -0.012, alternative="greater").pvalue,
-            stats.ttest_1samp(losses[name] - base, 0.012, alternative="less").pvalue,
-        )
-        assert judgement.difference.p_equivalent(0.012) == pytest.approx(max(one_sided))
+        assert rows[name].against["softmax-renorm"].verdict.p == pytest.approx(largest)
     assert rows["tanh"].against["kern"].difference.mean == pytest.approx((losses["tanh"] - losses["kern"]).mean())
     assert rows["tanh"].mean == pytest.approx(losses["tanh"].mean())
 
@@ -258,6 +245,9 @@ def test_what_the_reference_is_compared_by(contest):
     difference = rows["kern (draft)"].against["softmax-renorm"].difference
     assert difference.mean == pytest.approx(1.85 - np.mean(drafts)) and difference.seeds == 2
     assert loss_curve(protocol, reference) == pytest.approx({0.5: 1.8, 1.0: 1.65, 2.0: 1.6})
+    reference["runs"] = [run for run in reference["runs"] if run["round"] != "draft" or run["seed"] == 200]
+    with pytest.raises(ValueError, match="share fewer than two seeds; enter both again"):
+        judge_entries(protocol, [reference, draft])
 
 
 def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
@@ -357,10 +347,8 @@ def test_text_is_what_the_protocol_pins():
     assert [clean.text_digest(row["file"]) for row in rows] == [row["sha256"] for row in rows]
     authors = {(row["file"].split("/")[0], row["source"].split("/")[0]) for row in rows}
     assert len(authors) == len(rows) == len({author for _, author in authors})
-    markdown = (
-        "# T\n\n-------\n\n## I \n\n> \u201cAn _old_ \\[tale\\]\u201d\u2014[see](x.md) <b>it</b>\n\n\n\nEnd  \n***\n"
-    )
-    assert clean.clean(markdown) == 'I\n\n"An old [tale]"--see it\n\nEnd\n'
+    text = "## I \n\n> \u201cAn _old_ \\[tale\\]\u201d\u2014[see](x.md) <b>it</b>\n\n\n\nEnd  \n***\n"
+    assert clean.clean(f"# T\n\n-------\n\n{text}") == 'I\n\n"An old [tale]"--see it\n\nEnd\n'
 
 
 def test_records_of_the_repository_are_right():
@@ -436,29 +424,3 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
         assert again.returncode == 0 and "difference +0.0000000" in again.stdout
     contest.write_text(contest.read_text().replace("data_sha256 = ", 'data_sha256 = "0" # '))
     assert "the protocol 0" in run(enter).stderr
-
-
-@pytest.mark.slow
-def test_error_rates_of_a_table():
-    """11 entries, a deviation of differences above the pilot's: at most 5% of tables hold a false word; power."""
-    protocol, draw = load_protocol(CPU), np.random.default_rng(0)
-    names = [name for name in ROUTERS if name != "softmax-renorm"][:11]
-    deviation, seeds, tables = 0.009, len(protocol.judge_seeds), 400
-
-    def share(word, shift):
-        """The share of tables, and of entries, with the word, where all entries differ by `shift`."""
-        hits = np.zeros((tables, len(names)), bool)
-        for i in range(tables):
-            base = draw.normal(1.6, 0.02, seeds)
-            records = [make_record(protocol, "softmax-renorm", base)]
-            for name in names:
-                losses = base + shift + draw.normal(0, deviation, seeds)
-                records.append(make_record(protocol, name, losses.tolist()))
-            rows = {row.record["name"]: row for row in judge_entries(protocol, records)}
-            hits[i] = [rows[name].against["softmax-renorm"].verdict.text == word for name in names]
-        return hits.any(1).mean(), hits.mean()
-
-    limit = stats.binom.ppf(0.999, tables, 0.05) / tables
-    assert share("lower", 0.0)[0] <= limit
-    assert share("equivalent", protocol.margin)[0] <= limit
-    assert share("equivalent", 0.0)[1] > 0.8

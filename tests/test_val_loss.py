@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from runs import run as train_run
 import configure
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
+from eval.scoring import Scorer
 from eval.trained import load_model, load_run
 from eval.val_loss import main, open_prepared, open_text
 from runtime import folder
@@ -94,7 +96,8 @@ def test_loss_equals_the_logged_one(trained, score):
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
 def test_text_is_scored_as_defined(trained, score, tmp_path, monkeypatch, stride, at_once):
     """Documents of several windows, one token and none, in batches with and without padding."""
-    monkeypatch.setattr(val_loss, "TOKENS", at_once)
+    monkeypatch.setattr(val_loss, "Scorer", partial(Scorer, tokens=at_once))
+    monkeypatch.setattr(val_loss, "WINDOWS", 4)
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]
     (tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     file = tmp_path / "one.txt.gz"

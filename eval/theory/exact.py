@@ -21,10 +21,8 @@ def jacobian_squares(router: str, n_expert: int, top_k: int, tau: float) -> floa
     (number of positive gates - Σ g²)/‖s‖², and E 1/‖s‖² = 1/((M - 2) τ²).
     """
     s = tau * Z
-    derivatives = {
-        "sigmoid": special.expit(s) * special.expit(-s),
-        "tanh": np.cosh(s) ** -2.0,
-    }  # of gates without norms
+    # Of gates without norms.
+    derivatives = {"sigmoid": special.expit(s) * special.expit(-s), "tanh": np.cosh(s) ** -2.0}
     if router in derivatives:
         return top_sum(derivatives[router] ** 2, n_expert, top_k)
     assert router == "kern", router

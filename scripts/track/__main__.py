@@ -39,17 +39,13 @@ def main(argv: list[str] | None, stop: Stop) -> int:
     parser = build_parser("scripts.track", __doc__)
     parser.add_argument("--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)")
     commands = parser.add_subparsers(dest="command", required=True)
-    enter = commands.add_parser("enter", help="tune, judge and record a router")
-    enter.add_argument("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
-    enter.add_argument("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
-    enter.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=f"what the entry sets: {', '.join(OPTIONS)}"
-    )
-    enter.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)"
-    )
-    enter.add_argument("--draft", action="store_true", help="4 draws and 4 seeds, no record; code may be uncommitted")
-    enter.add_argument("--seeds", type=int, metavar="N", help="seeds of a draft (default: 4)")
+    add = commands.add_parser("enter", help="tune, judge and record a router").add_argument
+    add("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
+    add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=f"what the entry sets: {', '.join(OPTIONS)}")
+    add("--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)")
+    add("--draft", action="store_true", help="4 draws and 4 seeds, no record; code may be uncommitted")
+    add("--seeds", type=int, metavar="N", help="seeds of a draft (default: 4)")
     verify = commands.add_parser("verify", help="check records and show their verdicts")
     verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
     verify.add_argument("--rerun", type=int, metavar="SEED", help="train a judged seed of a record again and compare")
@@ -129,10 +125,9 @@ def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Check records; exit code 1 if one has a fault."""
     if args.rerun is not None:
-        (path,) = args.records if len(args.records) == 1 else [None]
-        if path is None:
+        if len(args.records) > 1:
             raise ValueError("--rerun takes one record")
-        return rerun(protocol, read_record(path), args.rerun, stop)
+        return rerun(protocol, read_record(args.records[0]), args.rerun, stop)
     faulty, names = 0, {}
     for path in args.records:
         try:

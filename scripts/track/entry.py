@@ -197,9 +197,8 @@ def time_steps(protocol: Protocol, record: Record, rounds: int = 40) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
         models = [f"--model.router={name}" for name in (protocol.reference, record["router"])]
-        if hashed := record.get("options", {}).get(
-            "model.n_hash_layer"
-        ):  # the first alternative is without, the last with
+        # The first alternative is without hash layers, the last with.
+        if hashed := record.get("options", {}).get("model.n_hash_layer"):
             models += ["--model.n_hash_layer=0", f"--model.n_hash_layer={hashed}"]
         command = [sys.executable, "-m", "scripts.bench", "step", protocol.file, *models, f"--rounds={rounds}"]
         done = subprocess.run([*command, "--json", file], check=False, capture_output=True, text=True)

@@ -87,7 +87,7 @@ def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
 
     judged = [row for row in reversed(rows) if protocol.reference in row.against]
     drawn = [(row, row.against[protocol.reference].difference) for row in judged]
-    drawn = [(row, difference) for row, difference in drawn if difference and math.isfinite(difference.mean)]
+    drawn = [(row, difference) for row, difference in drawn if math.isfinite(difference.mean)]
     figure = Figure((8, 1.2 + 0.32 * len(drawn)), layout="constrained")
     axes = figure.subplots()
     margin = protocol.margin

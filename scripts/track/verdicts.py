@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, judge_family
+from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, estimate_difference, judge_family
 from scripts.track.protocol import Protocol
 from scripts.track.record import Record, losses_of
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """An entry against another one; `difference` is None against itself, and infinite if one of its runs diverged."""
+    """An entry against another one; `difference` is infinite if one of its runs diverged."""
 
-    difference: Difference | None
+    difference: Difference
     verdict: Verdict
 
 
@@ -25,7 +25,7 @@ class Row:
 
     record: Record
     losses: list[float]  # nats per byte, of the judged seeds
-    against: dict[str, Judgement]  # the reference and the second router, those that have entered
+    against: dict[str, Judgement]  # the reference and the second router, those that have entered, and not itself
     speedup: list[str] | None  # middle, low, high, as `effective_speedup`; None: not known
 
     @property
@@ -56,17 +56,15 @@ def subtract(entry: Record, other: Record) -> Difference:
     differences = np.array([first[seed] - second[seed] for seed in shared])
     if not np.isfinite(differences).all():
         return Difference(math.inf, len(shared))
-    error = float(differences.std(ddof=1)) / math.sqrt(len(shared))
-    return Difference(float(differences.mean()), len(shared), error, len(shared) - 1.0, "seeds")
+    return estimate_difference(differences)
 
 
 def judge_against(entries: Sequence[Record], other: Record, margin: float) -> dict[str, Judgement]:
-    """{name: judgement} of every entry against one: a family of its own. An entry that diverged is higher."""
+    """{name: judgement} of every other entry against one: a family of its own. An entry that diverged is higher."""
     differences = {entry["name"]: subtract(entry, other) for entry in entries if entry["name"] != other["name"]}
     finite = {name: difference for name, difference in differences.items() if math.isfinite(difference.mean)}
     verdicts = dict(zip(finite, judge_family([*finite.values()], margin), strict=True))
-    judged = {name: Judgement(d, verdicts.get(name, Verdict(HIGHER))) for name, d in differences.items()}
-    return {other["name"]: Judgement(None, Verdict("")), **judged}
+    return {name: Judgement(d, verdicts.get(name, Verdict(HIGHER))) for name, d in differences.items()}
 
 
 def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
@@ -82,7 +80,7 @@ def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
     }
     rows = []
     for entry in entries:
-        against = {name: column[entry["name"]] for name, column in columns.items()}
+        against = {name: column[entry["name"]] for name, column in columns.items() if entry["name"] in column}
         speedup = None
         if protocol.reference in against:
             difference = against[protocol.reference].difference
@@ -108,9 +106,7 @@ def tokens_needed(curve: dict[float, float], loss: float) -> float:
     return float(2 ** np.interp(loss, losses, np.log2([*curve.keys()])[::-1]))
 
 
-def effective_speedup(
-    protocol: Protocol, reference: Record, entry: Record, difference: Difference | None
-) -> list[str] | None:
+def effective_speedup(protocol: Protocol, reference: Record, entry: Record, difference: Difference) -> list[str] | None:
     """How much sooner the entry reaches its loss than the reference does, by the clock: middle, low, high (95%).
 
     The tokens that the reference needs for the entry's loss, times the ratio of the times of a step; "<" or ">" where
@@ -118,7 +114,7 @@ def effective_speedup(
     errors of the reference's own curve and of the times.
     """
     curve = loss_curve(protocol, reference)
-    if difference is None or len(curve) < 2 or "step_ms" not in entry or not math.isfinite(difference.mean):
+    if len(curve) < 2 or "step_ms" not in entry or not math.isfinite(difference.mean):
         return None
     faster = entry["step_ms"]["reference"] / entry["step_ms"]["entry"]
     texts = []
@@ -131,8 +127,6 @@ def effective_speedup(
 
 def describe_judgement(judgement: Judgement) -> str:
     """`-0.0132 [-0.0190, -0.0074] lower`."""
-    if judgement.difference is None:
-        return ""
     if not math.isfinite(judgement.difference.mean):
         return f"diverged **{HIGHER}**"
     bold = judgement.verdict.text if judgement.verdict.text.startswith(UNDECIDED) else f"**{judgement.verdict.text}**"
