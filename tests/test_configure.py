@@ -153,7 +153,6 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
 @pytest.mark.parametrize(("overrides", "world_size", "names", "remedies"), [
     ("--model.n_embd=100", 1, "model.n_embd = 100 does not divide into model.n_head = 12", 1),
     ("--model.n_embd=36 --model.pos=rope", 1, "heads of even width, which rope needs", 1),
-    ("--model.n_kv_head=5", 1, "model.n_kv_head = 5 does not divide", 1),
     ("--model.n_kv_head=64", 1, "model.n_kv_head = 64 does not divide n_head = 12; set --model.n_kv_head=4", 1),
     ("--model.n_expert=4", 1, "model.top_k = 8 is more than model.n_expert = 4", 2),
     ("--model.gated=true --model.bias=true", 1, "model.gated = true has no biases", 2),

@@ -35,9 +35,7 @@ def test_resuming_leaves_each_step_once(tmp_path):
 
 
 BROKEN = {
-    "half a line": b'{"st',
     "blank": b"",
-    "NUL bytes": b"\0\0",
     "not UTF-8": b'{"step": 1, "tokens": 2, "a\xff": 3}',
     "UTF-16": '{"step": 1, "tokens": 2}'.encode("utf-16-be"),
     "a list": b'["step", "tokens"]',
@@ -48,7 +46,6 @@ BROKEN = {
     "a text": b'{"step": 1, "tokens": 2, "val/loss": "2.5"}',
     "nested": b'{"step": 1, "tokens": 2, "val/loss": {"a": 2.5}}',
     "nested without end": b"[" * 100_000,
-    "digits without end": b'{"step": 1, "tokens": ' + b"9" * 10_000 + b"}",
 }
 
 

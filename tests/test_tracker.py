@@ -40,23 +40,18 @@ def test_lists_by_layer_become_numbers():
     assert set(flatten_line(lists, first_layer=3)) == after_dense
 
 
-def test_summary_has_best_and_last_val_loss():
-    run = SimpleNamespace(id="1", summary={}, log=lambda values, step: None)
-    sender = WandbTracker(run, None, Path())
+def test_summary_has_best_and_last_val_loss_and_results_of_later():
+    lines = []
+    run = SimpleNamespace(id="1", summary={}, log=lambda values, step: lines.append((step, values)))
+    sender = WandbTracker(run, SimpleNamespace(Table=lambda columns, data: (columns, data)), Path())
     sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 1.5), (4, 3.0))])
     assert run.summary == {"val/loss_best": 1.5, "val/loss_final": 3.0}
     sender.log({"step": 6, "tokens": 0, "train/loss": 0.5})
     sender.log({"step": 7, "tokens": 0, "val/loss": math.nan})
     assert run.summary["val/loss_best"] == 1.5 and math.isnan(run.summary["val/loss_final"])
-
-
-def test_summarize_adds_to_the_summary_and_a_table():
-    lines, summary = [], {"val/loss_final": 3.0}
-    run = SimpleNamespace(id="1", summary=summary, log=lambda values, step: lines.append((step, values)))
-    sender = WandbTracker(run, SimpleNamespace(Table=lambda columns, data: (columns, data)), Path())
     sender.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
-    assert run.summary == {"val/loss_final": 3.0, "downstream/piqa/acc": 0.5}
-    assert lines == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
+    assert (run.summary["val/loss_best"], run.summary["downstream/piqa/acc"]) == (1.5, 0.5)
+    assert lines[2:] == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
 
 
 # ---- a client that fails
@@ -71,7 +66,7 @@ def fake_wandb(monkeypatch):
     return fake
 
 
-def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
+def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch, capsys):
     config = tiny("log.wandb=online", "log.project=mine", "model.n_dense_layer=1")
     assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 1
     (call,) = fake_wandb.init.call_args_list  # the network was not tried
@@ -82,11 +77,8 @@ def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
     assert (settings.init_timeout, settings.finish_timeout, settings.finish_timeout_raises) == (30, 30, True)
     (line,) = capsys.readouterr().out.splitlines()
     assert "no API key" in line and "wandb login" in line
-
-
-def test_an_agent_sets_project_and_id(fake_wandb, tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")
-    start_wandb(tiny("log.wandb=offline"), tmp_path, "abc")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")  # an agent sets project and id
+    start_wandb(config, tmp_path, "abc")
     assert not {"project", "id", "resume"} & fake_wandb.init.call_args.kwargs.keys()
 
 
