@@ -58,6 +58,29 @@ MIXTURE = {  # (width, experts, active, hidden): total and active, of a router w
 LEARNING_RATE = {768: 6e-4, 1024: 3e-4, 2048: 2e-4, 2560: 1.6e-4}
 
 
+DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
+    "model": {"n_layer": 12, "n_head": 12, "n_kv_head": 0, "n_embd": 768, "block_size": 512, "vocab_size": 50304}
+    | {"router": "kern", "n_expert": 64, "top_k": 8, "expert_hidden": 384, "n_shared_expert": 0, "n_dense_layer": 0}
+    | {"activation": "gelu", "gated": False, "norm": "layernorm", "norm_eps": 1e-5, "pos": "learned", "bias": False}
+    | {"tie_embeddings": True, "dropout": 0.0, "init_std": 0.02, "gate_scale": 1.0, "gate_norm": 0.0, "qk_norm": "off"},
+    "train": {"batch_size": 256, "micro_batch_size": 32, "max_steps": 50_000, "dtype": "auto", "loss_spike": "off"}
+    | {"balance_loss_coef": 0.0, "balance_loss_scope": "global", "z_loss_coef": 0.0, "bias_update_rate": 0.0}
+    | {"ema_decay": 0.0, "branch_from": "", "init_from": "", "on_save_error": "stop", "keep_checkpoints": 2}
+    | {"checkpoint_interval": -1, "checkpoint_minutes": 10, "max_skipped_steps": 20, "spike_sigma": 6},
+    "optim": {"name": "adamw", "lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    | {"grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 500, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+    | {"router_lr_ratio": 1.0, "expert_out_lr_ratio": 1.0},
+    "data": {"name": "books3", "document_mask": False},
+    "eval": {"interval": 1000, "windows": 2048, "spread": "documents", "tasks": ""},
+    "run": {"seed": 0, "dir": "runs"},
+}
+
+
+def test_defaults_are_the_papers():
+    values = configure.Config().model_dump()
+    assert {section: {key: values[section][key] for key in keys} for section, keys in DEFAULTS.items()} == DEFAULTS
+
+
 def runs(stem):
     return [configure.load(FILES[stem], point, world_size=8) for point in configure.sweep_points(FILES[stem])]
 

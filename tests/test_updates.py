@@ -332,3 +332,29 @@ def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(t
         run(tiny(*LONG, "train.loss_spike=skip", "log.interval=6", f"train.max_steps={last}"))
         lines = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
         assert [report in line for report, line in zip(reports, lines, strict=True)] == [True] * len(reports)
+
+
+def test_a_constant_on_the_gates_is_a_rate_of_w_out():
+    """docs/theory.md, section 7, in float64: gates of 4 times the size, or w_out of 4 times the size and the rate."""
+
+    def train_model(factor, gates=1.0):
+        torch.manual_seed(0)
+        model = GPT(SMALL.model_copy(update={"gate_scale": gates})).double()
+        for block in model.blocks:
+            block.mlp.experts.w_out.data *= factor
+        optim = Optim(lr=1e-2, expert_out_lr_ratio=factor, weight_decay=0.0, eps=1e-30)
+        optimizer = build_optimizer(model, optim)
+        losses, tokens = [], torch.randint(11, (5, 4, 5), generator=torch.Generator().manual_seed(1))
+        for batch in tokens:
+            for group in optimizer.param_groups:
+                group["lr"] = optim.lr * group["lr_ratio"]
+            loss = model(batch[:, :-1], batch[:, 1:]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    larger_gates = train_model(1.0, gates=4.0)
+    assert larger_gates == pytest.approx(train_model(4.0), rel=1e-9)
+    assert abs(larger_gates[-1] - train_model(1.0)[-1]) > 1e-3
