@@ -38,17 +38,12 @@ def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
     return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
 
 
-def rotary_angles(config: NanoKernConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (B, 1, T, hs/2) fp32 each, of rotary positions."""
-    half = config.hidden_size // config.num_attention_heads // 2
-    frequency = config.rope_base ** (-torch.arange(half, device=position_ids.device, dtype=torch.float32) / half)
-    angle = position_ids[:, None, :, None].float() * frequency
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding, the halves of a head as pairs: (B, nh, T, hs) -> same."""
-    cos, sin = angles
+def rotate(x: Tensor, base: float, position_ids: Tensor) -> Tensor:
+    """Rotary position embedding, the halves of a head as pairs: x (B, nh, T, hs), positions (B or 1, T) -> as x."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position_ids[:, None, :, None].float() * frequency  # (B, 1, T, hs/2)
+    cos, sin = angle.cos(), angle.sin()
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -80,8 +75,9 @@ class NanoKernAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        angles: tuple[Tensor, Tensor] | None = None,
         past_key_values: Cache | None = None,
+        *,
+        position_ids: Tensor,
         **kwargs: Any,
     ) -> Tensor:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -90,13 +86,13 @@ class NanoKernAttention(nn.Module):
             query, key = normalize_heads(query, self.q_norm), normalize_heads(key, self.k_norm)
         query, key = query.view(shape).transpose(1, 2), key.view(shape).transpose(1, 2)  # (B, nh or nkv, T, hs)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+        if self.config.pos == "rope":
+            query, key = (rotate(x, self.config.rope_base, position_ids) for x in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.config.dropout if self.training else 0.0
-        y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        kwargs |= {"dropout": self.config.dropout if self.training else 0.0, "position_ids": position_ids}
+        y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
         return F.dropout(y, self.config.dropout, self.training)
 
@@ -254,14 +250,11 @@ class NanoKernModel(NanoKernPreTrainedModel):
         mask = create_causal_mask(
             self.config, x, attention_mask, past_key_values=past_key_values, position_ids=position_ids
         )
-        angles = None
-        if self.embed_positions is None:
-            angles = rotary_angles(self.config, position_ids)
-        else:
+        if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, input_ids, mask, angles, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+            x = layer(x, input_ids, mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )

@@ -106,7 +106,6 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "norm_topk_prob is 'true'": {"norm_topk_prob": "true"},
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
-    "into model.n_head = 5 heads of even width": {"num_attention_heads": 5, "head_dim": 6},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},

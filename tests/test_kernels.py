@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -76,9 +74,9 @@ def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
         assert_near(a, b, limit, name)
 
 
-def assert_exact_zeros(run, dtype=torch.float32, gated=False):
+def assert_exact_zeros(run, dtype=torch.float32):
     """Of experts that no token chose, and of tokens whose gates are all closed."""
-    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype, gated=gated)
+    leaves, experts, d_out = make_inputs(*CASES["idle expert"], "idle expert", dtype)
     leaves[3][::2] = 0
     out, d_x, d_w_in, d_w_out, d_weights = run(leaves, experts, d_out)
     assert (d_w_in[2] == 0).all() and (d_w_out[2] == 0).all()
@@ -149,10 +147,8 @@ def test_long_sums_in_half_precision(on_layout, monkeypatch):
     assert_equals_reference(leaves, on_layout(experts), d_out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["typical", "idle expert", "all on one expert"])
-def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(case, dtype, on_layout):
-    leaves, experts, d_out = make_inputs(*CASES[case], case, dtype)
+def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
     before = [t.clone() for t in (*leaves, experts, d_out)]
     first, again = (run_backend(leaves, on_layout(experts), d_out) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -170,20 +166,6 @@ def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layo
     spared = torch.ones(8, dtype=torch.bool).index_fill(0, experts[ends].flatten(), False)
     assert spared.any() and all(t[1:-1].isfinite().all() for t in (out, d_x, d_weights))
     assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
-
-
-@pytest.mark.numerics
-@settings(deadline=None, max_examples=25, derandomize=True)
-@given(st.data())
-def test_torch_equals_reference_for_any_shape(data):
-    def draw(most):
-        return data.draw(st.integers(1, most))
-
-    N, C, H, E = draw(80), draw(12), draw(12), draw(9)
-    activation, *gated = FORMS[data.draw(st.sampled_from(list(FORMS)))]
-    leaves, experts, d_out = make_inputs(N, C, H, E, draw(E), "any shape", torch.float64, "cpu", *gated)
-    for dressed in (experts, experts.as_subclass(AsOnGPU)):
-        assert_equals_reference(leaves, dressed, d_out, activation=activation)
 
 
 @pytest.mark.numerics
@@ -206,13 +188,8 @@ def test_reference_equals_the_formula(case, form):
         assert_near(a, b, limit, name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout, form):
-    activation, *gated = FORMS[form]
-    assert_exact_zeros(
-        lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out, activation=activation),
-        gated=gated == [True],
-    )
+def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
+    assert_exact_zeros(lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out))
 
 
 class BytesMade(TorchDispatchMode):

@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import assert_near, seeded, tolerance
+from numerics import Operators, assert_near, seeded, tolerance
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -297,34 +296,23 @@ def test_gradients_of_a_fork_are_those_of_a_cast(n_shared_expert, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-class CountCasts(TorchDispatchMode):
-    """Counts casts of experts' weights, known by their shape and float32."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default:
-            self.count += args[0].dim() == 3 and len(args[0]) == 8 and args[0].dtype == torch.float32
-        return func(*args, **(kwargs or {}))
-
-
 def test_passes_share_a_cast_of_the_experts():
     """Two passes under autocast, with one cast for both or one each: the same losses and gradients, bit for bit."""
     model, idx = build(n_shared_expert=1), tokens(shape=(2, B, T))
 
     def run():
         model.zero_grad()
-        with CountCasts() as casts, torch.autocast("cpu", torch.bfloat16):
+        with Operators() as operators, torch.autocast("cpu", torch.bfloat16):
             losses = [model(part, part).loss for part in idx]
             sum(losses).backward()
-        return casts.count, [*losses, *(p.grad.clone() for p in model.parameters())]
+        return operators.names.count("_to_copy"), [*losses, *(p.grad.clone() for p in model.parameters())]
 
-    count, apart = run()
+    apart_casts, apart = run()
     with model.cast_once(torch.bfloat16):
-        none, together = run()
+        casts, together = run()
         with torch.no_grad():
             model.blocks[0].mlp.experts.w_in.mul_(2)
         assert torch.equal(run()[1][0], together[0])  # the copy is still the old one
-    assert count == 2 * 2 * 3 and none == 0
+    assert apart_casts - casts == 2 * 2 * 3  # of both weights, in both passes and each layer
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
     assert not torch.equal(run()[1][0], together[0])

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from numerics import assert_near, seeded, tolerance
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -51,8 +48,6 @@ GATES = {
 }
 # Another way to write each of ROUTERS, docs/paper.md's table
 FORMULAS = {
-    "softmax": "exp, post=l1 over all",
-    "kern": "relu, pre=l2 over all, gamma, bias",
     "kern-after": "relu,bias,gamma, pre = l2 over topk",
     "kern-mc": "relu, pre=l2 over all, gamma, bias, c=monte_carlo",
     "sqrtgate": "sqrtexp, post=l2 over topk, c=1",
@@ -178,19 +173,11 @@ def test_extreme_logits(name, extreme):
         assert_same(routing.weights, router(usual).weights)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.floats(allow_nan=False, width=32)),
-    st.data(),
-)
-def test_ties_go_to_the_lower_index(array, data):
-    values = [0.0, -0.0, 1.0, -1.0, 2.0**-140, -(2.0**-140)]
-    scores = torch.from_numpy(array)
-    tied = torch.tensor(data.draw(st.lists(st.sampled_from(values), min_size=8, max_size=8)))[None]
-    for s in (scores, tied):
-        k = data.draw(st.integers(1, s.shape[1]))
-        wanted = s.argsort(dim=1, descending=True, stable=True)[:, :k]
-        assert torch.equal(router_module.top_k_indices(s, k), wanted)
+@pytest.mark.parametrize("k", [1, 5, 12])
+def test_ties_go_to_the_lower_index(k):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1 + 2**-23, 2.0**-140, -(2.0**-140), 3e38, torch.inf, -torch.inf])
+    s = values[torch.randint(len(values), (500, 12))]
+    assert torch.equal(router_module.top_k_indices(s, k), s.argsort(dim=1, descending=True, stable=True)[:, :k])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -296,20 +283,6 @@ def test_quantile_balancing_equals_sorting(name):
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name, n_expert, top_k", [(name, E, K) for name in BOUNDED] + [("softmax", 512, 8)])
-def test_quantile_balancing_balances(name, n_expert, top_k):
-    """Also scores that differ by less than 1/1000 of their range. ReLU's zeros tie, so they all move at once."""
-    spec, bias = ROUTERS[name], torch.zeros(n_expert)
-    router = Router(C, n_expert, top_k, spec)
-    scores = router.choose(0.5 * torch.randn(2000, n_expert) + 0.3 * torch.randn(n_expert)).scores.detach()
-    imbalance = []
-    for _ in range(12):
-        loads = expert_loads(router_module.top_k_indices(scores + bias, top_k), n_expert)
-        imbalance.append((loads.max() / loads.double().mean()).item())
-        bias = solve_selection_bias(bias, count_margins(scores, bias, top_k, spec.reach), top_k, spec.reach)
-    assert imbalance[0] > 1.5 and min(imbalance) < 1.4 and (spec.phi == "relu" or imbalance[-1] < 1.2), imbalance
-
-
 @pytest.mark.parametrize("n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)])
 def test_hash_table(n_id, n_expert, top_k):
     """Distinct experts for each id, every expert equally often up to any id, and partners that vary."""
@@ -359,18 +332,7 @@ def test_z_loss():
     assert router_module.z_loss(router(torch.full((N, E), 1e4))).isfinite()
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"phi": "swish"}, "phi 'swish' is not one of identity, relu"),
-        ({"phi": "relu", "pre": "l3 over all"}, "norm 'l3 over all' is not one of: none; l1 over all"),
-        ({"phi": "exp"}, "needs a post norm"),
-        ({"phi": "tanh", "pre": "l2 over all", "c": "monte_carlo"}, "phi 'relu' after pre 'l2 over all'"),
-    ],
-)
-def test_what_means_nothing_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RouterSpec(**fields)
+def test_what_means_nothing_is_refused():
     with pytest.raises(ValueError, match="'two' is not 'one' or 'monte_carlo'"):
         router_module.NormRouter("two")
     for top_k in (0, E + 1):
@@ -382,7 +344,9 @@ def test_a_formula_is_the_router_that_it_names():
     for name, formula in FORMULAS.items():
         assert find_spec(formula) == find_spec(name) == ROUTERS[name]
     assert find_spec("dense") is None and find_spec("tanh, c=2.5") == RouterSpec("tanh", c=2.5)
-    cases = ["tanh, pre", "tanh, gamma=1", "tanh, c=", "tanh, c=-1", "tanh,", "tanh, post=l3 over all", "cosh, gamma"]
-    for wrong in [*cases, "exp, c=2", "tanh, c=monte_carlo"]:
-        with pytest.raises(ValueError, match="router|phi|norm|c ="):
-            find_spec(wrong)
+    wrong = dict.fromkeys(["tanh, pre", "tanh, gamma=1", "tanh, c=", "tanh, c=-1", "tanh,"], "is none of pre=NORM")
+    wrong |= {"cosh, gamma": "phi 'cosh' is not one of identity", "tanh, post=l3 over all": "norm 'l3 over all' is not"}
+    wrong |= {"exp, c=2": "needs a post norm", "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'"}
+    for formula, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            find_spec(formula)

@@ -2,12 +2,9 @@
 
 import math
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numerics import assert_near, guarded_buffers, seeded, tolerance
 
 import kernels
@@ -118,18 +115,6 @@ SHAPES += product(("kern", "softmax-renorm"), [(1, 1, 1, 1), (2, 2, 5, 5), (1, 3
 @pytest.mark.parametrize("name, shape, floor", SHAPES)
 def test_equals_router(name, shape, floor):
     assert_equals_router(name, *shape, floor=floor)
-
-
-@pytest.mark.numerics
-@pytest.mark.integration
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(st.data())
-def test_equals_router_for_any_shape(data):
-    E = data.draw(st.integers(1, 300))
-    shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20)), E, data.draw(st.integers(1, min(E, 12)))
-    elements = data.draw(st.sampled_from([64, 256, 1024]))
-    with mock.patch.object(triton_router, "ELEMENTS", elements):
-        assert_equals_router(data.draw(st.sampled_from(SPARSE)), *shape, floor=3.0)
 
 
 # logits beyond the usual
