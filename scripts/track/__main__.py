@@ -81,9 +81,8 @@ def run_enter(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     if not args.draft:
         entry.check_committed()
     entry.prepare_data(protocol)
-    code, path = entry.enter(
-        protocol.as_draft() if args.draft else protocol, name, router, options, args.parallel, stop
-    )
+    entered = protocol.as_draft() if args.draft else protocol
+    code, path = entry.enter(entered, name, router, options, args.parallel, stop)
     if code:
         print(f"stopped; the record so far: {path}. The same command resumes", flush=True)
         return code
