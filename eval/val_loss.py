@@ -219,9 +219,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
         corpora = open_own(trained, args)
     device = distributed.pick_device(args.device)
     scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
-    lengths = np.array(
-        [*map(len, token_bytes(tokenizer)), 0]
-    )  # of each token, in bytes; end-of-text, the last, has none
+    lengths = np.array([*map(len, token_bytes(tokenizer)), 0])  # in bytes; end-of-text, the last, has none
     results = [measure_loss(scorer, corpus, lengths) for corpus in corpora]
     mean = f", {trained.mean}" if trained.mean else ""
     print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")

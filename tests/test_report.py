@@ -246,6 +246,9 @@ def test_which_arms_are_compared(tmp_path):
     assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == ["kern, gate_scale 1"]
     (only,) = setting.counterparts(setting.arms[0], "tanh, gate_scale 18")
     assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
+    given = [(f"model.gate_scale={x}", f"train.z_loss_coef={x}") for x in (1, 2)]
+    (setting,) = load_settings(*(make_run(tmp_path / text[0], *text) for text in given))
+    assert len(setting.arms) == 2 and compare_setting(setting) == []
 
 
 @pytest.mark.parametrize("several, other", [("kern", "softmax"), ("softmax", "kern")])
