@@ -235,6 +235,32 @@ def test_speedup_is_tokens_times_step_times():
         assert rows["kern"].speedup[0] == text
 
 
+@pytest.mark.slow
+def test_error_rates_of_a_table():
+    """11 entries, a deviation of differences above the pilot's: at most 5% of tables hold a false word; power."""
+    protocol, draw = load_protocol(CPU), np.random.default_rng(0)
+    names = [name for name in ROUTERS if name != "softmax-renorm"][:11]
+    deviation, seeds, tables = 0.009, len(protocol.judge_seeds), 400
+
+    def share(word, shift):
+        """The share of tables, and of entries, with the word, where all entries differ by `shift`."""
+        hits = np.zeros((tables, len(names)), bool)
+        for i in range(tables):
+            base = draw.normal(1.6, 0.02, seeds)
+            records = [make_record(protocol, "softmax-renorm", base)]
+            for name in names:
+                losses = base + shift + draw.normal(0, deviation, seeds)
+                records.append(make_record(protocol, name, losses.tolist()))
+            rows = {row.record["name"]: row for row in judge_entries(protocol, records)}
+            hits[i] = [rows[name].against["softmax-renorm"].verdict.text == word for name in names]
+        return hits.any(1).mean(), hits.mean()
+
+    limit = stats.binom.ppf(0.999, tables, 0.05) / tables
+    assert share("lower", 0.0)[0] <= limit
+    assert share("equivalent", protocol.margin)[0] <= limit
+    assert share("equivalent", 0.0)[1] > 0.8
+
+
 def test_what_the_reference_is_compared_by(contest):
     """Drafts by its runs of their seeds; the curve of its lengths by the seeds that have every length."""
     protocol = load_protocol(str(contest))
