@@ -157,7 +157,8 @@ def split_of(texts, val_fraction) -> dict[str, list[str]]:
 def books(tmp_path) -> tuple:
     """The arguments that prepare 30 short texts in two files."""
     files = {"a.jsonl": jsonl(corpus_texts()[:20]), "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)])}
-    return "text", "--source", write_tree(tmp_path / "in", files), "--val-fraction", 0.3, "--shard-tokens", 999
+    named = "text", "--source", write_tree(tmp_path / "in", files), "--name", "text"
+    return *named, "--val-fraction", 0.3, "--shard-tokens", 999
 
 
 @pytest.fixture

@@ -243,7 +243,9 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     """No worker outlives the command, and a later start resumes."""
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
+    deadline = time.monotonic() + 60
     while not ((tmp_path / "paused").exists() and (tmp_path / "out/text.partial/progress.json").exists()):
+        assert time.monotonic() < deadline
         assert command.process.is_alive(), Path(command.printed).read_text()
         time.sleep(0.01)
     children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
