@@ -96,10 +96,8 @@ class TrainState:
         compile = distributed.pick_compile(config.train.compile, plan.device)
         if compile and config.train.compile == "auto":
             compile = try_compiling(self.model, shape, plan.autocast, ranks)
-        reduce_dtype = getattr(torch, config.train.reduce_dtype)
-        self.runner: nn.Module = distribute(
-            self.model, plan.parallel, ranks, plan.dtype, compile, plan.accumulation > 1, reduce_dtype
-        )
+        how = compile, plan.accumulation > 1, getattr(torch, config.train.reduce_dtype)
+        self.runner: nn.Module = distribute(self.model, plan.parallel, ranks, plan.dtype, *how)
         if plan.initial_weights:
             plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
