@@ -31,7 +31,7 @@ from data.bins import sha256_of
 from eval.paper import find_paper_table
 from eval.scoring import Scorer, scoring_dtype
 from eval.tasks import TASKS, Metrics, build_task_manager, check_tasks, load_tasks, local_file, score_task
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, pick_device
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
 
@@ -168,7 +168,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
 
     check_tasks(manager, args.tasks, args.tasks_dir)
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    device = distributed.pick_device(args.device)
+    device = pick_device(args)
     dtype = scoring_dtype(trained.config, device)
     name = trained.label + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
     folder = args.run / "eval" / (name + (f"_limit{args.limit}" if args.limit else ""))

@@ -38,10 +38,9 @@ from data.loader import windows
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation, pick_device
 from model import GPT
 from router import Routing, entropy, expert_loads, find_spec, token_distribution
-from runtime import distributed
 
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
 
@@ -278,7 +277,7 @@ def trace_routing(args: argparse.Namespace) -> None:
     if args.other or args.other_checkpoint is not None or (args.replay and (args.data or args.windows is not None)):
         raise ValueError("--trace takes no --other, and --replay, whose text is the trace's, no --data or --windows")
     (trained,), _ = load_models(args)
-    trained.model.to(distributed.pick_device(args.device))
+    trained.model.to(pick_device(args))
     if args.trace:
         inputs, targets, data = open_text(trained, args)
         write_trace(args.trace, trained, np.concatenate([inputs, targets[:, -1:]], 1))
@@ -298,7 +297,7 @@ def trace_routing(args: argparse.Namespace) -> None:
 
 def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     """The content of routing.json, and the folder it belongs in. Raises ValueError and OSError."""
-    device = distributed.pick_device(args.device)
+    device = pick_device(args)
     models, tokenizer = load_models(args)
     trained, *others = models
     config = trained.config

@@ -1,9 +1,13 @@
 """Load a run's model for evaluation: the weights of one checkpoint, the mean of several, or their running mean."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 import configure
 from data import DataError
@@ -11,7 +15,7 @@ from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_t
 from data.loader import Validation, choose_validation
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
-from runtime import RunError, checkpoint
+from runtime import RunError, checkpoint, distributed
 from runtime.folder import explain_missing
 from runtime.metrics import read_metrics
 
@@ -60,6 +64,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Add --device."""
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+
+
+def pick_device(args: argparse.Namespace) -> torch.device:
+    """The device of --device, which must exist. On a CPU torch takes as many threads as there are free cores."""
+    device = distributed.pick_device(args.device)
+    with redirect_stdout(sys.stderr):  # stdout has the command's results
+        distributed.choose_threads(device, None)
+    return device
 
 
 def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:

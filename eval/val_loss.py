@@ -40,8 +40,7 @@ from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
 from eval.scoring import Scorer, scoring_dtype
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set
-from runtime import distributed
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set, pick_device
 
 TEXT_FIELD = "text"  # of rows of JSON and parquet
 WINDOWS = 1024  # in memory at once
@@ -217,7 +216,7 @@ def evaluate_run(args: argparse.Namespace) -> None:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
         corpora = open_own(trained, args)
-    device = distributed.pick_device(args.device)
+    device = pick_device(args)
     scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
     lengths = np.array([*map(len, token_bytes(tokenizer)), 0])  # in bytes; end-of-text, the last, has none
     results = [measure_loss(scorer, corpus, lengths) for corpus in corpora]

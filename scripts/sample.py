@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from common.command import build_parser, command, run_command
 from data.tokenizer import Tokenizer
 from eval.generation import SamplingParams, continue_prompts
-from eval.trained import add_device_argument, add_run_arguments, load_run
+from eval.trained import add_device_argument, add_run_arguments, load_run, pick_device
 from model import GPT
-from runtime import distributed
 
 
 def print_continuations(
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    model = trained.model.to(distributed.pick_device(args.device))
+    model = trained.model.to(pick_device(args))
     if args.prompt:
         print_continuations(model, tokenizer, args.prompt, args, params)
     else:
