@@ -3,8 +3,9 @@
 A router's form sets the size of its gates at initialisation, over a 20-fold range, and with it the size of the MoE's
 output. Routers compare at equal size if all begin at one norm.
 
-Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std · √n_embd for the input that
-LayerNorm or RMSNorm leaves, of squared length n_embd (where model.norm_eps is small beside the variance before it).
+Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std · router_init_ratio · √n_embd
+for the input that LayerNorm or RMSNorm leaves, of squared length n_embd (where model.norm_eps is small beside the
+variance before it).
 Then these facts give E Σ gⁿ by quadrature for most routers, in numpy alone:
 
 1. A logit z is among the top k if at most k - 1 of the other M - 1 are above it, a binomial probability. So a sum of
@@ -51,7 +52,8 @@ def gate_scale(config: ModelConfig) -> float:
     if torch.get_default_device().type == "meta":
         return math.nan  # only shapes are asked for
     c = monte_carlo_scale(config.n_expert, config.top_k) if spec.c == "monte_carlo" else spec.c
-    square = expected_square(spec, config.n_expert, config.top_k, config.init_std * math.sqrt(config.n_embd))
+    tau = config.init_std * config.router_init_ratio * math.sqrt(config.n_embd)
+    square = expected_square(spec, config.n_expert, config.top_k, tau)
     return float(f"{config.gate_norm / (c * math.sqrt(square)):.7g}")
 
 

@@ -157,11 +157,14 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """As GPT-2: N(0, init_std²), residual projections divided by √(2L). Norms and γ stay 1, biases 0."""
-        std = self.config.init_std
         for name, p in self.named_parameters():
             if p.dim() > 1:
-                residual = name.endswith(("attn.proj.weight", "w_out", "w_out.weight"))
-                nn.init.normal_(p, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+                std = self.config.init_std
+                if name.endswith(("attn.proj.weight", "w_out", "w_out.weight")):
+                    std /= math.sqrt(2 * self.config.n_layer)
+                elif name.endswith("router.weight"):
+                    std *= self.config.router_init_ratio
+                nn.init.normal_(p, std=std)
             elif name.endswith("bias"):
                 p.zero_()
 

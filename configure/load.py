@@ -107,7 +107,7 @@ def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[s
         if other is not point:
             raise ConfigError(
                 f"{path} [sweep]: two points would write to {run.dir}/{run.name}: {' '.join(other)} and "
-                f"{' '.join(point)}; leave run.name unset, and put one of linked keys first that differs"
+                f"{' '.join(point)}; leave run.name unset, and list the keys that differ in [sweep], each row once"
             )
     return points
 
@@ -152,8 +152,9 @@ def _shorten_warmup(values: dict[str, Any], read: Settings) -> int:
 
 
 def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
-    """Name a run's folder: file, router, the values of the axes (of linked keys the first), the seed if it was chosen.
+    """Name a run's folder: file, router, the values of the axes, the seed if it was chosen.
 
+    Of linked keys the first names the run, and all where values of the first repeat.
     `folder.find_or_rename` finds a run of before seeds or another axis were added. A branch is named after its trunk
     and its steps instead: TRUNK-800to1000.
     """
@@ -162,8 +163,11 @@ def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
     if trunk := values["train.branch_from"]:
         parts = [f"{Path(trunk).name}-{values['train.branch_step']}to{values['train.max_steps']}"]
         named += ["train.branch_from", "train.branch_step", "train.max_steps"]
-    others = [[key for key in keys if key not in named] for keys in read.axes]
-    shown = [keys[0] for keys in others if keys]
+    shown = []
+    for keys, rows in read.axes.items():
+        others = [key for key in keys if key not in named]
+        repeats = len({repr(row[0]) for row in rows}) < len(rows)
+        shown += others if repeats else others[:1]
     chosen = {*read.given, *itertools.chain(*read.axes)}
     if not trunk and (values["run.seed"] != seed or "run.seed" in chosen):
         shown.append("run.seed")

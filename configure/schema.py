@@ -83,6 +83,9 @@ class Model(Section):
     tie_embeddings: bool = Field(True, description="the LM head shares the token embedding's weights")
     bias: bool = Field(False, description="biases as in GPT-2: LayerNorms, attention, dense MLP; experts have none")
     init_std: float = Field(0.02, gt=0, description="std of initial weights, / sqrt(2 n_layer) in residual projections")
+    router_init_ratio: float = Field(
+        1.0, gt=0, description="std of routers' initial weights, as a fraction of init_std"
+    )
     backend: Literal["auto", "reference", "torch", "triton"] = Field("auto", description="kernels of experts, LM head")
 
     @field_validator("router")

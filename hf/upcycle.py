@@ -54,7 +54,8 @@ def upcycle(config: Config, theirs: Model, state: dict[str, Tensor]) -> str:
 
     generator = torch.Generator().manual_seed(config.run.seed)
     router = Router(C, E, model.top_k, spec, gate_scale(model))
-    logits = torch.randn(SAMPLES, E // S, generator=generator) * model.init_std * C**0.5  # of inputs that a norm leaves
+    std = model.init_std * model.router_init_ratio
+    logits = torch.randn(SAMPLES, E // S, generator=generator) * std * C**0.5  # of inputs that a norm leaves
     sums = router.choose(logits.repeat_interleave(S, 1)).weights.double().sum(-1)
     scale = S / sums.mean().item()
     if sums.std() > 1e-6 * sums.mean():
@@ -63,7 +64,7 @@ def upcycle(config: Config, theirs: Model, state: dict[str, Tensor]) -> str:
         w_in = state.pop(f"{mlp}.w_in.weight").reshape(-1, S, H, C).permute(1, 3, 0, 2).reshape(S, C, -1)  # gated: 2H
         w_out = scale * state.pop(f"{mlp}.w_out.weight").reshape(C, S, H).permute(1, 2, 0)  # (S, H, C)
         state |= {f"{mlp}.experts.w_in": w_in.repeat(E // S, 1, 1), f"{mlp}.experts.w_out": w_out.repeat(E // S, 1, 1)}
-        rows = model.init_std * torch.randn(E // S, C, generator=generator)
+        rows = std * torch.randn(E // S, C, generator=generator)
         new = router.state_dict() | {"weight": rows.repeat_interleave(S, 0)}
         state |= {f"{mlp}.router.{name}": tensor for name, tensor in new.items()}
 

@@ -52,7 +52,11 @@ MODERN = {"norm": "rmsnorm", "qk_norm": "head", "gated": True, "n_shared_expert"
 
 
 @pytest.mark.parametrize(
-    ("name", "block"), [*((name, {}) for name in SPARSE), *((name, MODERN) for name in ("softmax", "sigmoid", "kern"))]
+    ("name", "block"),
+    [
+        *((name, {}) for name in SPARSE),
+        *((name, MODERN | {"router_init_ratio": 3.0}) for name in ("softmax", "sigmoid", "kern")),
+    ],
 )
 def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
     """Within the error of a few draws of weights, which are those without gate_norm though it may be sampled."""
@@ -70,6 +74,16 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
     error = np.std(squares) / math.sqrt(len(squares))
     assert np.mean(squares) == pytest.approx(2.5**2, abs=4 * error, rel=0.005)
     assert error < 0.05 * 2.5**2
+
+
+def test_routers_alone_begin_with_other_weights():
+    """router_init_ratio: the same draws times the ratio, so the same choices by KERN, whose gates ignore the size."""
+    states = []
+    for ratio in (1.0, 4.0):
+        torch.manual_seed(seeded(0).initial_seed())
+        states.append(GPT(settings(router_init_ratio=ratio, gate_norm=0.0, gated=True)).state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value * (4 if name.endswith("router.weight") else 1), states[1][name]), name
 
 
 def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch):

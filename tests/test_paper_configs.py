@@ -153,5 +153,5 @@ def test_no_two_runs_of_all_files_share_a_folder():
     for file in [*FILES.values(), *CONFIGS.glob("*.toml"), *CONFIGS.glob("studies/*.toml")]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name
-            assert len(name) <= 64 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")
+            assert len(name) <= 80 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")
             assert owner.setdefault(name, (file, point)) == (file, point)
