@@ -118,6 +118,23 @@ def compile_by(backend, fails=False):
     return compile
 
 
+def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
+    """As eager ones. torch would trace a backward pass under the forward pass's autocast."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    model, x = GPT(tiny().model), torch.arange(64).view(2, 32)
+    routers = [block.mlp.router.weight for block in model.blocks]
+    gradients = []
+    for compiled in (False, True):
+        if compiled:
+            parallel.compile_blocks(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x, x).loss
+        gradients.append(torch.autograd.grad(loss, routers))
+    for eager, compiled in zip(*gradients, strict=True):
+        assert eager.any() and torch.equal(compiled, eager)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
     """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
