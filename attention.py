@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from configure.schema import Model as ModelConfig
 
 
-def make_norm(config: ModelConfig, width: int) -> nn.Module:
+def make_norm(config: ModelConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
     """A LayerNorm, or the RMSNorm that has neither its mean nor its bias, over the last dimension of size `width`."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.norm_eps)

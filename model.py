@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import Attention, Documents, KVCache, find_documents, make_norm
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
-from kernels import expert_mlp, route
+from kernels import add, add_norm, expert_mlp, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
 from router import Router, Stats, find_spec, hash_table
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         self.w_in = nn.Linear(config.n_embd, (1 + config.gated) * self.hidden, bias=bias)
         self.w_out = nn.Linear(self.hidden, config.n_embd, bias=bias)
 
-    def forward(self, x: Tensor, idx: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, None]:
         return self.w_out(activate(self.w_in(x), self.hidden, self.activation)[0]), None
 
 
@@ -61,18 +61,6 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies)
-
-
-class Fork(torch.autograd.Function):
-    """A tensor and its cast to another dtype, whose gradients are added as they come: autograd would cast one first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), x.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor, d_cast: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
-        return d_x + d_cast, None
 
 
 class MoE(nn.Module):
@@ -93,45 +81,54 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared = MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
 
-    def forward(self, x: Tensor, idx: Tensor) -> tuple[Tensor, Stats]:
-        """Return the output (B, T, C) and the Stats of this layer, without their dimension L; idx (B, T) token ids."""
-        tokens = cast = x.reshape(-1, x.shape[-1])  # (N, C)
-        if torch.is_autocast_enabled(x.device.type):
-            tokens, cast = Fork.apply(tokens, torch.get_autocast_dtype(x.device.type))
-        routing = self.router(tokens, n_sequence=len(x), ids=idx)
-        y = self.experts(cast, routing.weights, routing.experts)  # (N, C)
+    def forward(self, x: Tensor, exact: Tensor | None, idx: Tensor) -> tuple[Tensor, Stats]:
+        """Return the output (N, C) and the Stats of this layer, without their dimension L.
+
+        x (B, T, C) is the input, `exact` the same in float32 if autocast has rounded it; idx (B, T) token ids.
+        """
+        tokens = x.flatten(0, 1)  # (N, C)
+        unrounded = tokens if exact is None else exact.flatten(0, 1)
+        routing = self.router(unrounded, n_sequence=len(x), ids=idx)
+        y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
         if self.shared is not None:
-            y = y + self.shared(tokens)[0]
+            y = y + self.shared(unrounded)[0]
         assert routing.stats is not None, "asked for"
-        return y.view_as(x), routing.stats
+        return y, routing.stats  # FSDP2 warns of views that leave a block
 
 
 class Block(nn.Module):
-    """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x))."""
+    """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x)).
+
+    Each sum is left to the norm that comes next, so that x is read once for both: a block takes and returns x and the
+    output y that is still to be added to it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dense = layer < dense_layers(config)
+        self.dense, self.backend = layer < dense_layers(config), config.backend
         self.ln_1 = make_norm(config, config.n_embd)
         self.attn = Attention(config)
         self.ln_2 = make_norm(config, config.n_embd)
-        self.mlp = MLP(config, config.top_k + config.n_shared_expert, config.bias) if dense else MoE(config, layer)
+        n_active = config.top_k + config.n_shared_expert
+        self.mlp = MLP(config, n_active, config.bias) if self.dense else MoE(config, layer)
         self.dropout = config.dropout
         self.checkpointing = False  # activation checkpointing: keep only x, recompute the block in the backward pass
 
     def forward(
-        self, x: Tensor, idx: Tensor, past: KVCache | None = None, documents: Documents | None = None
-    ) -> tuple[Tensor, Stats | None]:
+        self, x: Tensor, y: Tensor | None, idx: Tensor, past: KVCache | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Stats | None]:
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, idx, None, documents, use_reentrant=False)
-        return self._forward(x, idx, past, documents)
+            return checkpoint(self._forward, add(x, y), None, idx, None, documents, use_reentrant=False)
+        return self._forward(x, y, idx, past, documents)
 
     def _forward(
-        self, x: Tensor, idx: Tensor, past: KVCache | None, documents: Documents | None
-    ) -> tuple[Tensor, Stats | None]:
-        x = x + self.attn(self.ln_1(x), past, documents)
-        y, stats = self.mlp(self.ln_2(x), idx)
-        return x + F.dropout(y, self.dropout, self.training), stats
+        self, x: Tensor, y: Tensor | None, idx: Tensor, past: KVCache | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor, Stats | None]:
+        x, h, _ = add_norm(x, y, self.ln_1, backend=self.backend)
+        y = self.attn(h, past, documents)
+        x, h, exact = add_norm(x, y, self.ln_2, exact=not self.dense, backend=self.backend)
+        y, stats = self.mlp(h, exact, idx)
+        return x, F.dropout(y, self.dropout, self.training), stats
 
 
 class GPT(nn.Module):
@@ -214,11 +211,11 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(torch.arange(T, device=idx.device) if given is None else given.positions)
         x = F.dropout(x, self.config.dropout, self.training)
-        layers = []
+        y, layers = None, []
         for block in self.blocks:
-            x, stats = block(x, idx, past, documents)
+            x, y, stats = block(x, y, idx, past, documents)
             layers.append(stats)
-        return x, layers
+        return add(x, y), layers
 
     def find_documents(self, idx: Tensor, compiled: bool) -> Documents | None:
         """The documents of windows (B, T), for blocks that are compiled or not; None if attention crosses them."""

@@ -1,4 +1,4 @@
-"""Expert compute: `expert_mlp`, one function with several backends that agree in value and in all four gradients.
+"""What blocks compute besides plain products: functions with several backends that agree in values and gradients.
 
 To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracle that the others are tested against.
 """
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels import reference, torch_grouped
 
 try:
-    from kernels import triton_experts, triton_router
+    from kernels import triton_experts, triton_norm, triton_router
 except ImportError:  # triton exists for Linux only
-    triton_experts = triton_router = None
+    triton_experts = triton_norm = triton_router = None
 
 BACKENDS: dict[str, Callable[..., Tensor] | None] = {
     "reference": reference.expert_mlp,
@@ -106,6 +106,54 @@ def route(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
     return weights, experts, scores.detach(), loads, probability, z_loss, *scalars.detach()[1:].unbind()
+
+
+def add_norm(
+    x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm, exact: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Add a layer's output to the residual stream and normalise the sum for the next layer, in one pass with Triton.
+
+    Args:
+        x: (..., C) residual stream.
+        y: output of the layer before, as many elements, also in half precision; None adds nothing.
+        norm: the next layer's, over C.
+        exact: whether the norm is wanted in x's dtype, too. Under autocast matrix products take it rounded.
+        backend: as in `expert_mlp`.
+
+    Returns:
+        x + y in x's dtype; its norm, in autocast's dtype or one that autocast casts to it; that in x's dtype,
+        or None if it is not wanted or the same.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if chosen == "triton" and triton_norm is not None and x.shape[-1] <= triton_norm.LARGEST:
+        y, both = None if y is None else y.view_as(x).contiguous(), exact and dtype != x.dtype
+        inputs = x.contiguous(), y, norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)
+        total, normed, full = triton_norm.add_norm_forward(*inputs, dtype, both)
+        return total, normed, full if both else None
+    total = add(x, y)
+    full = norm(total)
+    if exact and dtype != full.dtype:
+        return total, *Fork.apply(full, dtype)
+    return total, full, None
+
+
+def add(x: Tensor, y: Tensor | None) -> Tensor:
+    """Return x + y in the shape of x; y has as many elements, and None adds nothing."""
+    return x if y is None else x + y.view_as(x)
+
+
+class Fork(torch.autograd.Function):
+    """A tensor's cast and itself, whose gradients are added as they come: autograd would cast one of them first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return x.to(dtype), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_cast: Tensor, d_x: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return d_x + d_cast, None
 
 
 class StandIn(torch.autograd.Function):

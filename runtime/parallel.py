@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -75,6 +76,8 @@ def compile_blocks(model: GPT) -> None:
     """
     model.compiled = True
     torch._dynamo.config.optimize_ddp = False
+    # As in eager mode. By default a graph's backward pass is traced under autocast: routers' would round to half.
+    torch._functorch.config.backward_pass_autocast = "off"
     # Past the default of 8 dynamo leaves blocks eager. Two kinds of blocks, with gradients and without, under
     # `cast_once` or not, and the last, smaller batch of an evaluation need more.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
@@ -100,9 +103,10 @@ def try_compiling(model: GPT, shape: tuple[int, int], autocast: torch.autocast, 
                 with autocast:
                     idx = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
                     documents = model.find_documents(idx, True)
-                    trial(x, idx, None, documents)[0].float().sum().backward()
+                    y = trial(*trial(x, None, idx, None, documents)[:2], idx, None, documents)[1]
+                    y.float().sum().backward()
                 with torch.no_grad(), autocast:
-                    trial.eval()(x, idx, None, documents)
+                    trial.eval()(x, None, idx, None, documents)
     except Exception as error:  # whatever dynamo, inductor, Triton or a C compiler raise
         problem = f"{type(error).__name__}: {first_line(error)}"
     failed = [(rank, text) for rank, text in enumerate(gather(problem, ranks.control)) if text]

@@ -9,16 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import SEED, assert_near, tolerance
 from test_kernels import assert_equals_reference
 
 import configure
 import scripts.bench.__main__ as bench
+from configure.schema import Model
 from data import prepare
+from kernels.reference import expert_mlp
+from router import ROUTERS
 from runtime import distributed
 from scripts.bench import harness
 from scripts.bench import moe as bench_moe
 from scripts.bench import steps as bench_steps
 from scripts.bench.harness import Benchmark
+from scripts.bench.peers import PEERS
 
 REPO_ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -132,13 +137,37 @@ def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch)
 
 
 def test_router_beside_a_step(tiny_file, run_bench, timed):
+    """Without a name all; the step of the first alone."""
     seconds = {"softmax": 0.002, "kern": 0.003}
-    timed(lambda kind, name: seconds[name] if kind == "router" else 0.1)
+    timed(lambda kind, name: seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1}[name])
+    assert [row["alternative"] for row in run_bench("router", tiny_file)[0]] == [*ROUTERS][1:]
     rows, _ = run_bench("router", tiny_file, "--model.router=softmax", "--model.router=kern")
     assert [row["alternative"] for row in rows] == ["softmax", "kern"]
     assert [row["ratio"] for row in rows] == pytest.approx([1, 1.5])
     assert [row["share"] for row in rows] == pytest.approx([0.04, 0.06])  # 2 layers
-    assert rows[1]["router ms"] == pytest.approx(3) and rows[1]["step ms"] == pytest.approx(100)
+    assert rows[1]["router ms"] == pytest.approx(3)
+
+
+def test_peers_in_a_step(tiny_file, run_bench, timed):
+    timed(lambda name: {"dense": 0.1, "kern": 0.2, "nanochat": 0.3, "torchtitan": 0.4}[name])
+    rows, _ = run_bench("step", tiny_file, "--peers", "--model.router=dense", "--model.router=kern")
+    assert [row["ratio"] for row in rows] == pytest.approx([1, 2, 3, 4])
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name, gated", [("nanochat", False), ("torchtitan", True)])
+def test_peers_compute_experts(name, gated):
+    """What our reference computes, with gates of sigmoid; torchtitan's multiply the input."""
+    torch.manual_seed(SEED)
+    sizes = {"n_embd": 32, "n_expert": 5, "top_k": 2, "expert_hidden": 16, "init_std": 0.3, "gated": gated}
+    peer, x = PEERS[name](Model(**sizes)), torch.randn(1, 7, 32)
+    gates, experts = (x[0] @ peer.gate.weight.T).sigmoid().topk(2)
+    inside, ones = (gates, torch.ones(7, 2)) if name == "torchtitan" else (torch.ones(7, 2), gates)
+    wanted = 0
+    for k in ([0], [1]):
+        inputs = (x[0] * inside[:, k], peer.w_in.mT, peer.w_out.mT, ones[:, k])
+        wanted += expert_mlp(*(t.double() for t in inputs), experts[:, k])
+    assert_near(peer(x)[0], wanted, tolerance(torch.float32, 32, 16))
 
 
 def test_profile_writes_a_trace_and_prints_its_largest_operators(tiny_file, tmp_path, run_bench):

@@ -118,6 +118,20 @@ def compile_by(backend, fails=False):
     return compile
 
 
+def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
+    """As eager ones. torch would trace a backward pass under the forward pass's autocast."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    model, x = GPT(tiny().model), torch.arange(64).view(2, 32)
+    gradients = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x, x).loss
+        gradients += torch.autograd.grad(loss, model.blocks[0].mlp.router.weight)
+        parallel.compile_blocks(model)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
     """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""

@@ -1,7 +1,7 @@
 """Compile every launch of the Triton kernels at real shapes, and read what came out.
 
-Both passes of the experts and of KERN's router, and the Triton part of the LM head, run on meta tensors, and each
-launch is compiled instead: what is compiled is what would run.
+Both passes of the experts, of KERN's router and of norms, and the Triton part of the LM head, run on meta tensors, and
+each launch is compiled instead: what is compiled is what would run.
 """
 
 import inspect
@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 import kernels.triton_experts as triton_experts
+import kernels.triton_norm as triton_norm
 import kernels.triton_router as triton_router
 from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
@@ -133,4 +134,8 @@ def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
         gates, chosen, _, _, probability, _, z_loss = triton_router.forward(logits, bias, c, c, *formula, K, n_sequence)
         for upstream in ((gates, None, None), (gates, probability, z_loss)):  # the gates' gradient alone, and all
             triton_router.backward(logits, chosen, c, c, *formula, n_sequence, *upstream)
+        stream, full = meta(N, C, dtype=fp32), dtype != fp32
+        for bias, rms, exact in ((stream[0], False, full), (None, True, full), (None, False, False)):
+            norms = triton_norm.forward(stream, x, stream[0], bias, 1e-5, rms, dtype, exact)
+            triton_norm.backward(*norms, stream, stream[0], 1e-5, rms, dtype, bias is not None)
     return list(kernels)

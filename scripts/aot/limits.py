@@ -21,6 +21,8 @@ LEAST = {
     "softmax": [(1, 2, 2)],
     "route": [(4, 4, 4)],
     "route_sum": [(5, 6, 6)],
+    "add_norm": [(6, 6, 6)],
+    "add_norm_grad": [(3, 3, 3)],
 }
 # The most bytes of registers that a kernel may spill, but for the 125m model's on sm_90.
 SPILLED = {"down_grad": 16, "place": 8, "up": 16}

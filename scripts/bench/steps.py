@@ -12,23 +12,25 @@ from torch import Tensor
 import configure
 from configure.schema import Config
 from kernels import route
-from model import GPT, flops_per_token
-from router import Router, find_spec
+from model import GPT, MoE, flops_per_token
+from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
 from runtime.state import build_optimizer
 from runtime.updates import Updates
 from scripts.bench.harness import Benchmark, divide
+from scripts.bench.peers import PEERS, Peer
 
 
 class Step:
     """A training step as train.py does it, without auxiliary losses, on one micro-batch of random tokens.
 
-    Everything is built in the first call: a model that does not fit is skipped like a step that fails.
+    Everything is built in the first call: a model that does not fit is skipped like a step that fails. `peer` replaces
+    its layers of experts.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: Config, device: torch.device, peer: type[Peer] | None = None) -> None:
+        self.config, self.device, self.peer = config, device, peer
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
 
@@ -39,6 +41,10 @@ class Step:
         torch.manual_seed(config.run.seed)
         with self.device:
             model = GPT(config.model)
+            for block in model.blocks:
+                if self.peer and isinstance(block.mlp, MoE):
+                    block.mlp = self.peer(config.model)
+                    block.dense = True  # pyrefly: ignore[bad-argument-type]  # no norm in fp32 for a router
         shape = 2, config.train.micro_batch_size, config.model.block_size
         tokens = torch.randint(config.model.vocab_size, shape, device=self.device)
         if config.data.document_mask:
@@ -97,6 +103,11 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
     torch._dynamo.config.recompile_limit = 1000  # dynamo silently gives up on a piece of code after 8 graphs
     steps = {name: Step(config, bench.device) for name, config in configs.items()}
+    if args.peers:
+        config = next((config for config in configs.values() if find_spec(config.model.router)), None)
+        if config is None:
+            raise RunError("--peers replaces experts, but no alternative has any: set --model.router=kern")
+        steps |= {name: Step(config, bench.device, peer) for name, peer in PEERS.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
     for (name,), seconds in median.items():
@@ -112,19 +123,25 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
 
 
 def bench_router(args: Namespace, overrides: list[str]) -> Benchmark:
-    """Time each alternative's router alone, forward and backward, beside its training step."""
-    note = "ratio: time over the first row's; share: of all layers' routers in the time of a step"
+    """Time each alternative's router alone, forward and backward, beside a training step of the first.
+
+    Without a --model.router all are taken; as many models with their optimizers would not fit a GPU.
+    """
+    if not any(override.startswith("--model.router=") for override in overrides):
+        overrides = [*overrides, *(f"--model.router={name}" for name, spec in ROUTERS.items() if spec)]
+    note = "ratio: time over the first row's; share: of all layers' routers in a step of the first row's model"
     configs, bench = start(args, overrides, note)
     functions: dict[tuple, Any] = {("router", name): build_router(c, bench.device) for name, c in configs.items()}
-    functions |= {("step", name): Step(config, bench.device) for name, config in configs.items()}
-    median = bench.time(functions)
+    first, config = next(iter(configs.items()))
+    step = ("step", first)
+    median = bench.time(functions | {step: Step(config, bench.device)})
     rows = []
     for name, config in configs.items():
-        alone, step = median.get(("router", name)), median.get(("step", name))
-        ratio = divide(alone, median.get(("router", next(iter(configs)))))
-        of_step = divide(alone, divide(step, config.model.n_layer - config.model.n_dense_layer))
-        rows.append([name, divide(alone, 1e-3), ratio, divide(step, 1e-3), of_step])
-    bench.add_table(["alternative", "router ms", "ratio", "step ms", "share"], rows)
+        alone = median.get(("router", name))
+        of_step = divide(alone, divide(median.get(step), config.model.n_layer - config.model.n_dense_layer))
+        rows.append([name, divide(alone, 1e-3), divide(alone, median.get(("router", first))), of_step])
+    bench.data["step ms"] = divide(median.get(step), 1e-3)
+    bench.add_table(["alternative", "router ms", "ratio", "share"], rows)
     last = list(configs)[-1]
     bench.profile(functions["router", last], f"router {last}, forward and backward")
     return bench

@@ -1,0 +1,177 @@
+"""Residual sum and norm in Triton, one pass forward and one back; `kernels.add_norm` documents what they compute.
+
+    add_norm         a program takes ROWS tokens: reads x and y, writes x + y and its norm
+    add_norm_grad    a program takes ROWS tokens at a time: computes their norms once more, writes the gradients of x
+                     and y, and leaves its tokens' sums for those of weight and bias
+
+With x in fp32 and y in half precision a pass moves 12 bytes per element forward and 16 back, and 4 more each where the
+norm is also wanted in fp32. torch adds up the programs' sums, in an order that N alone fixes: runs repeat bit for bit.
+Saved for the backward pass: x + y, which the next layer keeps anyway.
+"""
+# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
+# pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN201
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = 8192  # channels; a row lies in the registers of one program
+ELEMENTS = 1024  # of a program's tile, 8 in a thread, unless a row is longer
+PROGRAMS = 512  # at most, 4 on each multiprocessor of an H100; of longer rows fewer, so that all run at once
+
+
+@triton.jit
+def standardize(x, used, C: tl.constexpr, eps, RMS: tl.constexpr):
+    """(x̂, 1/σ) of each row, whose unused columns are 0: x without its mean (not for RMS), over its root mean square."""
+    if not RMS:
+        x = tl.where(used, x - (tl.sum(x, 1) / C)[:, None], 0.0)
+    step = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + eps)
+    return x * step[:, None], step
+
+
+@triton.jit
+def add_norm_kernel(
+    x, y, weight, bias, total, normed, exact, N, eps, C: tl.constexpr, RMS: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill total (N, C) with x + y, normed with its norm and, if EXACT, exact with the same in another dtype."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * C + col[None, :]
+    used = (row < N)[:, None] & (col < C)[None, :]
+    s = tl.load(x + at, mask=used, other=0.0).to(tl.float32)
+    if ADD:
+        s += tl.load(y + at, mask=used, other=0.0).to(tl.float32)
+    s = s.to(total.dtype.element_ty)
+    tl.store(total + at, s, mask=used)
+    out = standardize(s.to(tl.float32), used, C, eps, RMS)[0]
+    out *= tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        out += tl.load(bias + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+    tl.store(normed + at, out.to(normed.dtype.element_ty), mask=used)
+    if EXACT:
+        tl.store(exact + at, out.to(exact.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def add_norm_grad_kernel(
+    d_total, d_normed, d_exact, total, weight, d_x, d_y, sums, N, eps, C: tl.constexpr, RMS: tl.constexpr,
+    CAST: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill d_x (N, C), if CAST also d_y with the same in another dtype, and a row of sums (1 + BIAS, programs, C)."""
+    col = tl.arange(0, BLOCK)
+    w = tl.load(weight + col, mask=col < C, other=0.0).to(tl.float32)[None, :]
+    weight_sum, bias_sum = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * C + col[None, :]
+        used = (row < N)[:, None] & (col < C)[None, :]
+        s = tl.load(total + at, mask=used, other=0.0).to(tl.float32)
+        d = tl.load(d_normed + at, mask=used, other=0.0).to(tl.float32)
+        rest = tl.load(d_total + at, mask=used, other=0.0).to(tl.float32)
+        if EXACT:
+            d += tl.load(d_exact + at, mask=used, other=0.0).to(tl.float32)
+        s, step = standardize(s, used, C, eps, RMS)  # after all loads: they do not cross its barriers
+        weight_sum += d * s
+        if BIAS:
+            bias_sum += d
+        d *= w
+        along = s * (tl.sum(d * s, 1) / C)[:, None]
+        if not RMS:
+            along += (tl.sum(d, 1) / C)[:, None]
+        d = rest + (d - along) * step[:, None]
+        tl.store(d_x + at, d.to(d_x.dtype.element_ty), mask=used)
+        if CAST:
+            tl.store(d_y + at, d.to(d_y.dtype.element_ty), mask=used)
+    sums += tl.program_id(0) * C
+    tl.store(sums + col, tl.sum(weight_sum, 0), mask=col < C)
+    if BIAS:
+        tl.store(sums + tl.num_programs(0) * C + col, tl.sum(bias_sum, 0), mask=col < C)
+
+
+def pick_tile(N: int, C: int) -> tuple[int, tuple[int, int], dict[str, int]]:
+    """(tiles, rows and columns of a tile, launch options)."""
+    block = triton.next_power_of_2(C)
+    rows = min(max(ELEMENTS // block, 1), triton.next_power_of_2(max(N, 1)))
+    return triton.cdiv(N, rows), (rows, block), {"num_warps": min(max(rows * block // 256, 1), 16)}
+
+
+def forward(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool, dtype: torch.dtype,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return x + y, its norm in `dtype` and, if `exact`, in x's, else an empty tensor; inputs are contiguous."""
+    out = _fake_forward(x, y, weight, bias, eps, rms, dtype, exact)
+    C = x.shape[-1]
+    N = x.numel() // C
+    n_tile, tile, options = pick_tile(N, C)
+    with torch.cuda.device_of(x):
+        add_norm_kernel[(max(n_tile, 1),)](
+            *(x, x if y is None else y, weight, weight if bias is None else bias, *out, N, eps, C, rms),
+            *(y is not None, bias is not None, exact, *tile),
+            **options,
+        )
+    return out
+
+
+def _fake_forward(
+    x: Tensor, y: Any, weight: Any, bias: Any, eps: Any, rms: Any, dtype: torch.dtype, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if exact else 0)
+
+
+def backward(
+    d_total: Tensor, d_normed: Tensor, d_exact: Tensor, total: Tensor, weight: Tensor, eps: float, rms: bool,
+    y_dtype: torch.dtype, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x; of y, empty if it has x's dtype; and of weight and any bias, (1 or 2, C)."""
+    C, exact = weight.numel(), d_exact.numel() > 0
+    N = total.numel() // C
+    d_x, d_y, _ = _fake_backward(d_total, d_normed, d_exact, total, weight, eps, rms, y_dtype, bias)
+    n_tile, tile, options = pick_tile(N, C)
+    programs = max(min(n_tile, max(PROGRAMS * ELEMENTS // (tile[0] * tile[1]), 128)), 1)
+    sums = torch.empty(1 + bias, programs, C, dtype=torch.float32, device=d_x.device)
+    gradients = (d.contiguous() for d in (d_total, d_normed, d_exact))
+    with torch.cuda.device_of(total):
+        add_norm_grad_kernel[(programs,)](
+            *(*gradients, total, weight, d_x, d_y, sums, N, eps, C, rms, y_dtype != d_x.dtype, bias, exact, *tile),
+            **options,
+        )
+        return d_x, d_y, sums.sum(1).to(weight.dtype)
+
+
+def _fake_backward(
+    d_total: Tensor, d_normed: Any, d_exact: Any, total: Tensor, weight: Tensor, eps: Any, rms: Any,
+    y_dtype: torch.dtype, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_x = total.new_empty(total.shape)
+    d_y = d_x.new_empty(0 if y_dtype == d_x.dtype else d_x.shape, dtype=y_dtype)
+    return d_x, d_y, weight.new_empty(1 + bias, weight.numel())
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, y, weight, bias, ctx.eps, ctx.rms, *_ = inputs
+    ctx.y_dtype, ctx.bias = None if y is None else y.dtype, bias is not None
+    ctx.save_for_backward(output[0], weight)
+
+
+def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    total, weight = ctx.saved_tensors
+    d_x, d_y, d_parameters = add_norm_backward(
+        *gradients, total, weight, ctx.eps, ctx.rms, ctx.y_dtype or total.dtype, ctx.bias
+    )
+    if ctx.y_dtype in (None, total.dtype):
+        d_y = None if ctx.y_dtype is None else d_x
+    return d_x, d_y, d_parameters[0], d_parameters[1] if ctx.bias else None, None, None, None, None
+
+
+# torch.compile sees both passes as opaque operators, known by the shapes of their results.
+add_norm_forward = torch.library.custom_op("nanokern::add_norm", forward, mutates_args=())
+add_norm_forward.register_fake(_fake_forward)
+add_norm_backward = torch.library.custom_op("nanokern::add_norm_backward", backward, mutates_args=())
+add_norm_backward.register_fake(_fake_backward)
+add_norm_forward.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,121 @@
+"""kernels/triton_norm.py against formulas by hand in float64: in the interpreter on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+from numerics import assert_near, guarded_buffers, seeded, tolerance
+from test_dtypes import run_and_check_fake
+from test_triton_router import build
+from torch import nn
+
+from kernels import add_norm
+
+pytest.importorskip("triton")
+
+from kernels import triton_norm  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
+NORMS = {"layernorm": (nn.LayerNorm, {"bias": False}), "biased": (nn.LayerNorm, {}), "rmsnorm": (nn.RMSNorm, {})}
+SHAPES = [(1, 7, 13), (2, 3, 96), (3, 5, 1), (2, 2, 1000)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, request):
+    """So that programs take several tiles, the last with tokens that do not exist."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(triton_norm, "ELEMENTS", 32)
+        monkeypatch.setattr(triton_norm, "PROGRAMS", 2)
+
+
+def make_inputs(name, shape, y_dtype=None):
+    """[x, y, parameters of the norm], the norm, and the gradients of x + y and of both norms."""
+    (kind, options), g = NORMS[name], seeded(sum(shape))
+    norm = kind(shape[-1], eps=1e-3, **options).to(DEVICE)
+    for p in norm.parameters():
+        nn.init.normal_(p, 1.0, 0.5, generator=g)
+    x, y, *upstream = (torch.randn(shape, generator=g).to(DEVICE) for _ in range(5))
+    y = None if y_dtype is None else y.to(y_dtype).requires_grad_()
+    return [(x + 3).requires_grad_(), y, *norm.parameters()], norm, upstream
+
+
+def collect(outputs, leaves, upstream):
+    """The outputs and the gradient of each leaf, detached; those that are None left out."""
+    outputs, leaves = ([t for t in tensors if t is not None] for tensors in (outputs, leaves))
+    loss = sum((out * d.to(out)).sum() for out, d in zip(outputs, upstream, strict=False))
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(loss, leaves)]
+
+
+def run(leaves, norm, upstream, dtype, exact):
+    with guarded_buffers(), torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+        outputs = add_norm(*leaves[:2], norm, exact, "triton")
+        assert [out.dtype for out in outputs[:2]] == [torch.float32, dtype or torch.float32]
+        return collect(outputs, leaves, upstream)
+
+
+def run_oracle(leaves, norm, upstream, count):
+    """`count` outputs, and gradients, from the textbook in float64."""
+    x, y, weight, *bias = leaves = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
+    total = x if y is None else x + y.view_as(x)
+    centred = total if isinstance(norm, nn.RMSNorm) else total - total.mean(-1, keepdim=True)
+    normed = weight * centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() + sum(bias)
+    return collect([total, normed, normed][:count], leaves, upstream)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("y_dtype, exact", [(torch.float16, True), (torch.float32, False), (None, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+@pytest.mark.parametrize("name", NORMS)
+def test_equals_float64(name, dtype, y_dtype, exact):
+    for shape in SHAPES:
+        leaves, norm, upstream = make_inputs(name, shape, y_dtype)
+        got = run(leaves, norm, upstream, dtype, exact)
+        count = 3 if exact and dtype else 2
+        wanted = run_oracle(leaves, norm, upstream, count)
+        for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            rounded = a.dtype if i == 0 or (i, count) == (2, 3) else dtype or a.dtype  # gradients by way of it
+            assert_near(a, b, tolerance(rounded, shape[-1], 4), f"{shape}, {i}", b.abs() + 0.1)
+
+
+def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
+    leaves, norm, upstream = make_inputs("biased", (2, 9, 40), torch.float16)
+    first = run(leaves, norm, upstream, torch.float16, True)
+    leaves[0] = leaves[0].detach().mT.contiguous().mT.requires_grad_()
+    leaves[1] = leaves[1].detach().flatten(0, 1).requires_grad_()  # as experts return it
+    again = run(leaves, norm, [d.mT.contiguous().mT for d in upstream], torch.float16, True)
+    assert all(torch.equal(a, b.view_as(a)) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("y", [None, torch.ones(2, 3, 5).half()])
+def test_fake_norm_is_as_the_real_one(y):
+    x, w = torch.randn(2, 3, 5), torch.ones(5)
+    for bias, exact in ((w, True), (None, False)):
+        out = run_and_check_fake(triton_norm.add_norm_forward, x, y, w, bias, 1e-5, exact, torch.float16, exact)
+        others = 1e-5, exact, x.dtype if y is None else y.dtype, bias is not None
+        run_and_check_fake(triton_norm.add_norm_backward, *out, x, w, *others)
+
+
+@pytest.mark.numerics
+def test_model_with_the_kernel_and_without():
+    """Loss and all gradients; with checkpointing bit for bit."""
+    results = []
+    for backend, checkpointing in (("torch", False), ("triton", False), ("triton", True)):
+        model, idx = build(None)
+        for block in model.blocks:
+            block.backend, block.checkpointing = backend, checkpointing
+        loss = model(idx, idx).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for wanted, got, again in zip(*results, strict=True):
+        assert_near(got, wanted, tolerance(torch.float32, 64, 64), size=wanted.abs() + (wanted.shape == (1,)) * 0.1)
+        assert torch.equal(got, again)
+
+
+@pytest.mark.numerics
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("C", [768, 1000, 2048, 8192])
+def test_equals_float64_in_full_size_on_gpu(name, C):
+    inputs = *make_inputs(name, (4, 1000, C), torch.float16), torch.float16, True
+    first, again = run(*inputs), run(*inputs)
+    for i, (a, b) in enumerate(zip(first, run_oracle(*inputs[:3], 3), strict=True)):
+        assert_near(a, b, tolerance(torch.float16, C, 4), str(i))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
