@@ -73,7 +73,7 @@ def metric_lines(
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
-    shift = 0.1 * config.run.seed + noise * own.standard_normal()
+    shift = 0.1 * (config.run.seed % 2) + noise * own.standard_normal()
     text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(windows)
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
     lines = []

@@ -48,7 +48,8 @@ def test_losses_that_are_not_finite(tmp_path):
 def test_folders_stand_for_the_runs_below_them(tmp_path):
     runs = [make_run(tmp_path / name) for name in ("a", "deep/er/b")]
     (tmp_path / "report").mkdir()
-    (tmp_path / "report/report.html").write_text("")
+    for folder in (tmp_path / "report", runs[0]):  # a run counts, also if it has a report
+        (folder / "report.html").write_text("")
     read, (note,) = load_evaluated([runs[1], tmp_path, tmp_path / "nothing", tmp_path / "report"])
     assert [run.folder for run in read] == [runs[1], runs[0]]
     assert note.startswith(f"left out: {tmp_path}/nothing: no such folder")

@@ -14,16 +14,13 @@ requirements-report.txt.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
 from eval.paper import read_paper_losses
 from scripts.report.runs import load_evaluated
 from scripts.report.settings import group_runs
-
-if TYPE_CHECKING:
-    from scripts.report.page import Block
 
 
 @command
@@ -58,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"report: {out}/report.html")
 
 
-def print_blocks(blocks: Sequence["Block"]) -> None:
+def print_blocks(blocks: Sequence[tuple[Any, ...]]) -> None:
     """The headings, notes and tables of a page, but not its text."""
     for kind, *parts in blocks:
         if kind == "h2":

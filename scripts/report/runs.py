@@ -118,8 +118,9 @@ def load_evaluated(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """
     runs, faults = [], []
     for place in places:
-        for folder in find_runs([place]) or [place]:
-            if folder in [run.folder for run in runs] or (folder / "report.html").is_file():
+        is_report = (place / "report.html").is_file()
+        for folder in find_runs([place]) or ([] if is_report else [place]):
+            if folder in [run.folder for run in runs]:
                 continue
             try:
                 run = load_run(folder)
