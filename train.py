@@ -42,6 +42,7 @@ import math
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import islice
 
 import torch
@@ -160,6 +161,13 @@ def forward_backward(
     return stats, losses
 
 
+def recompute(plan: Plan, state: TrainState, ranks: distributed.Ranks, step: int) -> tuple[list[Tensor], float]:
+    """Forward and backward pass of a step once more: this rank's losses, and the step's learning rate."""
+    seed_step(plan.config.run.seed, step, ranks)
+    _, losses = forward_backward(plan, state, micro_batches(plan, [step], ranks))
+    return losses, learning_rate(plan.config.optim, plan.config.train.max_steps, step)
+
+
 def train(
     config: configure.Config, stop: Stop | None = None, open_tasks: OpenTasks | None = None, notes: Iterable[str] = ()
 ) -> None:
@@ -199,14 +207,8 @@ def train(
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
         stack.callback(batches.close)
         cadence = Cadence(plan, state.step, ranks, stop)
+        guard = Guard(plan, state, ranks, partial(recompute, plan, state, ranks))
 
-        def recompute(step: int) -> tuple[list[Tensor], float]:
-            """Forward and backward pass of a step once more: this rank's losses, and the step's learning rate."""
-            seed_step(seed, step, ranks)
-            _, losses = forward_backward(plan, state, micro_batches(plan, [step], ranks))
-            return losses, learning_rate(config.optim, max_steps, step)
-
-        guard = Guard(plan, state, ranks, recompute)
         for step in range(state.step, max_steps + 1):  # `step` optimizer steps are done
             due = cadence.at(step)  # the ranks agree through their hosts: no device is waited for
             if due.evaluate or due.save:

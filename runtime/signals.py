@@ -6,11 +6,12 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 EXIT_CODE = 75  # asked to stop, saved, to be started again: EX_TEMPFAIL of sysexits.h
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class _Terminal(io.FileIO):
@@ -43,11 +44,8 @@ class Stop:
                 if number in self.terminals:
                     buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
                     setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
-        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-            launcher = os.getppid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent if torchrun is killed
-            if os.getppid() != launcher:  # it already was
-                self.asked = True
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
+            end_with_parent(os.getppid())
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -58,3 +56,11 @@ class Stop:
             null = os.open(os.devnull, os.O_WRONLY)
             for terminal in self.terminals:  # writing there would fail, before the save
                 os.dup2(null, terminal)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux send this process SIGTERM when its `parent` dies, however it does: train.py then saves and ends."""
+    with suppress(OSError, AttributeError):  # no Linux
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGTERM)

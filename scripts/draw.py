@@ -41,13 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="routing.json of eval.routing")
     file = parser.parse_args(argv).file
     require_packages("matplotlib")
-    from scripts.report.style import save_figure
-
     try:
         figure = plot_loads(json.loads(file.read_text("utf-8")))
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file}: not written by eval.routing; run it first") from None
-    save_figure(figure, file.with_name("loads.png"))
+    figure.savefig(file.with_name("loads.png"))
     print(file.with_name("loads.png"))
 
 

@@ -69,9 +69,6 @@ def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str =
         partial.rename(out)
 
 
-# ---- --check
-
-
 def check_export(source: Source, out: Path) -> int:
     """Print how far the export is from the run. Returns the exit code: 1 if something differs."""
     import transformers
@@ -182,21 +179,14 @@ def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:
     return []
 
 
-# ---- the command
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = build_parser("scripts.export", __doc__)
     add_run_arguments(parser)
     parser.add_argument("out", type=Path, help="new folder")
-    parser.add_argument(
-        "--format",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)",
-    )
+    forms = "nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)"
+    parser.add_argument("--format", choices=("auto", *FORMATS), default="auto", help=forms)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
     args = parser.parse_args(argv)

@@ -71,19 +71,6 @@ def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> dict[s
     return {name: math.inf if math.isnan(difference) else difference for name, difference in differences.items()}
 
 
-def compare_devices(device: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Train on the CPU and on `device`, in float32: {router: {device: losses}}; prints the largest differences."""
-    rows = {}
-    for router in PAPER_ROUTERS:
-        rows[router] = {
-            place: train_router(router, folder, f"--train.device={place}", f"--train.max_steps={DEVICE_STEPS}")
-            for place in dict.fromkeys(("cpu", device))
-        }
-        largest = max(compare_losses(rows[router][device], rows[router]["cpu"]).values())
-        print(f"{router:15} {largest:8.1e}", flush=True)
-    return rows
-
-
 @command
 def main(argv: list[str] | None = None) -> int:
     """Compare, or update."""
@@ -93,29 +80,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if args.device:
-        with tempfile.TemporaryDirectory() as folder:
-            write_corpus(Path(folder))
-            rows = compare_devices(args.device, Path(folder))
-        if args.json:
-            args.json.write_text(json.dumps(rows))
-        differences = [compare_losses(row[args.device], row["cpu"]) for row in rows.values()]
-        return int(max(map(max, map(dict.values, differences))) > DEVICE_TOLERANCE)
-    golden = json.loads(FILE.read_text())["losses"]
-    losses, n_differing = {}, 0
+    tolerance = DEVICE_TOLERANCE if args.device else TOLERANCE
+    golden, losses, largest = json.loads(FILE.read_text())["losses"], {}, 0.0
+    more = [f"--train.device={args.device}", f"--train.max_steps={DEVICE_STEPS}"] if args.device else []
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
-        for router in ROUTERS:
-            losses[router] = train_router(router, Path(folder))
+        for router in PAPER_ROUTERS if args.device else ROUTERS:
+            if args.device:
+                golden[router] = train_router(router, Path(folder), *more[1:])  # on the CPU
+            losses[router] = train_router(router, Path(folder), *more)
             differences = compare_losses(losses[router], golden.get(router, {}))
-            first = next((name for name, difference in differences.items() if difference > TOLERANCE), None)
-            n_differing += first is not None
+            largest = max(largest, *differences.values())
+            first = next((name for name, difference in differences.items() if difference > tolerance), None)
             print(f"{router:15} {max(differences.values()):8.1e}  differs first: {first}", flush=True)
-    if args.update:
+    if args.json:
+        rows = {router: {"cpu": golden[router], args.device: losses[router]} for router in losses}
+        args.json.write_text(json.dumps(rows))
+    if args.update and not args.device:
         made = json.dumps({"torch": torch.__version__})
         rows = ",\n".join(f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items())
         FILE.write_text(f'{{"made": {made},\n"losses": {{\n{rows}}}}}\n')
-    return 1 if n_differing and not args.update else 0
+    return int(largest > tolerance and not args.update)
 
 
 if __name__ == "__main__":

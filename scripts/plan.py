@@ -3,15 +3,13 @@
     python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
 
 Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact. Hours follow from
---mfu: a number, or the folder of a run that measured it.
+--mfu.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import configure
 from common.command import build_parser, command, run_command
@@ -20,11 +18,12 @@ from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import GPUS
 from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
-from runtime.metrics import read_metrics
 
 
 def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:
-    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU."""
+    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU. Raises ConfigError for an impossible `mfu`."""
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"--mfu {mfu:g}: expected a number above 0 and at most 1")
     return count_tokens(config) * flops_per_token(config.model) / (gpus * peak * mfu) / 3600
 
 
@@ -38,30 +37,12 @@ def checkpoint_bytes(config: Config) -> int:
     return (16 if config.train.ema_decay else 12) * count_parameters(config.model)[0]
 
 
-def parse_mfu(text: str) -> float:
-    """Parse --mfu: a number in (0, 1], or a run's folder, whose median perf/mfu counts.
-
-    Raises:
-        ConfigError: it is neither, or the run has no perf/mfu.
-    """
-    try:
-        mfu = float(text)
-    except ValueError:
-        values = [line["perf/mfu"] for line in read_metrics(Path(text, "metrics.jsonl")) if "perf/mfu" in line]
-        if not values:
-            raise ConfigError(f"{text} has no perf/mfu in its metrics.jsonl: name another run, or a number") from None
-        return statistics.median(values)
-    if not 0 < mfu <= 1:
-        raise ConfigError(f"--mfu {text}: expected a number above 0 and at most 1")
-    return mfu
-
-
 def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Lines on the size, length and cost of a run. Raises ConfigError for a wrong --mfu."""
-    mfu, tokens, steps = parse_mfu(args.mfu), count_tokens(config), config.train.max_steps
+    """Lines on the size, length and cost of a run."""
+    tokens, steps = count_tokens(config), config.train.max_steps
     total, active = count_parameters(config.model)
-    hours = estimate_hours(config, args.gpus, GPUS[args.gpu].peak, mfu)
-    gpus = f"{args.gpus} x {args.gpu} at an MFU of {mfu:.2f}"
+    hours = estimate_hours(config, args.gpus, GPUS[args.gpu].peak, args.mfu)
+    gpus = f"{args.gpus} x {args.gpu} at an MFU of {args.mfu:.2f}"
     saved = format_bytes(checkpoint_bytes(config))
     lines = {
         "parameters": f"{total / 1e6:,.1f} M in all, {active / 1e6:,.1f} M active",
@@ -112,7 +93,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--gpu", choices=GPUS, default="H100", help="for its peak FLOP/s and memory (%(default)s)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)")
-    parser.add_argument("--mfu", default="0.4", help="a number, or a run's folder (default: %(default)s)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation (default: %(default)s)")
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):

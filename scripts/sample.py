@@ -1,7 +1,6 @@
 """Generate text from a trained run.
 
     python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 400 --temperature 0.8 --top-k 50
-    python -m scripts.sample runs/quickstart-kern                          asks for prompts, one per line
 
 A text ends with its document (not with --ignore-end) or after --tokens. It goes to stdout while it is sampled, the
 speed to stderr. Several prompts are one batch, and their texts are printed at the end.
@@ -40,26 +39,14 @@ def print_continuations(
     print(f"{count} tokens, {count / seconds:,.1f} tokens/s", file=sys.stderr)
 
 
-def answer_prompts(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace, params: SamplingParams) -> None:
-    """Read prompts from stdin, one per line, and continue each, until the end of the input or Ctrl-C."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print("one prompt per line, an empty one starts a document; Ctrl-D ends", file=sys.stderr)
-    while True:
-        try:
-            print_continuations(model, tokenizer, [input("> " if interactive else "")], args, params)
-        except (EOFError, KeyboardInterrupt):
-            return
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = build_parser("scripts.sample", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("--prompt", nargs="+", default=[], help='texts to continue, "" for the start of a document')
+    parser.add_argument(
+        "--prompt", nargs="+", default=[""], help="texts to continue (default: the start of a document)"
+    )
     parser.add_argument("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
@@ -74,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     model = trained.model.to(pick_device(args))
-    if args.prompt:
-        print_continuations(model, tokenizer, args.prompt, args, params)
-    else:
-        answer_prompts(model, tokenizer, args, params)
+    print_continuations(model, tokenizer, args.prompt, args, params)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ reported at the end and the others continue; the exit code is then 1. The last l
 stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and the sweep ends with exit code 75.
 """
 
-import argparse
-import ctypes
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -38,7 +37,7 @@ from runtime.branch import find_branch
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder
 from runtime.memory import format_bytes
-from runtime.signals import EXIT_CODE, Stop
+from runtime.signals import EXIT_CODE, Stop, end_with_parent
 from scripts import plan
 from scripts.watch.__main__ import format_table
 
@@ -48,7 +47,6 @@ SBATCH = REPO_ROOT / "scripts/slurm/train.sbatch"
 # Multiplied by --scale. 0, which disables, and -1, a tenth of the run, stay.
 SCALED = ("train.max_steps", "train.checkpoint_interval", "optim.warmup_steps")
 SCALED += ("eval.interval", "eval.windows", "log.interval")
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Point(NamedTuple):
@@ -98,39 +96,24 @@ class Job(NamedTuple):
                 os.kill(int(pid), number)
 
 
-def end_with_parent(parent: int) -> None:
-    """Have Linux send this process SIGTERM when its `parent` dies, however it does: train.py then saves and ends."""
-    with suppress(OSError, AttributeError):  # no Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The sweep's own options, and the rest for train.py."""
+@command
+def main(argv: list[str], stop: Stop | None = None) -> int:
+    """The command; returns the exit status."""
     parser = build_parser("scripts.sweep", __doc__)
     parser.usage, parser.allow_abbrev = "python -m scripts.sweep FILE [--section.key=value ...] [options]", False
     parser.add_argument("--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs")
     parser.add_argument("--scale", type=float, metavar="X", help="a rehearsal: steps and intervals times X, 0 < X < 1")
-    parser.add_argument("--fresh", action="store_true", help="start every point over, in a new folder")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and totals, run nothing")
     parser.add_argument("--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point")
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help="for the estimate of hours (%(default)s)")
-    parser.add_argument("--mfu", default="0.4", help="model FLOPs utilisation, or a run that measured it (%(default)s)")
-    return parser.parse_known_args(argv)
-
-
-@command
-def main(argv: list[str], stop: Stop | None = None) -> int:
-    """The command; returns the exit status."""
-    args, rest = parse_arguments(argv)
+    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation, for hours (%(default)s)")
+    args, rest = parser.parse_known_args(argv)
     file, overrides = configure.split_command_line(rest)
-    points = list_points(file, overrides, args.scale, args.fresh)
+    points = list_points(file, overrides, args.scale)
     left = [point for point in points if point.steps_done() < point.config.train.max_steps]
     shares = split_gpus(find_gpus(points), 1 if args.parallel is None else args.parallel)
     if not args.slurm:
         check_points(file, left, len(shares[0]), with_files=not args.dry_run)
-    print(format_totals(points, left, args.gpu, plan.parse_mfu(args.mfu)), flush=True)
+    print(format_totals(points, left, args.mfu), flush=True)
     if args.slurm:
         if left:
             write_slurm_array(args.slurm, file, left, args.parallel)
@@ -142,12 +125,21 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
             print(f"[{point.number}] {point.command(file, len(shares[0]))}")
     if args.dry_run:
         return 0
-    code = Pool(file, left, shares).run(stop or Stop())
-    if code != EXIT_CODE:
-        folders = [point.folder for point in points]
-        begin = shlex.quote(os.path.commonprefix([*map(str, folders)]))
-        print(f"\n{format_table(folders)}\n\npython -m scripts.report {begin}*", flush=True)
-    return code
+    stop, failed = stop or Stop(), []
+    for point, code in train_points(file, left, shares, stop, announce=True):
+        if len(shares) > 1:
+            print(f"[{point.number}] exit code {code}: {point.folder}", flush=True)
+        if code not in (0, EXIT_CODE) and not stop.asked:
+            failed.append(point)
+    for point in failed:
+        log = f"    # log: {point.folder}/train.log" if len(shares) > 1 else ""
+        print(f"failed: {point.command(file, len(shares[0]))}{log}", file=sys.stderr)
+    if stop.asked:
+        return EXIT_CODE
+    folders = [point.folder for point in points]
+    begin = shlex.quote(os.path.commonprefix([*map(str, folders)]))
+    print(f"\n{format_table(folders)}\n\npython -m scripts.report {begin}*", flush=True)
+    return int(len(failed) > 0)
 
 
 def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> None:
@@ -163,8 +155,8 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
         check_sets(data, vocab_size)
 
 
-def list_points(file: str, overrides: list[str], scale: float | None = None, fresh: bool = False) -> list[Point]:
-    """Every point of the sweep, made smaller by `scale` if it is given, in new folders if `fresh`. Raises ConfigError.
+def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
+    """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError.
 
     A point is in the folder that train.py would take for it: another one if a run of an edited config has its own.
     """
@@ -177,9 +169,7 @@ def list_points(file: str, overrides: list[str], scale: float | None = None, fre
             point = [*point, *scale_down(configure.load(file, point), scale)]
         config = configure.load(file, point)
         name = config.run.name
-        if fresh:
-            config = folder.renamed(config)
-        elif not configure.is_name_chosen(file, point):
+        if not configure.is_name_chosen(file, point):
             with suppress(RunError, ConfigError):  # train.py explains it better
                 config = folder.find_or_rename(config)
         if config.run.name != name:
@@ -214,13 +204,11 @@ def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
     """`parallel` lists of GPUs, all of one length; points that outnumber GPUs share them. Raises ConfigError."""
     if parallel < 1:
         raise ConfigError(f"--parallel {parallel}: expected 1 or more")
-    each = len(gpus) // parallel
-    if not each:
-        return [gpus[i % len(gpus) :][:1] if gpus else [] for i in range(parallel)]
-    return [gpus[i * each : (i + 1) * each] for i in range(parallel)]
+    each = max(1, len(gpus) // parallel)
+    return [gpus[i * each % len(gpus) :][:each] if gpus else [] for i in range(parallel)]
 
 
-def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) -> str:
+def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str = "H100") -> str:
     """What is left to do: tokens, hours on a `gpu` of GPUS, disk."""
     line = f"{plural(len(points), 'point')}, {len(points) - len(left)} finished"
     if not left:
@@ -236,102 +224,73 @@ def format_totals(points: list[Point], left: list[Point], gpu: str, mfu: float) 
     return line + f"{format_bytes(disk)} of checkpoints"
 
 
-class Pool:
-    """Trains points, as many at once as there are shares of the GPUs.
+def train_points(
+    file: str, points: list[Point], shares: list[list[str]], stop: Stop, announce: bool = False
+) -> Iterator[tuple[Point, int]]:
+    """Train points, as many at once as there are `shares` of the GPUs, until `stop`; yields each with its exit code.
 
-    `on_end(point, exit code)` is called when a point has ended, instead of lines about it.
+    A point that was stopped, by whomever, stops all: `stop.asked` says so. The output of points goes to their runs'
+    train.log, unless they are announced and train in turn.
     """
-
-    def __init__(
-        self,
-        file: str,
-        points: list[Point],
-        shares: list[list[str]],
-        on_end: Callable[[Point, int], None] | None = None,
-    ) -> None:
-        self.file, self.waiting, self.free, self.on_end = file, [*points], [*shares], on_end
-        self.to_logs = len(shares) > 1 or on_end is not None
-        self.threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
-        self.running: list[Job] = []
-        self.failed: list[Job] = []
-        self.stopping = False  # the running points were asked to save and end
-
-    def run(self, stop: Stop) -> int:
-        """Train all points, or until `stop`; returns the exit status."""
-        while self.running or (self.waiting and not stop.asked):
-            if stop.asked and not self.stopping:
-                self.stopping = True
-                for job in self.running:
-                    job.stop()
-            while self.waiting and self.free and not stop.asked:
-                self._start(self.waiting.pop(0), self.free.pop(0))
-            with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points were asked already, so keep waiting
-                time.sleep(0.1)
-            if EXIT_CODE in self._collect_codes():
+    waiting, free, running, stopping = [*points], [*shares], [], False
+    to_logs = len(shares) > 1 or not announce
+    while running or (waiting and not stop.asked):
+        if stop.asked and not stopping:
+            stopping = True
+            for job in running:
+                job.stop()
+        while waiting and free and not stop.asked:
+            running.append(start_point(file, waiting.pop(0), free.pop(0), len(shares) if to_logs else 0, announce))
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points were asked already, so keep waiting
+            time.sleep(0.1)
+        for job in [job for job in running if job.process.poll() is not None]:
+            running.remove(job)
+            free.append(job.gpus)
+            if job.process.returncode == EXIT_CODE:
                 stop.asked = True
-        for job in self.failed:
-            print(f"failed: {self._describe(job.point, job.gpus)}", file=sys.stderr)
-        return EXIT_CODE if stop.asked else int(len(self.failed) > 0)
+            yield job.point, job.process.returncode
 
-    def _collect_codes(self) -> list[int]:
-        """The exit codes of the points that have ended; their GPUs are free again."""
-        ended = [job for job in self.running if job.process.poll() is not None]
-        for job in ended:
-            self.running.remove(job)
-            self.free.append(job.gpus)
-            code = job.process.returncode
-            if self.on_end:
-                self.on_end(job.point, code)
-            elif self.to_logs:
-                print(f"[{job.point.number}] exit code {code}: {job.point.folder}", flush=True)
-            if code not in (0, EXIT_CODE) and not self.stopping:
-                self.failed.append(job)
-        return [job.process.returncode for job in ended]
 
-    def _describe(self, point: Point, gpus: list[str]) -> str:
-        log = f"    # log: {point.folder}/train.log" if self.to_logs else ""
-        return point.command(self.file, len(gpus)) + log
-
-    def _start(self, point: Point, gpus: list[str]) -> None:
-        """Start train.py on `gpus`; in parallel with a share of the cores, and its output in the run's train.log."""
-        if not self.on_end:
-            print(f"[{point.number}] {self._describe(point, gpus)}", flush=True)
-        launch = [sys.executable]
-        if len(gpus) > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-        command, env, log = [*launch, TRAIN, self.file, *point.overrides], dict(os.environ), nullcontext()
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        elif self.to_logs:
-            env.setdefault("OMP_NUM_THREADS", str(self.threads))
-        if self.to_logs:
-            point.folder.mkdir(parents=True, exist_ok=True)
-            log = (point.folder / "train.log").open("ab")
-        follow = partial(end_with_parent, os.getpid())
-        with log as out:  # in a process group of its own Ctrl-C reaches only the sweep, which passes it on once
-            process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow)
-        self.running.append(Job(point, gpus, process))
+def start_point(file: str, point: Point, gpus: list[str], beside: int, announce: bool) -> Job:
+    """Start train.py on `gpus`; of several `beside` each other with a share of the cores, output in its train.log."""
+    log = point.folder / "train.log"
+    if announce:
+        print(f"[{point.number}] {point.command(file, len(gpus))}{f'    # log: {log}' if beside else ''}", flush=True)
+    launch = [sys.executable]
+    if len(gpus) > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
+    command, env = [*launch, TRAIN, file, *point.overrides], dict(os.environ)
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    elif beside:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // beside)))
+    if beside:
+        point.folder.mkdir(parents=True, exist_ok=True)
+    follow = partial(end_with_parent, os.getpid())
+    with log.open("ab") if beside else nullcontext() as out:
+        # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow)
+    return Job(point, gpus, process)
 
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:
     """Write scripts/slurm/train.sbatch as an array with one task per point, `parallel` of them at a time."""
-    head, mark, body = SBATCH.read_text().partition("set -uo pipefail\n")
-    assert mark, f"{SBATCH} has changed"
     limit = "" if parallel is None else f"%{parallel}"
-    options = [line for line in head.splitlines() if line.startswith("#SBATCH") and "--output" not in line]
-    options += [f"#SBATCH --array=0-{len(left) - 1}{limit}", "#SBATCH --output=nanokern-%A_%a.out"]
-    cases = [f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;" for i, point in enumerate(left)]
+    options = [line for line in SBATCH.read_text().splitlines() if re.match("#SBATCH (?!--output)", line)]
     lines = [
         "#!/usr/bin/env bash",
         f"# {len(left)} points of {file}, one task each. From the checkout's root: sbatch {path}",
-        "# Written by python -m scripts.sweep --slurm from scripts/slurm/train.sbatch, which explains what it needs.",
+        "# By python -m scripts.sweep --slurm. scripts/slurm/train.sbatch, which it runs, explains what it needs.",
         *options,
-        f'{mark}\ncase "$SLURM_ARRAY_TASK_ID" in',
-        *cases,
+        f"#SBATCH --array=0-{len(left) - 1}{limit}",
+        "#SBATCH --output=nanokern-%A_%a.out",
+        'case "$SLURM_ARRAY_TASK_ID" in',
+        *(f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;" for i, point in enumerate(left)),
         "esac",
+        f'exec bash {shlex.quote(str(SBATCH))} "$@"',
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n" + body)
+    path.write_text("\n".join(lines) + "\n")
     print(f"sbatch {shlex.quote(str(path))}    # {len(left)} tasks")
 
 

@@ -65,7 +65,7 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
     assert configure.load(path_of(config) / "config.toml") == config
     records = [load_run(path_of(one)) for one in (config, alone)]
     assert len(group_runs(records)[0]) == 1  # of one setting
-    assert summarize_run(records[0])[0] == f"trunk-9to12 (branch of {path_of(trunk)} at step 9)"
+    assert summarize_run(records[0])[0] == f"`{path_of(config)}` (branch of {path_of(trunk)} at step 9)"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """eval/generation.py and scripts/sample.py: how tokens are drawn, cached passes against full ones, the command."""
 
-import io
 import math
 import re
 import shutil
@@ -136,14 +135,6 @@ def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch
     monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or ([97] for _ in range(3)))
     assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
     assert asked[1][2] == 7 and asked[1][-1] is None
-
-
-def test_sample_asks_for_prompts(trained, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"june\n{'x' * 40}\nkestrels\n"))
-    assert sample.main([str(trained), "--tokens", "5"]) == 0
-    said = capsys.readouterr()
-    assert [line[:4] for line in said.out.splitlines() if line[:4] in ("june", "kest")] == ["june", "kest"]
-    assert "a prompt of 40 tokens" in said.err and "at most 32 (model.block_size)" in said.err
 
 
 def test_sample_refuses_bad_input(trained, tmp_path, call):

@@ -109,13 +109,8 @@ def test_export_and_check(run, tmp_path, capsys):
     assert json.loads((out / "config.json").read_text())["nanokern"] == {"run": "tiny", "weights": "step_00000004"}
 
 
-def test_mean_of_checkpoints_in_half_precision(run, tmp_path, capsys):
-    assert command(run, tmp_path / "out", "--average", 2, "--dtype", "bfloat16", "--check") == 0
-    card = (tmp_path / "out/README.md").read_text()
-    assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
-
-
-def test_early_checkpoint_behind_a_link(run, tmp_path):
+def test_other_weights_behind_a_link(run, tmp_path):
+    """An early checkpoint, and the mean of two in half precision: their weights, losses and results in the card."""
     (tmp_path / "out").symlink_to(tmp_path / "behind")
     assert command(run, tmp_path / "out", "--checkpoint", 2) == 0
     assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "out").is_symlink()
@@ -125,6 +120,9 @@ def test_early_checkpoint_behind_a_link(run, tmp_path):
     loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)
     card = (tmp_path / "out/README.md").read_text()
     assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
+    assert command(run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check") == 0
+    card = (tmp_path / "mean/README.md").read_text()
+    assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
 
 
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):

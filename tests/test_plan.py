@@ -87,15 +87,6 @@ def test_options_that_need_memory_are_planned(call):
     assert f"checkpoint       {16 * P / 2**30:.1f} GiB" in mean
 
 
-def test_plan_takes_the_mfu_of_a_run(tmp_path, call):
-    file = REPO_ROOT / "config/125m.toml"
-    lines = [f'{{"step": {i}, "tokens": {i}, "perf/mfu": {i / 10}}}\n' for i in (1, 2, 5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert "at an MFU of 0.20" in call(plan.main, file, "--mfu", tmp_path)  # the median
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1}\n')
-    assert "has no perf/mfu" in call(plan.main, file, "--mfu", tmp_path, code=2)
-
-
 @pytest.mark.parametrize("word, error", [
     ("--gpus=16", "set --train.batch_size=512 or --train.micro_batch_size=16"),
     ("--gpus=0", "--gpus 0: expected more than 0"), ("--gpus-per-node=-1", "--gpus-per-node -1: expected more than 0"),
@@ -161,18 +152,6 @@ def test_shapes_without_the_model(router):
 
 # ---- the choice of a parallelism
 SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
-
-
-@pytest.mark.parametrize("world_size, local_size, ddp_first, wanted", [
-    (1, 1, False, {"ddp": 1}),
-    (4, 4, True, {"ddp": 1, "zero2": 4, "fsdp": 4}),
-    (4, 4, False, {"zero2": 4, "ddp": 1, "fsdp": 4}),
-    (16, 8, False, {"ddp": 1, "hsdp": 8, "zero2": 16, "fsdp": 16}),
-    (6, 4, True, {"ddp": 1, "zero2": 6, "fsdp": 6}),  # nodes of unequal size
-    (2, 1, True, {"ddp": 1, "zero2": 2, "fsdp": 2}),  # a node has one rank
-])  # fmt: skip
-def test_possible_parallelisms_in_order(world_size, local_size, ddp_first, wanted):
-    assert [*memory.list_parallelisms(world_size, local_size, ddp_first).items()] == [*wanted.items()]
 
 
 def test_the_first_parallelism_that_fits_is_chosen():

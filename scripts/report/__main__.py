@@ -11,20 +11,16 @@ one setting, with tables of its own. Differences are paired by seed; a verdict n
 requirements-report.txt.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
 from eval.paper import read_paper_losses
-from scripts.report.runs import expand_folders, find_runs, load_all_evaluated
+from scripts.report.runs import load_evaluated
 from scripts.report.settings import group_runs
-
-if TYPE_CHECKING:
-    from scripts.report.pages import Block
 
 
 @command
@@ -32,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
     parser = build_parser("scripts.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
-    parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (default: kern)")
+    parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)")
     parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
     parser.add_argument("--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps")
     choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
     parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
-    parser.add_argument("--margin", type=float, help="nats: pairs within it are equivalent (default: none are)")
+    parser.add_argument("--margin", type=float, default=0.0, help="nats: pairs within it are equivalent")
     parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
     args = parser.parse_args(argv)
     if args.choose_on and not args.over:
@@ -45,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     require_packages("matplotlib", "scipy")
     from scripts.report.page import Report, write_report
 
-    folders = expand_folders(args.runs)
-    runs, left_out = load_all_evaluated(folders)
+    runs, left_out = load_evaluated(args.runs)
     settings, notes = group_runs(runs, args.over)
     for setting in settings if args.experiment else ():
         setting.printed = read_paper_losses(args.experiment, setting.values)
@@ -54,19 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
     out = args.out or name_folder([run.folder for run in runs])
-    if (out / "config.toml").is_file():
-        raise ValueError(f"--out {out}: a run's folder; name another")
     out.mkdir(parents=True, exist_ok=True)
     report = Report(settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin)
     print_blocks(write_report(report, out))
     print(f"report: {out}/report.html")
 
 
-def print_blocks(blocks: Sequence["Block"]) -> None:
-    """The headings, notes and tables of a page, but not its text and the table of runs."""
+def print_blocks(blocks: Sequence[tuple[Any, ...]]) -> None:
+    """The headings, notes and tables of a page, but not its text."""
     for kind, *parts in blocks:
-        if parts == ["How to read the verdicts"]:
-            return
         if kind == "h2":
             print(parts[0])
         elif kind == "list":
@@ -77,21 +68,10 @@ def print_blocks(blocks: Sequence["Block"]) -> None:
 
 
 def name_folder(folders: Sequence[Path]) -> Path:
-    """Where the report of these runs goes by default: the same folder for the same runs, and for no others.
-
-    It is beside the runs: report-NAME, where NAME is what their names begin with; then, if other runs there begin so
-    too, a hash of their names.
-    """
-    base = Path(os.path.commonpath([folder.absolute().parent for folder in folders]))
-    names, others = (
-        {folder.absolute().relative_to(base).as_posix().replace("/", "-") for folder in group}
-        for group in (folders, find_runs([base]))
-    )
-    begin = os.path.commonprefix([name.split("-") for name in sorted(names)])
-    parts = ["report", *begin]
-    if any(name.split("-")[: len(begin)] == begin for name in others - names):
-        parts.append(hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:6])
-    return Path(os.path.relpath(base / "-".join(parts)))
+    """Where a report goes by default: above its runs, as report-NAME, where NAME is what their names begin with."""
+    names = [folder.name.split("-") for folder in folders]
+    above = os.path.commonpath([folder.absolute().parent for folder in folders])
+    return Path(os.path.relpath(above), "-".join(["report", *os.path.commonprefix(names)]))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,36 @@
-"""The page of a report: its text, tables and pictures."""
+"""The page of a report: its text, tables and pictures, as Markdown and as one HTML file.
 
+A page is a list of blocks: ("h1" or "h2", text), ("p", text), ("list", [text]), ("table", head, rows) and ("picture",
+file name, caption). Text may use **bold** and `code`; HTML in it, such as in the name of a folder, is escaped.
+"""
+
+import base64
+import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from common.files import write_atomic
+from common.text import escape_html, markdown_table, plural
 from scripts.report import pictures, tables
 from scripts.report.comparisons import choose_best, compare_setting
-from scripts.report.pages import Block, write_page
 from scripts.report.settings import Setting
 from scripts.report.statistics import MIN_SEEDS
-from scripts.report.style import save_figure
 
+TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
+Block = tuple[Any, ...]
 HOW = f"""\
 A seed's loss is one observation. Differences are paired by seed, with 95% intervals and p-values by Student's t over
-seeds. With fewer than {MIN_SEEDS} paired seeds the interval is **over documents** of the validation text (over windows
-where documents were not recorded): it holds for these runs, says nothing of other seeds, and decides nothing. An
-interval is about one difference. **Verdicts** count all pairs of a table as one family, by Holm's p-values: below 0.05
-the first has a **lower** or a **higher** loss, else the pair is **undecided**. Undecided does not mean equal.
-**Paper claims**: what the paper says of the first loss of a pair at the routers' own norms, and whether the verdict
-supports it."""
+seeds. With fewer than {MIN_SEEDS} paired seeds the interval is **over documents** of the validation text: it holds for
+these runs, says nothing of other seeds, and decides nothing. An interval is about one difference. **Verdicts** count
+all pairs of a table as one family, by Holm's p-values: below 0.05 the first has a **lower** or a **higher** loss, else
+the pair is **undecided**. Undecided does not mean equal.
+**In the paper**: what the paper says of the first loss of a pair at the routers' own norms."""
 HOW_SEEDS = f"""\
 **Add seeds** for a verdict, {MIN_SEEDS} for each router, such as: python train.py {{run.folder}}/config.toml \
 --run.seed={{seed}} --run.name={{name}}-seed{{seed}}"""
@@ -45,32 +54,30 @@ class Report:
     baseline: str = "kern"
     experiment: str | None = None
     choose_on: Sequence[int] = ()
-    margin: float | None = None
+    margin: float = 0.0
 
 
 def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> list[Block]:
     """Write report.md, report.html and their pictures into `folder`; `before`: blocks below the title.
 
-    Returns the blocks of the page. Raises OSError if it cannot be written.
+    Returns the blocks with notes, tables and pictures. Raises OSError if it cannot be written.
     """
-    runs = [run for setting in report.settings for run in setting.runs]
-    blocks: list[Block] = [("h1", f"{len(runs)} runs compared" if len(runs) > 1 else "One run"), *before]
-    if report.notes:
-        blocks.append(("list", [f"**Note** {line}." for line in report.notes]))
+    blocks: list[Block] = [("list", [f"**Note** {line}." for line in report.notes])] if report.notes else []
     for setting in report.settings:
         blocks += format_setting(report, setting, folder)
-    blocks += [("h2", "How to read the verdicts"), ("p", HOW)]
-    if report.margin is not None:
-        blocks.append(("p", HOW_EQUIVALENT.format(report.margin)))
-    rows = [[f"`{run.folder}`{run.trunk}", *tables.summarize_run(run)[1:]] for run in runs]
-    blocks += [("h2", "Runs"), ("table", tables.RUN_COLUMNS, rows), ("p", HOW_RUNS)]
-    write_page(blocks, folder)
+    explained: list[Block] = []
+    if runs := [run for setting in report.settings for run in setting.runs]:
+        explained += [("h2", "How to read the verdicts"), ("p", HOW)]
+        explained += [("p", HOW_EQUIVALENT.format(report.margin))] if report.margin else []
+        rows = [*map(tables.summarize_run, runs)]
+        explained += [("h2", "Runs"), ("table", tables.RUN_COLUMNS, rows), ("p", HOW_RUNS)]
+    write_page(plural(len(runs), "run"), [*before, *blocks, *explained], folder)
     return blocks
 
 
 def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block]:
     """The section of a setting: its tables and pictures."""
-    comparisons = compare_setting(setting, report.margin)
+    comparisons = compare_setting(setting, report.baseline, report.margin)
     blocks: list[Block] = [("h2", setting.label or "Loss"), ("p", tables.describe_setting(setting))]
     if report.experiment:
         missing = f"The paper prints no loss of `{report.experiment}` in this setting."
@@ -79,24 +86,69 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
     def add_picture(name: str, figure: Figure | None, caption: str) -> None:
         if figure is not None:
             file = re.sub(r"[^A-Za-z0-9._]+", "-", f"{setting.label}-{name}").strip("-") + ".png"
-            save_figure(figure, folder / file)
+            figure.savefig(folder / file)
             blocks.append(("picture", file, caption))
 
     caption = "Losses: mean and range over seeds, lower is better. Differences: 95% intervals of each point alone."
     add_picture("loss", pictures.plot_loss(setting, report.baseline), caption)
     blocks.append(("table", *tables.build_loss_table(setting)))
-    if table := tables.build_difference_table(setting, report.baseline, comparisons):
-        blocks.append(("table", *table))
     if comparisons:
-        blocks.append(("table", *tables.build_pairs_table(comparisons)))
+        xs = setting.xs if setting.key else ()
+        blocks.append(("table", *tables.build_pairs_table(setting, comparisons, xs)))
         if few := [pair.left.runs[-1] for pair in comparisons if pair.difference.seeds < MIN_SEEDS]:
             name = few[0].config.run.name.removesuffix(f"-seed{few[0].seed}")
             blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=name, seed=few[0].seed + 1)]))
     if report.choose_on:
-        best = tables.build_pairs_table(choose_best(setting, report.choose_on))
+        best = tables.build_pairs_table(setting, choose_best(setting, report.choose_on))
         blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]
-    if (table := tables.build_measure_table(setting)).rows:
-        blocks.append(("table", *table))
-    caption = "On the validation windows, or in training where the title says so: mean and range over seeds."
+    head, rows = tables.build_measure_table(setting)
+    blocks += [("table", head, rows)] if rows else []
+    caption = "Mean and range over seeds of what metrics.jsonl has by these names (docs/wandb.md)."
     add_picture("measures", pictures.plot_measures(setting), caption)
     return blocks
+
+
+def write_page(title: str, blocks: list[Block], folder: Path) -> None:
+    """Write report.md and report.html into `folder`, where the pictures are already. Raises OSError."""
+    blocks = [("h1", title), *blocks]
+    body = "\n".join(_format_html(folder, *block) for block in blocks)
+    write_atomic(folder / "report.md", "\n\n".join(format_markdown(*block) for block in blocks) + "\n")
+    page = Template(TEMPLATE.read_text()).substitute(title=html.escape(title), body=body)
+    write_atomic(folder / "report.html", page)
+
+
+def format_markdown(kind: str, *parts: Any) -> str:
+    """One block as Markdown."""
+    if kind == "list":
+        return "\n".join(f"- {escape_html(text)}" for text in parts[0])
+    if kind == "table":
+        return markdown_table(*parts)
+    *name, text = parts
+    before = f"![{escape_html(text)}]({name[0]})\n\n" if name else {"h1": "# ", "h2": "## "}.get(kind, "")
+    return before + escape_html(text)
+
+
+def _format_html(folder: Path, kind: str, *parts: Any) -> str:
+    if kind == "list":
+        return f"<ul>{_join('li', parts[0])}</ul>"
+    if kind == "table":
+        head, rows = parts
+        body = "\n".join(f"<tr>{_join('td', row)}</tr>" for row in rows)
+        return f"<table><thead><tr>{_join('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    if kind == "picture":
+        name, text = parts
+        data = base64.b64encode((folder / name).read_bytes()).decode()
+        picture = f'<img alt="{html.escape(text)}" src="data:image/png;base64,{data}">'
+        return f"<figure>{picture}{_join('figcaption', [text])}</figure>"
+    return _join(kind, parts)
+
+
+def _join(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{_mark(text)}</{tag}>" for text in texts)
+
+
+def _mark(text: str) -> str:
+    """HTML with bold and code; an interval or a deviation stays on one line."""
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    return re.sub(r"\[[^] ]*, [^] ]*\]|± ", lambda number: number[0].replace(" ", "\u00a0"), text)

@@ -14,14 +14,12 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from scripts.report.comparisons import estimate
-from scripts.report.settings import Arm, Setting, label_tick, name_axis
+from scripts.report.settings import Arm, Setting, label_tick
 from scripts.report.style import style
 from scripts.report.tables import find_measures, read_measure
 
-FACES = ("full", "none", "left", "right", "top", "bottom")
 MARKERS = 12  # per line, about
 Points = Mapping[Any, Sequence[float]]  # x: mean, low, high
 Collect = Callable[[Arm], Points]  # what a panel draws of an arm
@@ -30,22 +28,16 @@ Collect = Callable[[Arm], Points]  # what a panel draws of an arm
 def plot_loss(setting: Setting, baseline: str) -> Figure | None:
     """Validation loss, and that minus the baseline's, over the key or over steps."""
     unit = setting.runs[0].unit
-    minus = f"minus {baseline}, {unit}"
     panels: dict[str, Collect] = {
-        f"validation loss, {unit}": lambda arm: average(setting, arm, "val/loss"),
-        minus: lambda arm: subtract(setting, arm, baseline),
+        f"validation loss, {unit}": partial(average, setting, name="val/loss"),
+        f"minus {baseline}, {unit}": partial(subtract, setting, baseline=baseline),
     }
-    figure = plot_panels(setting, panels)
-    for axes in figure.axes if figure else ():
-        if axes.get_ylabel() == minus:
-            axes.axhline(0, color="black", linewidth=0.8)
-    return figure
+    return plot_panels(setting, panels)
 
 
 def plot_measures(setting: Setting) -> Figure | None:
     """What is measured besides the losses."""
-    measures = find_measures(setting).items()
-    return plot_panels(setting, {text: partial(average, setting, name=name) for name, (text, _) in measures})
+    return plot_panels(setting, {name: partial(average, setting, name=name) for name in find_measures(setting)})
 
 
 def average(setting: Setting, arm: Arm, name: str) -> Points:
@@ -62,7 +54,7 @@ def average(setting: Setting, arm: Arm, name: str) -> Points:
 def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
     """Validation loss minus the baseline's with 95% intervals, over the key or over steps."""
     points = {}
-    if base := setting.baseline_of(arm, baseline):
+    for base in setting.counterparts(arm, baseline)[:1]:
         for x in setting.xs if setting.key else filter(None, setting.steps):
             difference = estimate(setting, arm, base, xs=[x]) if setting.key else estimate(setting, arm, base, x)
             if difference:
@@ -71,25 +63,23 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
 
 
 def style_arm(setting: Setting, arm: Arm) -> dict[str, Any]:
-    """The style of its router. Arms of the only router have colours of their own; else faces and shades differ."""
+    """The style of its router. Arms of the only router have colours of their own."""
     look = style(arm.router) | {"markersize": 5, "linewidth": 1.4}
-    twins = [other for other in setting.arms if other.router == arm.router]
-    place = twins.index(arm)
-    if len(twins) == len(setting.arms) > 1:
-        look["color"] = matplotlib.colormaps["viridis"](0.9 * place / (len(twins) - 1))
+    place, last = setting.arms.index(arm), len(setting.arms) - 1
+    if last and len({other.router for other in setting.arms}) == 1:
+        look["color"] = matplotlib.colormaps["viridis"](0.9 * place / last)
         look["marker"] = "os^DvP*X"[place % 8]
-    elif len(split_rows(setting)) == 1:
-        look |= {"fillstyle": FACES[place % len(FACES)], "alpha": 1 - 0.6 * place / len(twins)}
     return look
 
 
 def split_rows(setting: Setting) -> dict[str, list[Arm]]:
-    """Arms by their options, a row of panels each, where several routers have several; else all in one row."""
+    """Arms by their options, a row of panels each; those of one router alone in one row."""
+    if len({arm.router for arm in setting.arms}) == 1:
+        return {"": setting.arms}
     rows: dict[str, list[Arm]] = {}
     for arm in setting.arms:
         rows.setdefault(arm.options_label, []).append(arm)
-    shared = len(rows) > 1 and all(len(arms) > 1 for arms in rows.values())
-    return rows if shared else {"": setting.arms}
+    return rows
 
 
 def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | None:
@@ -107,7 +97,7 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
         draw_panel(axes, setting, arms, collect, bars=title.startswith("minus "))
-        axes.set(xlabel=name_axis(setting.key) or "step", ylabel=title)
+        axes.set(xlabel=setting.key or "step", ylabel=title)
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)  # matplotlib hides those above a shared axis
@@ -121,44 +111,26 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
 def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect, bars: bool) -> None:
     """Lines with bands in their colour, or with `bars`, which do not fill the panel where they are long.
 
-    One or two values of the key are markers with bars, without a line.
-
     Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a run that is there.
     """
+    if setting.key:  # a factor of 2 has one length everywhere, and so has the way from 0 to the smallest value
+        axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=min(abs(x) for x in setting.xs if x))
+        axes.set_xticks(setting.xs, [label_tick(setting.key, x) for x in setting.xs])
+        axes.minorticks_off()
     late: list[float] = []
-    places = place_values(axes, setting) if setting.key else {}
     of_arms = {arm: points for arm in arms if (points := collect(arm))}
     for i, (arm, points) in enumerate(of_arms.items()):
-        look, xs = style_arm(setting, arm), [places.get(x, x) for x in points]
-        means, lows, highs = zip(*points.values(), strict=True)
-        if setting.key and len(points) <= 2:
-            look["linestyle"] = "none"
-        if bars or look["linestyle"] == "none":
-            axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
+        look, means, lows, highs = style_arm(setting, arm), *zip(*points.values(), strict=True)
+        if bars:
+            axes.axhline(0, color="black", linewidth=0.8)
+            axes.vlines([*points], lows, highs, color=look["color"], alpha=0.5)
         else:
-            axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
+            axes.fill_between([*points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
         every = max(1, len(points) // MARKERS)
-        axes.plot(xs, means, label=arm.label, markevery=(i % every, every), **look)
+        axes.plot([*points], means, label=arm.label, markevery=(i % every, every), **look)
         if not setting.key:
             start = max(map(max, of_arms.values())) / 4
-            late += [mean for x, mean in zip(xs, means, strict=True) if x >= start] or means[-1:]
+            late += [mean for x, mean in zip(points, means, strict=True) if x >= start] or means[-1:]
     if late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)
-
-
-def place_values(axes: Axes, setting: Setting) -> dict[Any, float]:
-    """Make the x-axis of a key, with a tick for each value; returns where each is drawn.
-
-    Logarithmic where the largest is at least 4 times the smallest. A value of 0 is then as far left of the smallest
-    other as that is of the next, a tenth of it at least.
-    """
-    places = {x: float(x) for x in setting.xs}
-    positive = [x for x in setting.xs if x > 0]
-    if positive and setting.xs[0] >= 0 and positive[-1] >= 4 * positive[0]:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(NullLocator())
-        if 0 in places:
-            places[0] = positive[0] / min(positive[1] / positive[0], 10)
-    axes.set_xticks([*places.values()], [label_tick(setting.key, x) for x in places])
-    return places

@@ -47,22 +47,9 @@ class Run:
         return text if self.diverged is None else f"{text}, loss not finite at {self.diverged:,}"
 
     @property
-    def trunk(self) -> str:
-        """` (branch of runs/NAME at step 800)`; empty if it is none."""
-        train = self.config.train
-        return f" (branch of {train.branch_from} at step {train.branch_step:,})" if train.branch_from else ""
-
-    @property
     def unit(self) -> str:
         """Of its losses: tokens are bytes where the vocabulary is that of bytes."""
         return "nats per byte" if self.config.model.vocab_size == ByteTokenizer.vocab_size else "nats per token"
-
-    @property
-    def documents(self) -> np.ndarray | None:
-        """(W,) equal numbers for validation windows of one document; None if they were not recorded."""
-        lines = (line["val/window_documents"] for line in self.evaluations.values() if "val/window_documents" in line)
-        labels = next(lines, None)
-        return None if labels is None else np.array(labels)
 
     def value(self, key: str) -> Any:
         """The config's value of a dotted key; a mixture in words, and no data.name beside it.
@@ -124,26 +111,31 @@ def load_run(folder: Path) -> Run:
     return run
 
 
-def load_evaluated(folder: Path) -> Run:
-    """`load_run` of a run that has a finite validation loss. Raises ValueError of any other, with the remedy."""
-    run = load_run(folder)
-    if not run.evaluations:
-        reason = "not evaluated yet; continue with train.py" if run.diverged is None else "diverged; lower optim.lr"
-        raise ValueError(f"{folder}: {reason}, or leave it out")
-    return run
+def load_evaluated(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """The runs at these places and below that have a finite validation loss, and why others are left out.
 
-
-def load_all_evaluated(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read every folder: the runs, and why other folders are left out. Raises ValueError if none is a run."""
-    runs, errors = [], []
-    for folder in folders:
-        try:
-            runs.append(load_evaluated(folder))
-        except ValueError as error:
-            errors.append(error)
+    A report's folder is not named. Raises ValueError if no run is left.
+    """
+    runs, faults = [], []
+    for place in places:
+        is_report = (place / "report.html").is_file()
+        for folder in find_runs([place]) or ([] if is_report else [place]):
+            if folder in [run.folder for run in runs]:
+                continue
+            try:
+                run = load_run(folder)
+            except ValueError as error:
+                faults.append(" ".join(str(error).split()))
+                continue
+            if run.evaluations:
+                runs.append(run)
+            elif run.diverged is not None:
+                faults.append(f"{folder}: diverged; lower optim.lr, or leave it out")
+            else:
+                faults.append(f"{folder}: not evaluated yet; continue with train.py, or leave it out")
     if not runs:
-        raise errors[0] if errors else ValueError("no run among the folders; give some such as runs/quickstart-kern")
-    return runs, [f"left out: {' '.join(str(error).split())}" for error in errors]
+        raise ValueError(faults[0] if faults else "no run among the folders; give some such as runs/quickstart-kern")
+    return runs, [f"left out: {fault}" for fault in faults]
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
@@ -151,17 +143,8 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
     return sorted({file.parent for place in places for file in place.rglob("config.toml")})
 
 
-def expand_folders(places: Iterable[Path]) -> list[Path]:
-    """Each run at a place or below it, once; a place without any stands for itself, unless it is a report's folder."""
-    folders = []
-    for place in places:
-        runs = find_runs([place])
-        folders += runs if runs or (place / "report.html").is_file() else [place]
-    return list(dict.fromkeys(folders))
-
-
-def check_same_text(runs: Sequence[Run]) -> None:
-    """Raise ValueError if the runs' losses cannot be paired: other data, tokenizer, length or windows."""
+def find_other_text(runs: Sequence[Run]) -> str:
+    """Why the runs' losses cannot be paired: other data, tokenizer, length or windows; "" if they can."""
     identities = [run.identity() for run in runs]
     keys = ["model.block_size", "eval.spread"]
     if not all(identities):
@@ -173,7 +156,8 @@ def check_same_text(runs: Sequence[Run]) -> None:
         for name, value in facts.items():
             first, other = seen.setdefault(name, (value, run)) if value is not None else (None, run)
             if first != value:
-                raise ValueError(
+                return (
                     f"{other.folder} and {run.folder}: {name} is {str(first):.20} and {str(value):.20}, so their "
                     f"losses are of different text; {REMEDY}"
                 )
+    return ""

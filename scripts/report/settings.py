@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from configure.schema import KEYS
-from scripts.report.runs import Run, check_same_text
+from scripts.report.runs import Run, find_other_text
 from scripts.report.style import STYLES
 
 DTYPE = "train.dtype"  # named only where a router has several
@@ -30,18 +28,6 @@ NEUTRAL_KEYS = re.compile(
 )
 SETTING_KEYS = [key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)]
 TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")  # the first to be in a label
-NAMES = {  # before a value, on an axis; other keys have their own
-    "model.gate_norm": ("norm", "initial gate norm"),
-    "model.n_embd": ("width", "width of the model"),
-    "model.n_expert": ("experts", "experts"),
-    "model.top_k": ("top-k", "experts chosen per token"),
-    "model.block_size": ("context", "tokens of context"),
-    "train.max_steps": ("steps", "training steps"),
-    "train.balance_loss_coef": ("balance", "coefficient of the balance loss"),
-    "optim.lr": ("lr", "peak learning rate"),
-    "optim.router_lr_ratio": ("router lr ×", "router's learning rate / that of the rest"),
-    "optim.expert_out_lr_ratio": ("w_out lr ×", "w_out's learning rate / that of the rest"),
-}
 
 
 @dataclass(eq=False)
@@ -99,11 +85,6 @@ class Setting:
         """{i: step} of the tenths of training, 1 to 10, at which every run was evaluated: the paper's 5K, …, 50K."""
         return {i: self.max_steps * i // 10 for i in range(1, 11) if self.max_steps * i / 10 in self.steps}
 
-    @property
-    def documents(self) -> np.ndarray | None:
-        """(W,) the document of each validation window; None if no run recorded it."""
-        return next((run.documents for run in self.runs if run.documents is not None), None)
-
     def evaluation(self, run: Run, step: int | None = None) -> dict[str, Any]:
         """A run's evaluation at `step`, by default the one that is compared: the end, or the last common step."""
         if step is None:
@@ -119,10 +100,6 @@ class Setting:
         others = [other for other in named if other is not arm and arm.shares_seed(other)]
         alike = [len(other.options.items() & arm.options.items()) for other in others]
         return [other for other, count in zip(others, alike, strict=True) if count == max(alike)]
-
-    def baseline_of(self, arm: Arm, name: str) -> Arm | None:
-        """The first of the `counterparts`, if there is one."""
-        return next(iter(self.counterparts(arm, name)), None)
 
 
 def group_runs(
@@ -145,38 +122,28 @@ def group_runs(
         notes.append(f"{', '.join(tied)} changed with {key}")
     keys = [other for other in SETTING_KEYS if other not in (key, *tied)]
     option_keys = [other for other in OPTION_KEYS if other != key]
-    arms: dict[tuple, Arm] = {}
+    groups: dict[tuple, dict[tuple, Arm]] = {}  # values of the setting: router and options: arm
     for run in sorted(kept, key=lambda run: -max(run.evaluations)):
         router, options = run.config.model.router, run.values(option_keys)
-        arm = Arm(router, dict(zip(option_keys, options, strict=True)))
-        arm = arms.setdefault((run.values(keys), router, options), arm)
+        arms = groups.setdefault(run.values(keys), {})
+        arm = arms.setdefault((router, options), Arm(router, dict(zip(option_keys, options, strict=True))))
         first = arm.cells.setdefault(run.value(key) if key else None, {}).setdefault(run.seed, run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
-    label_arms([*arms.values()])
-    groups: dict[tuple, Setting] = {}
-    for (values, *_), arm in arms.items():
-        setting = Setting("", dict(zip(keys, values, strict=True)), [], key)
-        groups.setdefault(values, setting).arms.append(arm)
-    settings, left_out = _select_comparable(label_settings([*groups.values()]))
-    return settings, [*notes, *filter(None, map(describe_gaps, settings)), *left_out]
-
-
-def _select_comparable(groups: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
-    """The settings whose runs can be compared, and why others are left out. Raises ValueError if none can be."""
-    settings, errors = [], []
-    for setting in groups:
-        setting.arms.sort(key=place_arm)
-        try:
-            check_same_text(setting.runs)
-            if not setting.key and not setting.steps:
-                raise ValueError(f"{', '.join(str(run.folder) for run in setting.runs)}: evaluated at no common step")
-            settings.append(setting)
-        except ValueError as error:
-            errors.append(error)
-    if not settings:
-        raise errors[0]
-    return settings, [f"left out: {error}" for error in errors]
+    label_arms([arm for arms in groups.values() for arm in arms.values()])
+    settings = []
+    for values, arms in groups.items():
+        settings.append(Setting("", dict(zip(keys, values, strict=True)), sorted(arms.values(), key=place_arm), key))
+    faults = {}
+    for setting in label_settings(settings):
+        folders = ", ".join(str(run.folder) for run in setting.runs)
+        apart = "" if setting.key or setting.steps else f"{folders}: evaluated at no common step"
+        faults[setting] = apart or find_other_text(setting.runs)
+    comparable = [setting for setting, fault in faults.items() if not fault]
+    if not comparable:
+        raise ValueError(next(iter(faults.values())))
+    notes += filter(None, map(describe_gaps, comparable))
+    return comparable, notes + [f"left out: {fault}" for fault in faults.values() if fault]
 
 
 def check_key(runs: Sequence[Run], key: str) -> list[str]:
@@ -191,12 +158,8 @@ def check_key(runs: Sequence[Run], key: str) -> list[str]:
     values = {run.value(key) for run in runs}
     if len(values) < 2:
         raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
-    tied = []
-    for other in SETTING_KEYS:
-        pairs = {run.values([key, other]) for run in runs}
-        if other != key and len(pairs) == len(values) and len({value for _, value in pairs}) > 1:
-            tied.append(other)
-    return tied
+    varying = [other for other in SETTING_KEYS if other != key and len({run.value(other) for run in runs}) > 1]
+    return [other for other in varying if len({run.values([key, other]) for run in runs}) == len(values)]
 
 
 def describe_gaps(setting: Setting) -> str:
@@ -251,19 +214,10 @@ def label_settings(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def label_value(key: str | None, value: Any) -> str:
-    """A value with its key's short name, such as `norm 2` or `own norm`; text stands alone."""
-    if isinstance(value, str) or key is None:
-        return str(value)
-    if key == "model.gate_norm" and value == 0:
-        return "own norm"
-    return f"{NAMES[key][0] if key in NAMES else key.split('.')[1]} {value:.12g}"
-
-
-def name_axis(key: str | None) -> str:
-    """A key in words; "" without one."""
-    return NAMES[key][1] if key in NAMES else key or ""
+    """A value with the name of its key, such as `gate_norm 2`; text stands alone."""
+    return str(value) if isinstance(value, str) or key is None else f"{key.split('.')[1]} {label_tick(key, value)}"
 
 
 def label_tick(key: str | None, value: Any) -> str:
-    """A value in a head or on an axis."""
-    return "own norm" if key == "model.gate_norm" and value == 0 else f"{value:,g}"
+    """A number in a head or on an axis; `own` for a router's own gate norm."""
+    return "own" if key == "model.gate_norm" and value == 0 else f"{value:.12g}"

@@ -8,10 +8,12 @@ the documents of the validation text instead. Such an interval says how far anot
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
+
+from common.text import plural
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # with two, one degree of freedom, the quantile of t is 12.7
@@ -22,8 +24,9 @@ LOWER, HIGHER, EQUIVALENT, UNDECIDED = "lower", "higher", "equivalent", "undecid
 class Difference:
     """A mean difference in nats per token, with its standard error by Student's t.
 
-    `over` says what was taken as independent draws: "seeds", "documents", or "windows" where documents are unknown.
-    Without an interval (one seed without losses of windows) `error` is NaN and `over` is empty.
+    `over` says what was taken as independent draws: "seeds" or "documents". Without an interval (few seeds, documents
+    not recorded) `error` is NaN and `over` is empty. `judge_family` sets the verdict and `p`, the p-value of no
+    difference by Holm's correction.
     """
 
     mean: float
@@ -31,6 +34,8 @@ class Difference:
     error: float = math.nan
     freedom: float = math.nan
     over: str = ""
+    verdict: str = UNDECIDED
+    p: float = math.nan
 
     @property
     def half_width(self) -> float:
@@ -69,14 +74,6 @@ class Difference:
         return f"{self.mean:+.4f}{interval}"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """LOWER, HIGHER, EQUIVALENT or UNDECIDED, and the p-value of no difference, corrected by Holm for its family."""
-
-    text: str
-    p: float = math.nan
-
-
 def estimate_difference(
     losses: Sequence[float] | np.ndarray, windows: np.ndarray | None = None, documents: np.ndarray | None = None
 ) -> Difference:
@@ -85,17 +82,15 @@ def estimate_difference(
     Args:
         losses: (S,) differences of the seeds' losses, nats per token.
         windows: (W,) differences of the validation windows' losses, means over the seeds; None: not logged.
-        documents: (W,) equal numbers for windows of one document; None: not known, each window counts as one.
+        documents: (W,) equal numbers for windows of one document; None: not known.
     """
     losses = np.asarray(losses, np.float64)
     seeds, mean = len(losses), float(losses.mean())
     if seeds >= MIN_SEEDS:
         return Difference(mean, seeds, float(losses.std(ddof=1)) / math.sqrt(seeds), seeds - 1.0, "seeds")
-    if windows is None or len(windows) < 2:
+    if windows is None or documents is None or len(np.unique(documents)) < 2:
         return Difference(mean, seeds)
-    known = documents is not None and len(np.unique(documents)) > 1
-    error, freedom = cluster_error(windows, documents if known else np.arange(len(windows)))
-    return Difference(mean, seeds, error, freedom, "documents" if known else "windows")
+    return Difference(mean, seeds, *cluster_error(windows, documents), "documents")
 
 
 def cluster_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
@@ -130,28 +125,26 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def judge_family(differences: Sequence[Difference], margin: float | None = None) -> list[Verdict]:
-    """The verdicts of a family of differences, first minus second, by Holm's p-values.
+def judge_family(differences: Sequence[Difference], margin: float = 0.0) -> list[Difference]:
+    """The differences of a family, first minus second, with their verdicts and Holm's p-values.
 
     At most 5% of families hold a false "lower" or "higher", and at most 5% a false "equivalent".
 
     Args:
-        differences: the family, such as a table's column of pairs.
+        differences: the family, such as a table's column of pairs. An infinite one, of a run that diverged, is higher.
         margin: of equivalence, nats per token: the smallest difference that matters. A difference that is decided to
-            lie within it is "equivalent" even where its sign is decided too. None: nothing is.
+            lie within it is "equivalent" even where its sign is decided too. 0: nothing is.
     """
     different = correct_holm([difference.p_value() for difference in differences])
-    equivalent = [math.nan] * len(differences)
-    if margin is not None:
-        equivalent = correct_holm([difference.p_equivalent(margin) for difference in differences])
-    verdicts = []
+    equivalent = correct_holm([difference.p_equivalent(margin) for difference in differences])
+    judged = []
     for difference, p, p_equivalent in zip(differences, different, equivalent, strict=True):
-        text = UNDECIDED
+        verdict = UNDECIDED
         if p_equivalent < 1 - CONFIDENCE:
-            text = EQUIVALENT
-        elif p < 1 - CONFIDENCE:
-            text = LOWER if difference.mean < 0 else HIGHER
+            verdict = EQUIVALENT
+        elif p < 1 - CONFIDENCE or difference.mean == math.inf:
+            verdict = LOWER if difference.mean < 0 else HIGHER
         elif difference.seeds < MIN_SEEDS:
-            text = f"{UNDECIDED} ({difference.seeds} seed{'' if difference.seeds == 1 else 's'})"
-        verdicts.append(Verdict(text, p))
-    return verdicts
+            verdict = f"{UNDECIDED} ({plural(difference.seeds, 'seed')})"
+        judged.append(replace(difference, verdict=verdict, p=p))
+    return judged

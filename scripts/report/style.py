@@ -5,15 +5,10 @@ colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's
 sigmoid's green.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from router import ROUTERS
 
-if TYPE_CHECKING:  # it may not be installed
-    from matplotlib.figure import Figure
-
-DPI = 110
 DENSE_DOTS, LONG_DASHES = (0, (1, 1)), (0, (7, 2))
 
 STYLES = {  # router: colour, line style, marker
@@ -42,8 +37,3 @@ def style(router: str) -> dict[str, Any]:
     place = others.index(router) if router in others else -1
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])
     return dict(zip(("color", "linestyle", "marker"), look, strict=True))
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture."""
-    figure.savefig(path, dpi=DPI)

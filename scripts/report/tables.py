@@ -1,56 +1,46 @@
 """The tables of a report, each as a head and rows of text."""
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any
 
 from common.text import plural
-from scripts.report.comparisons import Comparison, estimate, find_comparison
+from scripts.report.comparisons import Comparison, estimate
 from scripts.report.runs import Run
-from scripts.report.settings import Setting, label_tick, label_value, name_axis
+from scripts.report.settings import Setting, label_tick, label_value
 from scripts.report.statistics import HIGHER, LOWER
 
-RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s", "gate norm", "val imbalance")
-MEASURES = {  # besides the losses: what it is, format
-    "val/gate_norm": ("gate norm √(E‖g‖²)", ".3f"),
-    "val/load_imbalance": ("load imbalance (busiest / mean)", ".2f"),
-    "val/dead_experts": ("dead experts", ".1f"),
-    "val_ema/loss": ("loss of the weights' running mean", ".4f"),
-    "router/entropy": ("entropy of the gates in training, nats", ".3f"),
-    "router/gamma": ("γ in training", ".3f"),
+Table = tuple[list[str], list[list[str]]]  # head and rows
+RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s")
+MEASURES = {  # besides the losses: a name in metrics.jsonl and its format
+    "val/gate_norm": ".3f",
+    "val/load_imbalance": ".2f",
+    "val/dead_experts": ".1f",
+    "val_ema/loss": ".4f",
+    "router/entropy": ".3f",
+    "router/gamma": ".3f",
 }
 # (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
 LOWER_IN_PAPER = {("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")}
 LOWER_IN_PAPER |= {(router, "dense") for router in ("softmax", "sigmoid", "tanh")}
 
 
-class Table(NamedTuple):
-    """A head and rows of text."""
-
-    head: list[str]
-    rows: list[list[str]]
-
-
 def summarize_run(run: Run) -> list[str]:
-    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run; gate norm: first → last."""
+    """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run."""
     from model import count_parameters  # imports torch
 
-    first, last = (run.evaluations[choose(run.evaluations)] for choose in (min, max))
-    norms = [f"{line['val/gate_norm']:.3f}" for line in (first, last) if "val/gate_norm" in line]
-    step, speeds = last["step"], run.series("perf/tokens_per_sec").values()
+    step, speeds, train = max(run.evaluations), run.series("perf/tokens_per_sec").values(), run.config.train
+    trunk = f" (branch of {train.branch_from} at step {train.branch_step:,})" if train.branch_from else ""
     return [
-        run.config.run.name + run.trunk,
+        f"`{run.folder}`{trunk}",
         run.config.model.router,
         run.config.data.label,
         *(f"{count / 1e6:.2f}M" for count in count_parameters(run.config.model)),
         f"{step:,}" if run.ended else f"{step:,} of {run.max_steps:,}",
-        f"{last['val/loss']:.4f}",
+        f"{run.evaluations[step]['val/loss']:.4f}",
         f"{statistics.median(speeds):,.0f}" if speeds else "-",
-        " → ".join(norms) or "-",
-        f"{last['val/load_imbalance']:.2f}" if "val/load_imbalance" in last else "-",
     ]
 
 
@@ -60,97 +50,61 @@ def format_mean(values: Sequence[float], form: str = ".4f") -> str:
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
-def make_columns(setting: Setting) -> dict[str, tuple[object, int | None]]:
-    """{head: (value of the key, step)} of a table of losses: values of the key, or the tenths of training."""
-    if setting.key:
-        return {label_tick(setting.key, x): (x, None) for x in setting.xs}
-    if not setting.tenths:
-        return {f"{setting.steps[-1]:,}": (None, None)}
-    return {f"{step:,}": (None, step) for step in setting.tenths.values()}
-
-
 def build_loss_table(setting: Setting) -> Table:
-    """Loss of each arm over the key or at the tenths of training; below it the paper's."""
-    columns = make_columns(setting)
+    """Loss of each arm over the key, or at the tenths of training with the paper's losses below it."""
+    if setting.key:
+        columns = [(label_tick(setting.key, x), x, None) for x in setting.xs]
+    else:
+        steps = [*setting.tenths.values()] or setting.steps[-1:]
+        columns = [(f"{step:,}", None, step) for step in steps]
     rows = []
     for arm in setting.arms:
         counts = sorted({len(cell) for cell in arm.cells.values()})
         seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         cells = []
-        for x, step in columns.values():
+        for _, x, step in columns:
             losses = [setting.evaluation(run, step)["val/loss"] for run in arm.cells.get(x, {}).values()]
             cells.append(format_mean(losses) if losses else "")
         rows.append([f"**{arm.label}**", seeds, *cells])
         printed = [setting.printed.get((arm.router, i), "") for i in setting.tenths]
-        if not setting.key and any(printed):
+        if any(printed):
             rows.append(["paper", "", *printed])
-    return Table([name_axis(setting.key) or "validation loss at step", "seeds", *columns], rows)
+    return [setting.key or "validation loss at step", "seeds", *(head for head, *_ in columns)], rows
 
 
-def build_difference_table(setting: Setting, baseline: str, comparisons: Sequence[Comparison]) -> Table | None:
-    """Each arm minus its counterpart of the baseline: at each value of a key, and as the mean that has the verdict."""
-    values = [x for x in setting.xs if x is not None]
+def build_pairs_table(setting: Setting, comparisons: Sequence[Comparison], xs: Sequence[Any] = ()) -> Table:
+    """A row for each pair, the largest difference first: at values of the key, and the mean, which is judged."""
+    head = ["first", "second", *(label_tick(setting.key, x) for x in xs)]
+    head += ["first minus second, 95%", "interval over", "first is", "Holm's p", "in the paper"]
     rows = []
-    for arm in setting.arms:
-        base = setting.baseline_of(arm, baseline)
-        comparison = find_comparison(comparisons, arm, base)
-        if comparison is None:
-            continue
-        cells = []
-        for x in values:
-            difference = estimate(setting, arm, comparison.right, xs=[x])
+    for pair in sorted(comparisons, key=lambda pair: -abs(pair.difference.mean)):
+        mean, cells = pair.difference, [pair.left.label, pair.right.label]
+        for x in xs:
+            difference = estimate(setting, pair.left, pair.right, xs=[x])
             half = f" ± {difference.half_width:.4f}" if difference and difference.over else ""
             cells.append(f"{difference.mean:+.4f}{half}" if difference else "")
-        rows.append([arm.label, *cells, *format_comparison(comparison)])
-    if not rows:
-        return None
-    mean = "mean over values, 95%" if values else "difference, 95%"
-    head = [f"minus {baseline}", *(label_tick(setting.key, x) for x in values), mean]
-    return Table([*head, "interval over", "verdict", "Holm's p"], rows)
+        over = f"{mean.seeds} seeds" if mean.over == "seeds" else mean.over or "-"
+        p = "-" if math.isnan(mean.p) else f"{mean.p:.2g}"
+        rows.append([*cells, str(mean), over, f"**{mean.verdict}**", p, find_claim(pair)])
+    if not any(row[-1] for row in rows):
+        return head[:-1], [row[:-1] for row in rows]
+    return head, rows
 
 
-def format_comparison(comparison: Comparison) -> list[str]:
-    """The difference with its interval, what that is over, the verdict and Holm's p-value, "-" without one."""
-    difference, verdict = comparison.difference, comparison.verdict
-    over = f"{difference.seeds} seeds" if difference.over == "seeds" else difference.over or "-"
-    p = "-" if math.isnan(verdict.p) else f"{verdict.p:.2g}"
-    return [str(difference), over, f"**{verdict.text}**", p]
-
-
-def build_pairs_table(comparisons: Sequence[Comparison]) -> Table:
-    """A row for each pair, the largest difference first."""
-    ranked = sorted(comparisons, key=lambda comparison: -abs(comparison.difference.mean))
-    head = ["first", "second", "first minus second, 95%", "interval over", "first is", "Holm's p"]
-    rows = [[c.left.label, c.right.label, *format_comparison(c), judge_claim(c)] for c in ranked]
-    if any(row[-1] for row in rows):
-        return Table([*head, "paper claims"], rows)
-    return Table(head, [row[:-1] for row in rows])
-
-
-def judge_claim(comparison: Comparison) -> str:
-    """What the paper claims of the first of a pair, at its routers' own norms, and what the verdict says of it."""
-    left, right, verdict = comparison.left, comparison.right, comparison.verdict.text
-    if left.options.get("model.gate_norm") != 0 or right.options.get("model.gate_norm") != 0:
+def find_claim(pair: Comparison) -> str:
+    """What the paper says the first of a pair is, at its routers' own norms; "" if nothing."""
+    if any(arm.options.get("model.gate_norm") != 0 for arm in (pair.left, pair.right)):
         return ""
-    for claim, pair in ((LOWER, (left.router, right.router)), (HIGHER, (right.router, left.router))):
-        if pair in LOWER_IN_PAPER:
-            contradicted = "contradicted" if verdict in (LOWER, HIGHER) else "undecided"
-            return f"{claim}: {'supported' if verdict == claim else contradicted}"
-    return ""
+    if (pair.left.router, pair.right.router) in LOWER_IN_PAPER:
+        return LOWER
+    return HIGHER if (pair.right.router, pair.left.router) in LOWER_IN_PAPER else ""
 
 
-def find_measures(setting: Setting) -> dict[str, tuple[str, str]]:
-    """{name in metrics.jsonl: (text, format)} of what the runs of the setting measured besides the losses."""
+def find_measures(setting: Setting) -> dict[str, str]:
+    """{name in metrics.jsonl: format} of what the runs of the setting measured besides the losses."""
     names = {name for run in setting.runs for line in [*run.evaluations.values(), *run.logs] for name in line}
-    measures = {name: entry for name, entry in MEASURES.items() if name in names}
-    for name in sorted(names):
-        section, _, rest = name.partition("/")
-        if section == "val" and rest.endswith("/loss"):
-            measures[name] = (f"loss on {rest.removesuffix('/loss')}", ".4f")
-        elif section == "tasks" and rest.endswith(("/acc", "/bits_per_byte")):
-            task, _, metric = rest.partition("/")
-            measures[name] = (f"{task}, {'accuracy' if metric == 'acc' else 'bits per byte'}", ".4f")
-    return measures
+    of_sets = [name for name in sorted(names) if re.fullmatch(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)", name)]
+    return {name: form for name, form in (MEASURES | dict.fromkeys(of_sets, ".4f")).items() if name in names}
 
 
 def read_measure(setting: Setting, cell: Mapping[int, Run], name: str) -> list[float]:
@@ -169,11 +123,11 @@ def build_measure_table(setting: Setting) -> Table:
     for arm in setting.arms:
         for x, cell in sorted(arm.cells.items()):
             row = [", ".join(filter(None, [arm.label, label_value(setting.key, x) if setting.key else ""]))]
-            for name, (_, form) in measures.items():
+            for name, form in measures.items():
                 values = read_measure(setting, cell, name)
                 row.append(format_mean(values, form) if values else "")
             rows.append(row)
-    return Table(["at the end", *(text for text, _ in measures.values())], rows if measures else [])
+    return ["at the end", *measures], rows if measures else []
 
 
 def describe_setting(setting: Setting) -> str:
@@ -181,6 +135,7 @@ def describe_setting(setting: Setting) -> str:
     run = setting.runs[0]
     tokens = run.config.train.batch_size * run.config.model.block_size
     steps = " or ".join(f"{count:,}" for count in sorted({run.max_steps for run in setting.runs}))
-    documents = "" if setting.documents is None else f" of {plural(len(np.unique(setting.documents)), 'document')}"
-    windows = f"{run.count_windows():,} validation windows{documents}"
+    documents = {*run.evaluations[max(run.evaluations)].get("val/window_documents", ())}
+    of_documents = f" of {plural(len(documents), 'document')}" if documents else ""
+    windows = f"{run.count_windows():,} validation windows{of_documents}"
     return f"`{run.config.data.label}`: {steps} steps of {tokens:,} tokens; {windows}. Losses in {run.unit}."

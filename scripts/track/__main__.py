@@ -24,11 +24,10 @@ from common.text import markdown_table, plural
 from router import ROUTERS, find_spec
 from runtime.preflight import check_settings
 from runtime.signals import EXIT_CODE, Stop
-from scripts.sweep import Point, Pool
-from scripts.track import entry, table
+from scripts.sweep import train_points
+from scripts.track import entry
 from scripts.track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
-from scripts.track.record import LARGEST, Record, find_faults, has_judged_runs, judged_runs, losses_of, read_record
-from scripts.track.verdicts import judge_entries
+from scripts.track.record import LARGEST, Record, find_faults, judged_runs, losses_of, read_record
 
 CPU = "config/track/cpu.toml"
 
@@ -62,14 +61,12 @@ def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str,
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
     if not args.spec and router not in ROUTERS:
         raise ValueError(f"{name or 'NAME'!r} is no router of router.py: add its line to ROUTERS, or give --spec")
-    if args.spec and name in ROUTERS and name != args.spec:
-        raise ValueError(f"{name} is another router of router.py; give the formula a name of its own")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
     find_spec(router)
     options = read_options(protocol.file, args.set)
-    if options and name in ROUTERS:
-        raise ValueError(f"{name} is a router without --set; give the entry a name of its own: NAME --spec {name}")
+    if name in ROUTERS and (name != router or options):
+        raise ValueError(f"{name} is a router of router.py; give the entry a name of its own: NAME --spec {router}")
     check_settings(configure.load(protocol.file, [f"model.router={router}", *args.set]))
     return name, router, options
 
@@ -108,7 +105,7 @@ def load_complete(protocol: Protocol) -> list[Record]:
         record = read_record(path)
         if record["version"] != protocol.version or record["fixed_sha256"] != protocol.fixed_sha256:
             print(f"{path}: left out, of another protocol; scripts.track verify tells more", file=sys.stderr)
-        elif has_judged_runs(protocol, record):
+        elif judged_runs(record).keys() >= {*protocol.judge_seeds}:  # the reference may lack runs of other lengths
             records.append(record)
         else:
             print(f"{path}: left out, not complete; enter {record['name']} to resume", file=sys.stderr)
@@ -117,9 +114,10 @@ def load_complete(protocol: Protocol) -> list[Record]:
 
 def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
     """A row for each record; the verdicts are corrected for all of them."""
-    head = ["router", "loss, nats per byte", f"minus {protocol.reference}", f"minus {protocol.second}", "speed-up"]
-    rows = judge_entries(protocol, records)
-    print(markdown_table(head, [table.format_verdicts(protocol, row) for row in rows]), flush=True)
+    from scripts.track.table import build_verdicts  # imports scipy
+    from scripts.track.verdicts import judge_entries
+
+    print(markdown_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
 
 
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
@@ -128,25 +126,29 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
         if len(args.records) > 1:
             raise ValueError("--rerun takes one record")
         return rerun(protocol, read_record(args.records[0]), args.rerun, stop)
-    faulty, names = 0, {}
+    faulty, names = False, {}
     for path in args.records:
+        faults = []
         try:
             record = read_record(path)
-            faults = find_faults(protocol, record, path.name)
             other = names.setdefault(record.get("name"), path)
             if other != path:
                 faults.append(f"{other} is an entry of the same name; keep one")
+            if path.stat().st_size > LARGEST:
+                faults.append(f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
+            faults += find_faults(protocol, record, path.name)
         except (ValueError, OSError) as error:
-            faults = [str(error)]
-        if path.exists() and path.stat().st_size > LARGEST:
-            faults.append(f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
+            faults.append(str(error))
+        except (LookupError, TypeError, AttributeError) as error:
+            kind = type(error).__name__
+            faults.append(f"a field is missing or wrong ({kind}: {error}); take it from its commit again")
         print(f"{path}: {'intact' if not faults else plural(len(faults), 'fault')}", flush=True)
         for fault in faults:
             print(f"  {fault}")
-        faulty += bool(faults)
+        faulty = faulty or bool(faults)
     if not faulty:  # the verdicts are corrected for all entries
         print_verdicts(protocol, load_complete(protocol))
-    return int(faulty > 0)
+    return int(faulty)
 
 
 def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
@@ -159,19 +161,15 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
         raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}")
     entry.prepare_data(protocol)
     task = Task("judge", judged[seed]["draw"], seed)
-    results = []
-
-    def collect(point: Point, code: int) -> None:
-        if code != EXIT_CODE:
-            results.append(entry.read_result(point.folder, task))
-
     with tempfile.TemporaryDirectory() as folder:
-        point = entry.make_point(protocol, record, task, Path(folder))
-        code = Pool(protocol.file, [point], [[]], collect).run(stop)
-    if not results or results[0] is None:
+        points = [entry.make_point(protocol, record, task, Path(folder))]
+        ended = train_points(protocol.file, points, [[]], stop)
+        results = [(code, entry.read_result(point.folder, task)) for point, code in ended]
+    code, again = results[0] if results else (EXIT_CODE, None)
+    if code == EXIT_CODE or again is None:
         print(f"{task.name}: ended with exit code {code} before its end")
         return code
-    before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], results[0]))
+    before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], again))
     print(f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}")
     return int(not (before == now or abs(before - now) <= protocol.margin))
 
@@ -179,6 +177,9 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
 def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Write the tables and the picture."""
     require_packages("matplotlib")
+    from scripts.track import table
+    from scripts.track.verdicts import judge_entries
+
     rows = judge_entries(protocol, load_complete(protocol))
     print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}")
     return 0

@@ -36,11 +36,6 @@ def read_sources() -> list[dict[str, str]]:
         return list(csv.DictReader(lines, delimiter="\t"))
 
 
-def text_digest(file: str) -> str:
-    """sha256 of the text in a file of track/text. Raises OSError if it is damaged."""
-    return hashlib.sha256(bz2.decompress((FOLDER / file).read_bytes())).hexdigest()
-
-
 @command
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a text differs."""

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +25,9 @@ from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
 from scripts.report.runs import load_run
-from scripts.sweep import Point, Pool
-from scripts.track.clean import read_sources, text_digest
+from scripts.sweep import Point, train_points
 from scripts.track.protocol import REPO_ROOT, Protocol, Task, digest
-from scripts.track.record import Record, missing_tasks, new_record, read_record, write_record
+from scripts.track.record import Record, missing_tasks, new_record, read_record, task_of, write_record
 
 TRAINING_CODE = ["kernels", "runtime", "configure", "data", "common"]  # and the files at the top
 
@@ -40,12 +37,11 @@ def start_record(protocol: Protocol, path: Path, name: str, router: str, options
     fresh = new_record(protocol, name, router, options)
     if not path.exists():
         return fresh
-    record = read_record(path)
-    record.setdefault("options", {})
-    for key in ("version", "fixed_sha256", "data_sha256", "router", "formula", "options", "draft", "settings"):
-        if record[key] != fresh[key]:
+    record = {"options": {}, **read_record(path)}  # older records lack options
+    for key, value in fresh.items():
+        if key not in ("runs", "made") and record[key] != value:
             raise ValueError(
-                f"{path} has {key} {str(record[key]):.60}, this entry {str(fresh[key]):.60}; "
+                f"{path} has {key} {str(record[key]):.60}, this entry {str(value):.60}; "
                 "remove the record to begin again, or enter under another name"
             )
     return record
@@ -67,26 +63,14 @@ def prepare_data(protocol: Protocol) -> None:
     config = configure.load(protocol.file)
     (folder,) = config.data.folders
     if not (folder / "meta.json").exists():
-        for row in read_sources():
-            if text_digest(row["file"]) != row["sha256"]:
-                raise ValueError(f"track/text/{row['file']} is not the protocol's; git checkout -- track/text")
         source, val_source = protocol.text
         command = ["-m", "data.prepare", "text", "--source", source, "--val-source", val_source, "--tokenizer", "bytes"]
         subprocess.run([sys.executable, *command, "--name", folder.name, "--out", str(folder.parent)], check=True)
     if (found := identify([read_meta(folder)], [1.0])["data"]) != protocol.data_sha256:
-        raise ValueError(f"{folder} has sha256 {found:.12}, the protocol {protocol.data_sha256:.12}; rm -r {folder}")
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold the lock of an entry's folder. Raises ValueError if another process does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another process trains this entry; wait for it") from None
-        yield
+        raise ValueError(
+            f"{folder} has sha256 {found:.12}, the protocol {protocol.data_sha256:.12}, so the set or its text was "
+            f"changed: git checkout -- track/text; rm -r {folder}"
+        )
 
 
 def enter(
@@ -104,57 +88,50 @@ def enter(
     code = digest([made["code_sha256"], repr(find_spec(router)), options])[:8]
     runs = protocol.runs / ("drafts" if protocol.draft else "entries") / f"{name}-{code}"
     path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
-    with only_one(runs):
-        record = start_record(protocol, path, name, router, options)
-        status = Training(protocol, record, made, path, runs).train(parallel, stop)
-        if status:
-            return status, path
+    runs.mkdir(parents=True, exist_ok=True)
+    with (runs / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{runs}: another process trains this entry; wait for it") from None
+        record, began, trained, failed = start_record(protocol, path, name, router, options), time.monotonic(), 0, False
+        while missing := missing_tasks(protocol, record):
+            print(f"{name}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
+            tasks = {task.name: task for task in missing}
+            points = [make_point(protocol, record, task, runs) for task in missing]
+            for point, code in train_points(protocol.file, points, [[]] * parallel, stop):
+                if code in (EXIT_CODE, -signal.SIGTERM):  # asked to stop, after it began to listen and before
+                    continue
+                run = read_result(point.folder, tasks[point.number])
+                if run is None:
+                    failed = True
+                    text = f"{point.number} failed with exit code {code}: {point.folder}/train.log"
+                    print(text, file=sys.stderr, flush=True)
+                    continue
+                add_run(protocol, record, run, made, path)
+                trained += 1
+                done, total = len(record["runs"]), protocol.count_tasks(name)
+                minutes = (time.monotonic() - began) / trained * (total - done) / 60
+                loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
+                progress = f"{done} of {plural(total, 'run')}, about {minutes:.0f} min left"
+                print(f"{point.number}: {loss}; {progress}", flush=True)
+            if stop.asked or failed:
+                return EXIT_CODE if stop.asked else 1, path
         if "step_ms" not in record and name != protocol.reference:
             record["step_ms"] = time_steps(protocol, record)
             write_record(path, record)
     return 0, path
 
 
-class Training:
-    """The runs of an entry, round by round."""
-
-    def __init__(self, protocol: Protocol, record: Record, made: dict[str, str], path: Path, runs: Path) -> None:
-        self.protocol, self.record, self.made, self.path, self.runs = protocol, record, made, path, runs
-        self.tasks: dict[str, Task] = {}  # those of this round, by name
-        self.began, self.trained, self.failed = time.monotonic(), 0, 0
-
-    def train(self, parallel: int, stop: Stop) -> int:
-        """Train the missing runs; returns the exit status: 1 if one failed, EXIT_CODE if asked to stop."""
-        while missing := missing_tasks(self.protocol, self.record):
-            print(f"{self.record['name']}: {missing[0].round} round, {plural(len(missing), 'run')}", flush=True)
-            self.tasks = {task.name: task for task in missing}
-            points = [make_point(self.protocol, self.record, task, self.runs) for task in missing]
-            status = Pool(self.protocol.file, points, [[] for _ in range(parallel)], self.collect).run(stop)
-            if status == EXIT_CODE or self.failed:  # a run that diverged has failed for train.py, but not here
-                return status
-        return 0
-
-    def collect(self, point: Point, code: int) -> None:
-        """Add a run that has ended to the record. Raises ValueError if its code may have been another one."""
-        if code in (EXIT_CODE, -signal.SIGTERM):  # asked to stop, after it began to listen and before
-            return
-        task = self.tasks[point.config.run.name]
-        run = read_result(point.folder, task)
-        if run is None:
-            self.failed += 1
-            print(f"{task.name} failed with exit code {code}: {point.folder}/train.log", file=sys.stderr, flush=True)
-            return
-        if describe_machine(self.protocol)["code_sha256"] != self.made["code_sha256"]:
-            raise ValueError(f"{task.name}: code that trains was changed meanwhile; {self.path} has the runs before")
-        if self.made not in self.record["made"]:
-            self.record["made"].append(self.made)
-        self.record["runs"].append(run | {"made": self.record["made"].index(self.made)})
-        write_record(self.path, self.record)
-        self.trained += 1
-        done, total = len(self.record["runs"]), self.protocol.count_tasks(self.record["name"])
-        minutes = (time.monotonic() - self.began) / self.trained * (total - done) / 60
-        loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
-        print(f"{task.name}: {loss}; {done} of {plural(total, 'run')}, about {minutes:.0f} min left", flush=True)
+def add_run(protocol: Protocol, record: Record, run: dict[str, Any], made: dict[str, str], path: Path) -> None:
+    """Add a run to the record and write it. Raises ValueError if the code that trained may not be that of `made`."""
+    if describe_machine(protocol)["code_sha256"] != made["code_sha256"]:
+        name = task_of(run).name
+        raise ValueError(f"{name}: code that trains was changed meanwhile; {path} has the runs before")
+    if made not in record["made"]:
+        record["made"].append(made)
+    record["runs"].append(run | {"made": record["made"].index(made)})
+    write_record(path, record)
 
 
 def make_point(protocol: Protocol, record: Record, task: Task, folder: Path) -> Point:

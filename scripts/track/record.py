@@ -51,27 +51,17 @@ def judged_runs(record: Record) -> dict[int, Mapping[str, Any]]:
     return {run["seed"]: run for run in record["runs"] if run["round"] == "judge"}
 
 
-def has_judged_runs(protocol: Protocol, record: Record) -> bool:
-    """Whether the record has all that a verdict needs. The reference's runs of other lengths may be missing."""
-    return judged_runs(record).keys() >= {*protocol.judge_seeds}
-
-
 def missing_tasks(protocol: Protocol, record: Record) -> list[Task]:
     """The runs that the record still lacks, as far as they are decided."""
     losses = losses_of(record)
     return [task for task in protocol.list_tasks(record["name"], losses) if task not in losses]
 
 
-def find_diverged(record: Record) -> list[Mapping[str, Any]]:
-    """The runs that ended in NaN or Inf."""
-    return [run for run in record["runs"] if run["loss"] is None]
-
-
 def summarize(record: Record) -> dict[str, Any]:
     """What the losses say: the judged settings, their mean loss (None if a run diverged), and how many diverged."""
     judged = [*judged_runs(record).values()]
     losses = [run["loss"] for run in judged]
-    diverged = len(find_diverged(record))
+    diverged = sum(run["loss"] is None for run in record["runs"])
     if not judged:
         return {"diverged": diverged}
     mean = None if None in losses else round(sum(losses) / len(losses), 6)
@@ -99,14 +89,10 @@ def read_record(path: Path) -> Record:
 
 
 def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
-    """What is wrong with a record, each with what to do; none of an intact record that is complete."""
-    try:
-        return _find_faults(protocol, record, file_name)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        return [f"a field is missing or wrong ({type(error).__name__}: {error}); take it from its commit again"]
+    """What is wrong with a record, each with what to do; none of an intact record that is complete.
 
-
-def _find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]:
+    Raises LookupError, TypeError, AttributeError or ValueError if a field is missing or wrong.
+    """
     again = f"enter it again: python -m scripts.track enter {record['name']}"
     if record["version"] != protocol.version:
         return [f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"]
@@ -121,8 +107,12 @@ def _find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str
             faults.append(f"{key} is {record[key]:.12}, of the protocol {getattr(protocol, key):.12}; {again}")
     if record["settings"] != protocol.draw_settings():
         faults.append(f"its settings are not the protocol's draws; {again}")
-    faults += find_router_faults(record, again)
-    options = record.get("options", {})  # older records lack it
+    router, options = record["router"], record.get("options", {})  # older records lack options
+    known = repr(find_spec(router)) if router in ROUTERS or "," in router else record["formula"]
+    if record["formula"] != known:
+        faults.append(f"its formula is {record['formula']}, and router.py has {known}; {again}")
+    if record["name"] in ROUTERS and (record["name"] != router or options):
+        faults.append(f"it is of the router {router} {options or ''}, not of {record['name']}; {again}")
     if options != read_options(protocol.file, [f"{key}={value}" for key, value in options.items()]):
         faults.append(f"its options {options} are not as `enter` writes them; {again}")
     if record.get("summary") != summarize(record):
@@ -130,17 +120,6 @@ def _find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str
     if "step_ms" not in record and record["name"] != protocol.reference:
         faults.append(f"it lacks the times of a step; {again}")
     return faults + find_run_faults(protocol, record, again)
-
-
-def find_router_faults(record: Record, again: str) -> list[str]:
-    """Whether the record's router is the one that it names, in this router.py too."""
-    faults, router = [], record["router"]
-    known = find_spec(router) if router in ROUTERS or "," in router else record["formula"]
-    if record["formula"] != str(known):
-        faults.append(f"its formula is {record['formula']}, and router.py has {known}; {again}")
-    if record["name"] in ROUTERS and (record["name"] != router or record.get("options")):
-        faults.append(f"it is of the router {router} {record.get('options') or ''}, not of {record['name']}; {again}")
-    return faults
 
 
 def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]:
@@ -151,18 +130,12 @@ def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]
     faults += [f"{task.name} is not in the protocol; {again}" for task in losses if task not in required]
     if len(losses) != len(record["runs"]):
         faults.append(f"a run is in it more than once; {again}")
-    for run in record["runs"]:
-        faults += find_loss_faults(run, protocol.windows)
+    for seed, run in judged_runs(record).items():
+        if run["loss"] is None:
+            continue
+        if sum(count for _, count in run["documents"]) != protocol.windows:
+            faults.append(f"the documents of seed {seed} do not have {protocol.windows} windows")
+        mean = sum(loss * count for loss, count in run["documents"]) / protocol.windows
+        if not abs(mean - run["loss"]) < TOLERANCE:  # also of NaN
+            faults.append(f"the loss of seed {seed} is {run['loss']}, the mean of its documents {mean:.6f}")
     return faults
-
-
-def find_loss_faults(run: Mapping[str, Any], windows: int) -> list[str]:
-    """Whether a judged run's loss is the mean of those of its documents, which have all `windows`."""
-    if run["round"] != "judge" or run["loss"] is None:
-        return []
-    if sum(count for _, count in run["documents"]) != windows:
-        return [f"{task_of(run).name}: its documents do not have {windows} windows"]
-    mean = sum(loss * count for loss, count in run["documents"]) / windows
-    if abs(mean - run["loss"]) < TOLERANCE:
-        return []
-    return [f"{task_of(run).name}: its loss is {run['loss']}, the mean of its documents {mean:.6f}"]

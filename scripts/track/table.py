@@ -9,10 +9,10 @@ import numpy as np
 
 from common.files import write_atomic
 from common.text import markdown_table
-from scripts.report.style import save_figure, style
+from scripts.report.style import style
 from scripts.track.protocol import BALANCE, REPO_ROOT, Protocol
-from scripts.track.record import find_diverged, judged_runs, task_of
-from scripts.track.verdicts import Row, describe_judgement
+from scripts.track.record import judged_runs, task_of
+from scripts.track.verdicts import Row
 
 if TYPE_CHECKING:  # it may not be installed
     from matplotlib.figure import Figure
@@ -21,30 +21,29 @@ PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
 
 
+def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of the columns that are on both pages."""
+    names = protocol.reference, protocol.second
+    cells = []
+    for row in rows:
+        loss = f"{row.mean:.4f}" if math.isfinite(row.mean) else "diverged"
+        against = [row.against.get(name) for name in names]
+        words = [f"{'' if math.isinf(one.mean) else one} **{one.verdict}**".strip() if one else "" for one in against]
+        speedup = "{} [{}, {}]".format(*row.speedup) if row.speedup else ""
+        cells.append([row.record["name"], loss, *words, "1" if row.record["name"] == names[0] else speedup])
+    return ["router", "loss", *(f"minus {name}" for name in names), "speed-up"], cells
+
+
 def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     """{page: its table as Markdown}."""
-    judged = ["router", "loss", f"minus {protocol.reference}", f"minus {protocol.second}", "speed-up"]
+    head, cells = build_verdicts(protocol, rows)
     measured = ["gate norm", "load imbalance", "dead experts", "lr", "router lr", "w_out lr", "balance", "diverged"]
-    full = markdown_table([*judged, *measured], [format_verdicts(protocol, row) + format_measures(row) for row in rows])
-    diverged = [f"{row.record['name']} {task_of(run).name}" for row in rows for run in find_diverged(row.record)]
-    if diverged:
+    more = [[*verdicts, *format_measures(row)] for verdicts, row in zip(cells, rows, strict=True)]
+    full = markdown_table([*head, *measured], more)
+    runs = [(row.record["name"], run) for row in rows for run in row.record["runs"]]
+    if diverged := [f"{name} {task_of(run).name}" for name, run in runs if run["loss"] is None]:
         full += f"\n\nDiverged: {', '.join(diverged)}."
-    return {FRONT_PAGE: markdown_table(judged, [format_verdicts(protocol, row) for row in rows]), PAGE: full}
-
-
-def format_verdicts(protocol: Protocol, row: Row) -> list[str]:
-    """The columns that are on both pages."""
-    names = protocol.reference, protocol.second
-    against = [describe_judgement(row.against[name]) if name in row.against else "" for name in names]
-    loss = f"{row.mean:.4f}" if math.isfinite(row.mean) else "diverged"
-    return [row.record["name"], loss, *against, format_speedup(protocol, row)]
-
-
-def format_speedup(protocol: Protocol, row: Row) -> str:
-    """`1.21 [1.05, 1.40]`."""
-    if row.speedup is None:
-        return "1" if row.record["name"] == protocol.reference else ""
-    return "{} [{}, {}]".format(*row.speedup)
+    return {FRONT_PAGE: markdown_table(head, cells), PAGE: full}
 
 
 def format_measures(row: Row) -> list[str]:
@@ -71,32 +70,21 @@ def format_measures(row: Row) -> list[str]:
     ]
 
 
-def write_between_marks(page: Path, text: str) -> None:
-    """Replace what is between the marks of a page's table. Raises ValueError if it has none."""
-    begin, end = "<!-- track: begin -->\n", "<!-- track: end -->"
-    head, found, rest = page.read_text().partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"{page} lacks the lines {begin.strip()} and {end} that the table goes between")
-    write_atomic(page, f"{head}{begin}{text}\n{end}{tail}")
-
-
 def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
     """Each entry's difference from the reference with its 95% interval, and the margin of equivalence."""
     from matplotlib.figure import Figure
 
-    judged = [row for row in reversed(rows) if protocol.reference in row.against]
-    drawn = [(row, row.against[protocol.reference].difference) for row in judged]
-    drawn = [(row, difference) for row, difference in drawn if math.isfinite(difference.mean)]
+    judged = {row.record["name"]: row.against.get(protocol.reference) for row in reversed(rows)}
+    drawn = {name: difference for name, difference in judged.items() if difference and math.isfinite(difference.mean)}
     figure = Figure((8, 1.2 + 0.32 * len(drawn)), layout="constrained")
     axes = figure.subplots()
-    margin = protocol.margin
-    axes.axvspan(-margin, margin, color="black", alpha=0.07, label=f"equivalent: within ±{margin:g}")
+    equivalent = f"equivalent: within ±{protocol.margin:g}"
+    axes.axvspan(-protocol.margin, protocol.margin, color="black", alpha=0.07, label=equivalent)
     axes.axvline(0, color="black", linewidth=0.8)
-    for place, (row, difference) in enumerate(drawn):
-        look = style(row.record["name"]) | {"linestyle": "none"}
+    for place, (name, difference) in enumerate(drawn.items()):
+        look = style(name) | {"linestyle": "none"}
         axes.errorbar([difference.mean], [place], xerr=[difference.half_width], capsize=3, **look)
-    axes.set_yticks(range(len(drawn)), [row.record["name"] for row, _ in drawn])
+    axes.set_yticks(range(len(drawn)), drawn)
     axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(axis="x", alpha=0.3)
@@ -104,9 +92,18 @@ def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
 
 
 def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
-    """Write both tables and the picture; returns the picture's path."""
+    """Write both tables, each between the marks of its page, and the picture; returns the picture's path.
+
+    Raises:
+        ValueError: a page lacks the marks.
+    """
+    begin, end = "<!-- track: begin -->\n", "<!-- track: end -->"
     for page, table in build_tables(protocol, rows).items():
-        write_between_marks(page, table)
+        head, found, rest = page.read_text().partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{page} lacks the lines {begin.strip()} and {end} that the table goes between")
+        write_atomic(page, f"{head}{begin}{table}\n{end}{tail}")
     picture = PAGE.parent / f"{protocol.name}.png"
-    save_figure(plot_differences(protocol, rows), picture)
+    plot_differences(protocol, rows).savefig(picture)
     return picture

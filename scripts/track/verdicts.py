@@ -2,36 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from scripts.report.statistics import HIGHER, UNDECIDED, Difference, Verdict, estimate_difference, judge_family
+from scripts.report.statistics import Difference, estimate_difference, judge_family
 from scripts.track.protocol import Protocol
 from scripts.track.record import Record, losses_of
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """An entry against another one; `difference` is infinite if one of its runs diverged."""
-
-    difference: Difference
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """An entry of the table."""
 
     record: Record
-    losses: list[float]  # nats per byte, of the judged seeds
-    against: dict[str, Judgement]  # the reference and the second router, those that have entered, and not itself
+    mean: float  # loss of the judged seeds, nats per byte; infinite if one diverged
+    against: dict[str, Difference]  # the reference and the second router, those that have entered, and not itself
     speedup: list[str] | None  # middle, low, high, as `effective_speedup`; None: not known
-
-    @property
-    def mean(self) -> float:
-        """Mean loss of the judged seeds, nats per byte."""
-        return float(np.mean(self.losses))
 
 
 def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
@@ -42,50 +28,40 @@ def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
 def subtract(entry: Record, other: Record) -> Difference:
     """Mean difference of the losses, entry minus other, over the seeds that both have, by Student's t.
 
-    These are the judged seeds, or those of drafts, where the entry is one and the other the reference.
+    These are the judged seeds, or those of drafts, where the entry is one and the other the reference. Infinite if a
+    run of the entry diverged.
 
     Raises:
         ValueError: they share fewer than two seeds.
     """
-    first, second = losses_by_seed(entry), losses_by_seed(other)
-    if entry["draft"]:
-        second = losses_by_seed(other, "draft")
+    first, second = losses_by_seed(entry), losses_by_seed(other, "draft" if entry["draft"] else "judge")
     shared = sorted(first.keys() & second.keys())
     if len(shared) < 2:
         raise ValueError(f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again")
-    differences = np.array([first[seed] - second[seed] for seed in shared])
-    if not np.isfinite(differences).all():
-        return Difference(math.inf, len(shared))
-    return estimate_difference(differences)
-
-
-def judge_against(entries: Sequence[Record], other: Record, margin: float) -> dict[str, Judgement]:
-    """{name: judgement} of every other entry against one: a family of its own. An entry that diverged is higher."""
-    differences = {entry["name"]: subtract(entry, other) for entry in entries if entry["name"] != other["name"]}
-    finite = {name: difference for name, difference in differences.items() if math.isfinite(difference.mean)}
-    verdicts = dict(zip(finite, judge_family([*finite.values()], margin), strict=True))
-    return {name: Judgement(d, verdicts.get(name, Verdict(HIGHER))) for name, d in differences.items()}
+    differences = [first[seed] - second[seed] for seed in shared]
+    return Difference(math.inf, len(shared)) if math.inf in differences else estimate_difference(differences)
 
 
 def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
     """The rows of the table, the lowest mean loss first. Nothing is compared with a router of which a run diverged.
 
-    Raises ValueError as `subtract` does.
+    The differences from the reference are a family, and so are those from the second router. Raises ValueError as
+    `subtract` does.
     """
+    against: dict[str, dict[str, Difference]] = {entry["name"]: {} for entry in entries}
     named = {entry["name"]: entry for entry in entries}
-    columns = {
-        name: judge_against(entries, named[name], protocol.margin)
-        for name in (protocol.reference, protocol.second)
-        if name in named and math.inf not in losses_by_seed(named[name]).values()
-    }
+    for other in (protocol.reference, protocol.second):
+        if other in named and math.inf not in losses_by_seed(named[other]).values():
+            rivals = [entry for entry in entries if entry["name"] != other]
+            judged = judge_family([subtract(entry, named[other]) for entry in rivals], protocol.margin)
+            for entry, difference in zip(rivals, judged, strict=True):
+                against[entry["name"]][other] = difference
     rows = []
-    for entry in entries:
-        against = {name: column[entry["name"]] for name, column in columns.items() if entry["name"] in column}
-        speedup = None
-        if protocol.reference in against:
-            difference = against[protocol.reference].difference
+    for name, entry in named.items():
+        speedup, difference = None, against[name].get(protocol.reference)
+        if difference:
             speedup = effective_speedup(protocol, named[protocol.reference], entry, difference)
-        rows.append(Row(entry, [*losses_by_seed(entry).values()], against, speedup))
+        rows.append(Row(entry, float(np.mean([*losses_by_seed(entry).values()])), against[name], speedup))
     return sorted(rows, key=lambda row: (row.mean, row.record["name"]))
 
 
@@ -100,34 +76,21 @@ def loss_curve(protocol: Protocol, reference: Record) -> dict[float, float]:
     return dict(sorted(curve.items()))
 
 
-def tokens_needed(curve: dict[float, float], loss: float) -> float:
-    """Times the tokens that the reference needs for a loss, log-linear between the curve's lengths and within them."""
-    losses = np.minimum.accumulate([*curve.values()])[::-1]  # ascending
-    return float(2 ** np.interp(loss, losses, np.log2([*curve.keys()])[::-1]))
-
-
 def effective_speedup(protocol: Protocol, reference: Record, entry: Record, difference: Difference) -> list[str] | None:
     """How much sooner the entry reaches its loss than the reference does, by the clock: middle, low, high (95%).
 
-    The tokens that the reference needs for the entry's loss, times the ratio of the times of a step; "<" or ">" where
-    the loss is not among those of the reference's lengths. The interval is that of the difference; it leaves out the
-    errors of the reference's own curve and of the times.
+    The tokens that the reference needs for the entry's loss, log-linear between its lengths, times the ratio of the
+    times of a step; "<" or ">" where the loss is not among those of its lengths. The interval is that of the
+    difference; it leaves out the errors of the reference's own curve and of the times.
     """
     curve = loss_curve(protocol, reference)
-    if len(curve) < 2 or "step_ms" not in entry or not math.isfinite(difference.mean):
+    if len(curve) < 2 or "step_ms" not in entry or math.isinf(difference.mean):
         return None
     faster = entry["step_ms"]["reference"] / entry["step_ms"]["entry"]
+    lengths, losses = np.array([*curve]), np.minimum.accumulate([*curve.values()])
     texts = []
     for shift in (difference.mean, difference.high, difference.low):
-        tokens = tokens_needed(curve, curve[1.0] + shift)
+        tokens = float(2 ** np.interp(curve[1.0] + shift, losses[::-1], np.log2(lengths)[::-1]))
         sign = {min(curve): "<", max(curve): ">"}.get(tokens, "")
         texts.append(f"{sign}{faster * tokens:.2f}")
     return texts
-
-
-def describe_judgement(judgement: Judgement) -> str:
-    """`-0.0132 [-0.0190, -0.0074] lower`."""
-    if not math.isfinite(judgement.difference.mean):
-        return f"diverged **{HIGHER}**"
-    bold = judgement.verdict.text if judgement.verdict.text.startswith(UNDECIDED) else f"**{judgement.verdict.text}**"
-    return f"{judgement.difference} {bold}"

@@ -6,7 +6,6 @@ import platform
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -18,48 +17,11 @@ SILENT = 300  # seconds without a line of metrics before a run in progress is ca
 HEAD = ("run", "state", "step", "train loss", "val loss", "tokens/s", "MFU", "left", "trouble")
 
 
-@dataclass(frozen=True)
-class Status:
-    """A run at a moment."""
+def describe_run(run: Run, now: float | None = None) -> list[str]:
+    """Cells under HEAD of a run at the time `now`, in seconds since 1970, by default this moment; empty if unknown.
 
-    run: Run
-    state: str  # running, silent, finished, failed or stopped
-    step: int
-    seconds_left: float | None  # at the median speed of the last lines; None where nothing is running
-    trouble: str  # the last thing that went wrong, in one line
-
-    def as_row(self) -> list[str]:
-        """Cells under HEAD; empty where nothing is known."""
-        run, last = self.run, newest_values(self.run)
-        return [
-            str(run.folder),
-            self.state,
-            f"{self.step:,} of {run.max_steps:,} {self.step / run.max_steps:>4.0%}",
-            *(f"{last[name]:{form}}" if name in last else "" for name, form in COLUMNS.items()),
-            "" if self.seconds_left is None else str(timedelta(seconds=round(self.seconds_left))),
-            self.trouble,
-        ]
-
-
-def build_table(statuses: Sequence[Status]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table, without the columns that are empty for every run."""
-    columns = zip(HEAD, *(status.as_row() for status in statuses), strict=True)
-    head, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
-    return list(head), [list(row) for row in rows]
-
-
-def newest_values(run: Run) -> dict[str, float]:
-    """The newest value of each name in the run's metrics; of `val/loss` the one that was not finite, if it was last."""
-    values = {}
-    for line in sorted([*run.evaluations.values(), *run.logs], key=lambda line: line["step"]):
-        values |= {name: value for name, value in line.items() if isinstance(value, int | float)}
-    if run.diverged is not None and run.diverged >= max(run.evaluations, default=0):
-        values |= {"val/loss": math.nan, "step": max(run.diverged, values.get("step", 0))}
-    return values
-
-
-def read_status(run: Run, now: float | None = None) -> Status:
-    """The state of a run at the time `now`, in seconds since 1970, by default this moment."""
+    Its state is running, silent, finished, failed or stopped. The time left is at the median speed of the last lines.
+    """
     now = time.time() if now is None else now
     last = newest_values(run)
     step, trouble = int(last.get("step", 0)), find_trouble(run, last)
@@ -75,12 +37,29 @@ def read_status(run: Run, now: float | None = None) -> Status:
         state = "failed"
     else:
         state = "stopped"
-    speeds = list(run.series("perf/tokens_per_sec").values())[-5:]
-    left = None
+    left, speeds = "", list(run.series("perf/tokens_per_sec").values())[-5:]
     if alive and speeds and median(speeds) > 0:
-        tokens_per_step = run.config.train.batch_size * run.config.model.block_size
-        left = (run.max_steps - step) * tokens_per_step / median(speeds)
-    return Status(run, state, step, left, trouble)
+        tokens = (run.max_steps - step) * run.config.train.batch_size * run.config.model.block_size
+        left = str(timedelta(seconds=round(tokens / median(speeds))))
+    progress = f"{step:,} of {run.max_steps:,} {step / run.max_steps:>4.0%}"
+    values = [f"{last[name]:{form}}" if name in last else "" for name, form in COLUMNS.items()]
+    return [str(run.folder), state, progress, *values, left, trouble]
+
+
+def build_table(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table, without the columns that are empty for every run."""
+    head, *cells = zip(*(column for column in zip(HEAD, *rows, strict=True) if any(column[1:])), strict=True)
+    return list(head), [list(row) for row in cells]
+
+
+def newest_values(run: Run) -> dict[str, float]:
+    """The newest value of each name in the run's metrics; of `val/loss` the one that was not finite, if it was last."""
+    values = {}
+    for line in sorted([*run.evaluations.values(), *run.logs], key=lambda line: line["step"]):
+        values |= {name: value for name, value in line.items() if isinstance(value, int | float)}
+    if run.diverged is not None and run.diverged >= max(run.evaluations, default=0):
+        values |= {"val/loss": math.nan, "step": max(run.diverged, values.get("step", 0))}
+    return values
 
 
 def find_trouble(run: Run, last: dict[str, float]) -> str:
