@@ -220,8 +220,8 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
         tokens += share * plan.count_tokens(point.config)
         hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu].peak, mfu)
         disk += plan.checkpoint_bytes(point.config) * (train.keep_checkpoints + len(train.kept_steps))
-    line += f"; to do: {tokens / 1e6:,.2f} M tokens, {hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), "
-    return line + f"{format_bytes(disk)} of checkpoints"
+    on_gpus = f"{hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), " if hours >= 0.05 else ""  # less is a matter of a CPU
+    return f"{line}; to do: {tokens / 1e6:,.2f} M tokens, {on_gpus}{format_bytes(disk)} of checkpoints"
 
 
 def train_points(

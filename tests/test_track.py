@@ -298,7 +298,7 @@ def test_verify_refuses_tampering(contest, tmp_path, capsys):
         "fixed_sha256": intact | {"fixed_sha256": "0" * 64},
         "data_sha256": intact | {"data_sha256": "0" * 64},
         "not the protocol's draws": intact | {"settings": other_draw},
-        "judge-draw0-seed100 is missing": without("runs", judged),
+        "runs are missing, such as judge-draw0-seed100": without("runs", judged),
         "the mean of its documents 1.5": intact | {"runs": changed},
         "more than once": intact | {"runs": [*intact["runs"], intact["runs"][0]]},
         "is not in the protocol": intact | {"runs": [*intact["runs"], {**intact["runs"][judged], "seed": 9}]},

@@ -126,8 +126,9 @@ def build_measure_table(setting: Setting) -> Table:
             for name, form in measures.items():
                 values = read_measure(setting, cell, name)
                 row.append(format_mean(values, form) if values else "")
-            rows.append(row)
-    return ["at the end", *measures], rows if measures else []
+            if any(row[1:]):
+                rows.append(row)
+    return ["at the end", *measures], rows
 
 
 def describe_setting(setting: Setting) -> str:

@@ -126,7 +126,8 @@ def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]
     """What is wrong with the runs of a record."""
     losses = losses_of(record)
     required = protocol.list_tasks(record["name"], losses)
-    faults = [f"{task.name} is missing; {again}" for task in required if task not in losses]
+    missing = [task.name for task in required if task not in losses]
+    faults = [f"{len(missing)} of {len(required)} runs are missing, such as {missing[0]}; {again}"] if missing else []
     faults += [f"{task.name} is not in the protocol; {again}" for task in losses if task not in required]
     if len(losses) != len(record["runs"]):
         faults.append(f"a run is in it more than once; {again}")

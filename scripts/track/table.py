@@ -60,12 +60,14 @@ def format_measures(row: Row) -> list[str]:
     balance = [f"{text} {settings[key]:g}" for key, text in BALANCE.items() if key in settings]
     if record.get("options", {}).get("train.bias_update") == "quantile":
         balance = ["quantile"]
+    routed = not math.isnan(norms[0])  # all but dense, which has no use for most settings
     return [
-        "" if math.isnan(norms[0]) else f"{norms[0]:.2f} → {norms[1]:.2f}",
+        f"{norms[0]:.2f} → {norms[1]:.2f}" if routed else "",
         mean("load_imbalance", ".1f"),
         mean("dead_experts", ".1f"),
-        *(f"{settings[f'optim.{key}']:g}" for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio")),
-        balance[0] if balance else "none",
+        f"{settings['optim.lr']:g}",
+        *(f"{settings[f'optim.{key}']:g}" if routed else "" for key in ("router_lr_ratio", "expert_out_lr_ratio")),
+        (balance[0] if balance else "none") if routed else "",
         str(record["summary"]["diverged"]),
     ]
 

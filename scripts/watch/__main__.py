@@ -105,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)")
     parser.add_argument("--serve", nargs="?", type=int, const=6060, metavar="PORT", help="a page, at 6060 by default")
     args = parser.parse_args(argv)
+    if missing := [str(place) for place in args.runs if not place.exists()]:
+        raise ValueError(
+            f"{', '.join(missing)}: no such folder; name folders of runs, or leave them out for all of runs/"
+        )
     places = args.runs or [Path("runs")]  # which the first run will make
     if args.serve is None:
         print(format_table(places))
