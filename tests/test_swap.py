@@ -7,6 +7,7 @@ import torch
 from conftest import write_tiny
 from numerics import assert_near, seeded
 from runs import column, metrics, modules_in, run
+from safetensors.torch import load_file, save_file
 from test_hf_open_moe import LIMIT, OURS, SHAPE
 from test_router import GATES
 
@@ -18,7 +19,7 @@ from eval.trained import load_model
 from gate_norm import gate_scale
 from hf.init_from import read_initial_weights
 from model import GPT
-from router import ROUTERS, Router, find_spec
+from router import ROUTERS, Router, find_spec, hash_table
 from runtime.folder import path_of
 from scripts import export
 
@@ -119,3 +120,36 @@ def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(make, tmp_p
         again = f"train.init_from={place}", f"run.name=from-{place.name}"
         first = run(swapped(make, softmax, "softmax-renorm", *shape, *again))[0]["val/loss"]
         assert_near(torch.tensor(first), wanted, LIMIT, "loss")
+
+
+@pytest.fixture(scope="module")
+def hashed(make, tmp_path_factory):
+    """A model of softmax with a hash layer, and its export with another table than a new one would be."""
+    run(config := make("run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"))
+    place, model = tmp_path_factory.mktemp("hashed") / "out", load_model(path_of(config)).model
+    assert export.main([str(path_of(config)), str(place)]) == 0
+    table = model.blocks[0].mlp.router.hash_table
+    table.copy_((table + torch.arange(257)[:, None]) % 8)
+    state = load_file(place / "model.safetensors")
+    save_file(state | {"model.layers.0.mlp.router.hash_table": table.clone()}, place / "model.safetensors")
+    return place, model
+
+
+@pytest.mark.parametrize("n_hash", [0, 1, 2])
+def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(make, source, hashed, n_hash, capsys):
+    """By formula in fp64, on other text, for the inputs that the routers have in the old model."""
+    (place, old), (x, _) = hashed, texts(source)
+    more = ["model.router=kern", f"model.n_hash_layer={n_hash}", f"run.name=hash-{n_hash}", *ONCE]
+    run(config := make(f"train.init_from={place}", *more))
+    said, new = capsys.readouterr().out, load_model(path_of(config)).model
+    assert (f"n_hash_layer changes from 1 to {n_hash}" in said) == (n_hash != 1)
+    tables = [old.blocks[0].mlp.router.hash_table, hash_table(257, 8, 2, seed=1)]
+    assert not tables[0].equal(hash_table(257, 8, 2, seed=0))
+    layers = zip(record_routing(old, x), record_routing(new, x), new.blocks, tables, strict=True)
+    for layer, (before, after, block, table) in enumerate(layers):
+        s = before.logits.double() - before.logits.double().mean(1, keepdim=True)
+        experts = table[x.flatten()] if layer < n_hash else s.topk(2).indices
+        assert layer >= n_hash or after.experts.equal(experts)
+        gates = block.mlp.router.c.item() * GATES["kern"](s, s.gather(1, experts))
+        norms = [g.double().square().sum(1).mean().sqrt().item() for g in (before.weights, gates)]
+        assert norms[1] == pytest.approx(norms[0], rel=0.04)
