@@ -1,12 +1,14 @@
 """eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand, traces that do not fit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from conftest import write_tiny
 from numerics import assert_near, tolerance
+from runs import REPO_ROOT
 from test_router import GATES
 
 import configure
@@ -106,6 +108,18 @@ def test_a_training_step_replays(made):
     assert [p.tolist() for p in gradients()] == [p.tolist() for p in before]
     with pytest.raises(ValueError, match="of 1 layers, the model has 2"), traces.replay_routing(model, own[:1]):
         pass
+
+
+def test_the_loop_in_the_documentation_runs(made, monkeypatch):
+    """Its gradients are those of the text, of a model that chose the same itself."""
+    (code,) = re.findall("```python\n(.*?)```", (REPO_ROOT / "docs/traces.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(made)
+    (made / "a.npz").write_bytes((made / "soft.npz").read_bytes())
+    exec(code.replace("runs/B", "runs/softmax"), names := {})
+    own, (x, y) = load_model(made / "runs/softmax").model.requires_grad_(True), texts(made)
+    own(x, y).loss.backward()
+    for mine, theirs in zip(names["model"].parameters(), own.parameters(), strict=True):
+        assert_near(mine.grad, theirs.grad, 10 * LIMIT, "gradient")
 
 
 SHAPE = "soft.npz has (2, 8, 2) layers with experts, n_expert and top_k"
