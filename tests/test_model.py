@@ -297,3 +297,23 @@ def test_passes_share_a_cast_of_the_experts():
     assert apart_casts - casts == 2 * 2 * 3  # of both weights, in both passes and each layer
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
     assert not torch.equal(run()[1][0], together[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotation_is_computed_in_float32(dtype):
+    x = torch.randn(2, 3, 400, 8, generator=seeded()).to(dtype)
+    assert torch.equal(attention.rotate(x, 10000.0), attention.rotate(x.float(), 10000.0).to(dtype))
+
+
+@pytest.mark.parametrize("router", ["dense", "softmax"])
+def test_dropout_drops_its_share_of_each_branch(router):
+    """Of the embedding, of attention's output and of the MLP's; none in evaluation."""
+    model = build(router=router, n_layer=1, n_embd=64, block_size=32, dropout=0.25)
+    block, x, idx = model.blocks[0], torch.randn(8, 32, 64), torch.zeros(8, 32, dtype=torch.int64)
+    torch.nn.init.zeros_(block.attn.proj.weight)
+    with torch.no_grad():
+        assert ((block(x, idx)[0] == x).float().mean() - 0.25).abs() < 0.03
+        torch.nn.init.normal_(block.attn.proj.weight)
+        assert ((block.attn(x) == 0).float().mean() - 0.25).abs() < 0.03
+        model.eval()
+        assert (block.attn(x) != 0).all() and (block(x, idx)[0] != x).float().mean() > 0.99
