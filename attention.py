@@ -1,10 +1,12 @@
 """Causal self-attention of model.py: rotary positions, documents, and the cache of keys and values.
 
+This file imports only torch, so that exported models can ship it. A `config` is any object with a model's settings.
+
 Shapes in comments: B sequences, T positions, S columns of the cache, C = n_embd, nh heads of size hs for
 queries, nkv for keys and values, L = n_layer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -12,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from configure.schema import Model as ModelConfig
 
-
-def make_norm(config: ModelConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
+def make_norm(config: Any, width: int) -> nn.LayerNorm | nn.RMSNorm:
     """A LayerNorm, or the RMSNorm that has neither its mean nor its bias, over the last dimension of size `width`."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(width, eps=config.norm_eps)
@@ -63,7 +63,7 @@ class KVCache:
     forward pass calls `prepare` once and `update` once per layer.
     """
 
-    def __init__(self, config: ModelConfig, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: Any, start: Tensor, capacity: int, dtype: torch.dtype = torch.float32) -> None:
         """Allocate `capacity` columns (S) for len(start) rows; `start` (B,) int64 is on the model's device."""
         self.start, self.length, self.layer, self.block_size = start, 0, 0, config.block_size
         shape = (config.n_layer, 2, len(start), kv_heads(config), capacity, config.n_embd // config.n_head)
@@ -95,15 +95,6 @@ class KVCache:
         self.layer += 1
         return layer[..., : self.length, :].unbind(0)
 
-    def select_rows(self, index: Tensor, capacity: int) -> "KVCache":
-        """Copy the rows `index` (n,) int64, repeats allowed, to a new cache of `capacity` columns."""
-        copy = KVCache.__new__(KVCache)
-        copy.start, copy.length, copy.layer, copy.block_size = self.start[index], self.length, 0, self.block_size
-        L, _, _, heads, _, hs = self.columns.shape
-        copy.columns = self.columns.new_empty(L, 2, len(index), heads, capacity, hs)
-        copy.columns[..., : self.length, :] = self.columns[:, :, index, :, : self.length]
-        return copy
-
 
 def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
     """Rotary position embedding; channels i and i + hs/2 of a head are a pair.
@@ -111,7 +102,7 @@ def rotate(x: Tensor, base: float, positions: Tensor | None = None) -> Tensor:
     Args:
         x: (B, nh, T, hs) queries or keys.
         base: pair i turns by base^(-2i/hs) radians per position.
-        positions: (B, T) int64; None: 0, 1, … T - 1 in every row.
+        positions: (B or 1, T) int64; None: 0, 1, … T - 1 in every row.
 
     Returns:
         (B, nh, T, hs) in x's dtype.
@@ -134,7 +125,7 @@ class Attention(nn.Module):
     Source: grouped-query attention (arXiv 2305.13245); norms of queries and keys: Qwen3 per head, OLMoE over all heads.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.n_kv_head = kv_heads(config)
@@ -197,6 +188,6 @@ def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
     return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
 
 
-def kv_heads(config: ModelConfig) -> int:
+def kv_heads(config: Any) -> int:
     """The heads of keys and values: model.n_kv_head, or as many as of queries where that is 0."""
     return config.n_kv_head or config.n_head

@@ -103,11 +103,7 @@ class Tokens:
     """
 
     def __init__(
-        self,
-        shards: Sequence[np.ndarray],
-        name: str = "these tokens",
-        vocab_size: int = 2**16,
-        eot: int | None = None,
+        self, shards: Sequence[np.ndarray], name: str = "these tokens", vocab_size: int = 2**16, eot: int | None = None
     ) -> None:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end

@@ -19,6 +19,7 @@ REPO_ROOT = Path(__file__).parents[1]
 CODE = {  # file in an export of form "nanokern": its source here
     "configuration_nanokern.py": "hf/configuration_nanokern.py",
     "modeling_nanokern.py": "hf/modeling_nanokern.py",
+    "attention.py": "attention.py",
     "router.py": "router.py",
     "torch_grouped.py": "kernels/torch_grouped.py",
     "LICENSE-code": "LICENSE",

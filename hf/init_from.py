@@ -97,7 +97,11 @@ def read_initial_weights(config: Config) -> Weights:
 def _find_overrides(weights: Weights, model: Model) -> list[str]:
     """The overrides under which `weights` fit into `model`; none if they fit already."""
     theirs = weights.model
-    keys = [*BLOCK_KEYS, *_find_mlp_keys(theirs, model), *_find_position_keys(theirs, model)]
+    keys = [*BLOCK_KEYS, *_find_mlp_keys(theirs, model)]
+    if theirs.pos == "rope":
+        keys.append("rope_base")
+    elif theirs.block_size < model.block_size:  # positions are weights
+        keys.append("block_size")
     if kv_heads(theirs) != (model.n_kv_head or theirs.n_head):  # once n_head is theirs
         keys.append("n_kv_head")
     if theirs.vocab_size > model.vocab_size:
@@ -109,13 +113,6 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
     if is_upcycled(theirs, model):
         needed |= find_overrides(theirs, model)
     return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
-
-
-def _find_position_keys(theirs: Model, model: Model) -> list[str]:
-    """The keys in which `model` must be like `theirs`, so that it has their positions."""
-    if theirs.pos == "rope":
-        return ["rope_base"]
-    return ["block_size"] if theirs.block_size < model.block_size else []
 
 
 def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:

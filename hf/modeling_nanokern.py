@@ -1,6 +1,6 @@
 """The GPT of nanoKERN's model.py for transformers: loading, generation, training.
 
-Copied into exports by scripts.export, with router.py and torch_grouped.py, the code that trained the model.
+Copied into exports by scripts.export, with attention.py, router.py and torch_grouped.py, which trained the model.
 Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K experts per token, H their hidden width.
 """
 
@@ -20,32 +20,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention import make_norm, normalize_heads, rotate  # pyrefly: ignore[missing-import]  (beside it in an export)
 from .configuration_nanokern import NanoKernConfig
-from .router import Router, find_spec, hash_table  # pyrefly: ignore[missing-import]  (beside this file in an export)
+from .router import Router, find_spec, hash_table  # pyrefly: ignore[missing-import]
 from .torch_grouped import ACTIVATIONS, expert_mlp  # pyrefly: ignore[missing-import]
-
-
-def make_norm(config: NanoKernConfig, width: int) -> nn.Module:
-    """A norm over a last dimension of `width`."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=config.norm_eps)
-    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
-
-
-def normalize_heads(x: Tensor, norm: nn.Module) -> Tensor:
-    """Norm of queries or keys (B, T, heads·hs), of each head or of all as the norm is wide, in its weight's dtype."""
-    weight = norm.get_parameter("weight")
-    return norm(x.to(weight.dtype).unflatten(-1, (-1, len(weight)))).flatten(-2).to(x.dtype)
-
-
-def rotate(x: Tensor, base: float, position_ids: Tensor) -> Tensor:
-    """Rotary position embedding, the halves of a head as pairs: x (B, nh, T, hs), positions (B or 1, T) -> as x."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = position_ids[:, None, :, None].float() * frequency  # (B, 1, T, hs/2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class NanoKernAttention(nn.Module):

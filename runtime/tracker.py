@@ -119,14 +119,13 @@ def start_wandb(config: Config, folder: Path, id: str | None = None, tags: Seque
         names |= {"dir": str(folder), "config": config.model_dump(), "settings": wandb.Settings(**bounds, silent=True)}
         try:
             run = wandb.init(mode=mode, **names)
-            run.define_metric("*", step_metric="tokens")
         except Exception as error:
             if mode == "offline":
                 raise
             print(f"wandb: no run online ({first_line(error)}): logging offline; `wandb sync` sends it later")
             wandb.teardown()  # otherwise it refuses the id as in use
             run = wandb.init(mode="offline", **names)
-            run.define_metric("*", step_metric="tokens")
+        run.define_metric("*", step_metric="tokens")
         return WandbTracker(run, wandb, folder, config.model.n_dense_layer)
     except Exception as error:
         print(f"wandb: no run ({first_line(error)}): continuing without it; metrics.jsonl has every number")

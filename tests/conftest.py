@@ -111,6 +111,13 @@ def tiny(tiny_file: Path) -> Callable[..., configure.Config]:
     return lambda *overrides: configure.load(tiny_file, overrides)
 
 
+@pytest.fixture(scope="module")
+def module_tiny(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., configure.Config]:
+    """`tiny` for all tests of a module: their runs are in one folder."""
+    file = write_tiny(tmp_path_factory.mktemp("module"), corpus)
+    return lambda *overrides: configure.load(file, overrides)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     """A function: `write(text)` writes x.toml, or the file that it is given the name of, and returns its path."""

@@ -90,6 +90,12 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
         assert (raw[:guard] == GUARD).all() and (raw[-guard:] == GUARD).all(), "a kernel wrote outside of its buffer"
 
 
+def run_and_check_fake(operator, *inputs):
+    """What an operator returns; torch.compile is told the same shapes and dtypes."""
+    torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+    return operator(*inputs)
+
+
 class Operators(TorchDispatchMode):
     """Names of operators that are no views, in order."""
 

@@ -51,54 +51,33 @@ MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change 
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
     "dense": ["model.router=dense", "data.document_mask=true", "train.ema_decay=0.75"],
     "kern": ["model.router=kern-norelu"],
-    "biased": [
-        *("model.router=sigmoid-renorm", "train.bias_update_rate=0.01"),
-        *("train.balance_loss_coef=0.1", "train.z_loss_coef=0.01"),
-    ],
-    "quantile": [  # one step: later ones differ by rounding, which can move a score to another bin
-        *("model.router=sigmoid", "train.bias_update=quantile", "train.max_steps=1", "optim.warmup_steps=1"),
-        *("model.n_hash_layer=1", "train.balance_loss_coef=0.1"),
-    ],
     "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
-    "modern": [
-        *("model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1", "model.pos=rope"),
-        *("model.gated=true", "model.activation=silu", "model.n_shared_expert=1", "model.n_dense_layer=1"),
-    ],
-    # Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
-    "idle": [
-        *("model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"),
-        *("train.batch_size=2", "train.micro_batch_size=1"),
-    ],
     "windows": ["model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5", "train.max_steps=2"],
-    # Interpreted, so as little as can be: 16 tokens a step.
-    "triton": [
-        *("model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"),
-        *("train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2", "train.activation_checkpointing=true"),
-    ],
-    "saved": [
-        *SAVED,
-        "model.router=sigmoid-renorm",
-        "model.n_hash_layer=1",
-        "train.bias_update_rate=0.01",
-        "train.balance_loss_coef=0.1",
-    ],
     "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
-    # The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a log interval.
-    "again": [
-        *SAVED,
-        *(
-            "model.dropout=0.1",
-            "train.dtype=float16",
-            "log.interval=2",
-            "train.loss_spike=skip",
-            "train.ema_decay=0.75",
-        ),
-    ],
     # A loss scale that overflows in all steps before the checkpoint: AdamW has made no step yet.
     "early": [*SAVED, "train.dtype=float16", "train.z_loss_coef=200"],
 }
+BALANCED = ["train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"]
+MODELS["biased"] = ["model.router=sigmoid-renorm", *BALANCED, "train.z_loss_coef=0.01"]
+MODELS["saved"] = [*SAVED, "model.router=sigmoid-renorm", "model.n_hash_layer=1", *BALANCED]
+# One step: later ones differ by rounding, which can move a score to another bin.
+MODELS["quantile"] = ["model.router=sigmoid", "train.bias_update=quantile", "train.max_steps=1", "optim.warmup_steps=1"]
+MODELS["quantile"] += ["model.n_hash_layer=1", "train.balance_loss_coef=0.1"]
+MODELS["modern"] = ["model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1"]
+MODELS["modern"] += ["model.pos=rope", "model.gated=true", "model.activation=silu", "model.n_shared_expert=1"]
+MODELS["modern"] += ["model.n_dense_layer=1"]
+# Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
+MODELS["idle"] = ["model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"]
+MODELS["idle"] += ["train.batch_size=2", "train.micro_batch_size=1"]
+# Interpreted, so as little as can be: 16 tokens a step.
+MODELS["triton"] = ["model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"]
+MODELS["triton"] += ["train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2"]
+MODELS["triton"] += ["train.activation_checkpointing=true"]
+# The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a log interval.
+MODELS["again"] = [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"]
+MODELS["again"] += ["train.ema_decay=0.75"]
 ANY = ("dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
 COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
 CASES = {

@@ -133,22 +133,6 @@ def broken_disk(monkeypatch):
     return broken_disk
 
 
-def test_failed_save_is_raised_by_the_next_call(tmp_path, broken_disk):
-    write(tmp_path, 1)
-    broken_disk(True)
-    training, saver = Training(), saver_in(tmp_path)
-    for next_call in (saver.poll, saver.wait, saver.finish, lambda: training.save(saver, 3)):
-        training.save(saver, 2)
-        saver.pending.join()
-        with pytest.raises(RunError, match=r"step_00000002: .*Input/output error\)\. Older ones are intact.*Make room"):
-            next_call()
-        assert names(tmp_path) == ["step_00000001"]  # nothing half-written is left
-    broken_disk(False)
-    training.save(saver, 2)
-    saver.finish()
-    assert checkpoint.steps(tmp_path) == [1, 2]
-
-
 # ---- which checkpoints stay
 def test_newest_checkpoints_and_those_of_kept_steps_stay(tmp_path):
     folder = tmp_path / "checkpoints"

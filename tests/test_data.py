@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import requests
 from corpora import edit_meta, write_ids
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
@@ -27,15 +25,6 @@ REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared
 
 
 # tokenizers
-@given(texts=st.lists(st.text(max_size=40), max_size=4))
-@settings(deadline=None, max_examples=25)
-def test_tokenizers_round_trip(any_tokenizer, texts):
-    batch = any_tokenizer.encode_batch(texts)
-    assert [any_tokenizer.decode(ids) for ids in batch] == texts
-    assert all(ids.dtype == np.uint16 and (ids < any_tokenizer.vocab_size).all() for ids in batch)
-    assert [any_tokenizer.encode(text) for text in texts] == [ids.tolist() for ids in batch]
-
-
 def test_special_and_broken_text(any_tokenizer):
     end = any_tokenizer.eot
     assert end == any_tokenizer.vocab_size - 1

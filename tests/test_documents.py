@@ -5,21 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import write_tiny
 from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
-from runs import column, end, metrics, run
+from runs import column, run
 from torch.nn.attention.flex_attention import BlockMask
 
-import configure
 import train
 from attention import KVCache, attend, find_documents
 from configure import Config
 from data import DataError
 from eval import generation, val_loss
-from eval.routing import main as routing
-from eval.trained import load_model
 from model import GPT
 from runtime import RunError
 from runtime.folder import path_of
@@ -96,7 +91,7 @@ def test_documents_of_a_window_equal_each_alone(pos, router, n_kv_head):
 @blocks
 @routers
 def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
-    """With ends in the prompt, in later columns, and as padding; and rows selected from the cache."""
+    """With ends in the prompt, in later columns, and as padding."""
     masked = build(pos=pos, router=router, n_kv_head=n_kv_head).eval()
     plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head).eval()
     idx, documents = make_windows()
@@ -106,16 +101,10 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
     cut = [(row, max(first, int(start[row])), stop) for row, first, stop in documents]
     with torch.no_grad():
         whole = {(r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut}
-        past = KVCache(masked.config, start, 7, torch.float64)
-        steps = [all_logits(masked, part, past) for part in idx[:, :7].split([4, 1, 2], 1)]
-        chosen = torch.tensor([2, 0, 1, 0])
-        past = past.select_rows(chosen, T)
-        rest = torch.cat([all_logits(masked, part, past) for part in idx[chosen, 7:].split([1, 1, 3], 1)], 1)
-        logits = torch.cat([torch.cat(steps, 1)[chosen], rest], 1)
-    for place, row in enumerate(chosen.tolist()):
-        for r, first, stop in cut:
-            if r == row:
-                assert_near(logits[place, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}")
+        past = KVCache(masked.config, start, T, torch.float64)
+        logits = torch.cat([all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)], 1)
+    for row, first, stop in cut:
+        assert_near(logits[row, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}")
 
 
 @pytest.mark.numerics
@@ -150,18 +139,6 @@ def test_generated_ends_begin_anew():
         assert len(set(continued)) == 1
 
 
-def test_a_run_resumes_bit_equal_and_knows_its_token(tiny):
-    run(tiny(MASKED, "run.name=whole"))
-    run(tiny(MASKED, "run.name=part", "train.max_steps=2"))
-    run(tiny(MASKED, "run.name=part"))
-    assert end(tiny(MASKED, "run.name=part")).tensors == end(tiny(MASKED, "run.name=whole")).tensors
-    assert load_model(path_of(tiny("run.name=whole"))).model.document_token == 256
-    run(tiny("run.name=crossing"))
-    losses = [column(metrics(tiny(f"run.name={name}")), "val/loss") for name in ("whole", "crossing")]
-    assert losses[0] != losses[1]
-    assert load_model(path_of(tiny("run.name=crossing"))).model.document_token is None
-
-
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
     config = tiny(MASKED, "eval.windows=60")  # some of them with ends
     logged = column(run(config), "val/loss")[-1]
@@ -172,27 +149,6 @@ def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path, capsys):
     assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 2
     assert "trained with data.document_mask = true" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_windows_that_overlap_and_routing_know_documents(tmp_path, call):
-    """With stride 1 each token of a short document is predicted from all of its document, and no other."""
-    lengths = torch.randint(5, 21, (30,), generator=seeded()).tolist()
-    documents = [torch.randint(200, (n,), generator=seeded(n)).tolist() for n in lengths]
-    ids = sum(([*document, 256] for document in documents), [])
-    write_ids(tmp_path / "tiny", ids, ids)
-    config = configure.load(write_tiny(tmp_path, tmp_path), [MASKED])  # block_size 32
-    run(config)
-    call(val_loss.main, path_of(config), "--stride", 1)
-    (line,) = map(json.loads, (path_of(config) / "eval/step_00000004/val_loss.json").open())
-    model, losses = load_model(path_of(config)).model, []
-    for i, document in enumerate(documents):
-        idx = torch.tensor([*[256] * (i > 0), *document, 256])[None]  # the first has no token before it
-        with torch.no_grad():
-            losses.append(F.cross_entropy(all_logits(model, idx[:, :-1])[0], idx[0, 1:], reduction="none"))
-    losses = torch.cat(losses)
-    assert line["tokens"] == len(losses)
-    assert line["loss"] == pytest.approx(losses.mean().item(), rel=tolerance(torch.float32, 257, roundings=8))
-    assert f"{12 * 32} tokens; " in call(routing, path_of(config), "--windows", 12)
 
 
 def test_what_a_mask_refuses(tiny, tmp_path):

@@ -11,7 +11,6 @@ import lm_eval
 import pytest
 import torch
 from conftest import WORDS as BASIC
-from conftest import write_tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
@@ -117,11 +116,10 @@ def write_tasks(path, count=6):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, corpus):
+def finished(module_tiny):
     """A finished run of 4 steps, whose block holds the documents above."""
     sizes = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=3"]
-    config = configure.load(write_tiny(tmp_path_factory.mktemp("finished"), corpus), sizes)
-    train.train(config)
+    train.train(config := module_tiny(*sizes))
     return folder.path_of(config)
 
 

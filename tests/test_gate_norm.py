@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from numerics import seeded
-from runs import checkpoints, column, run
 from test_router import GATES, SPARSE
 
 import gate_norm
@@ -14,7 +13,6 @@ from configure import Config
 from gate_norm import expected_square, gate_scale, gate_sum, softmax_moments
 from model import GPT, parameter_shapes
 from router import ROUTERS, RouterSpec
-from runtime import checkpoint
 
 SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
 
@@ -93,14 +91,3 @@ def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch)
     assert expected_square(RouterSpec("tanh", post="l2 over topk"), 12, 3, 0.5) == pytest.approx(1, abs=1e-5)
     monkeypatch.setattr(gate_norm, "expected_square", None)  # shapes alone need no estimate
     assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(settings(router="kern", gate_norm=0.0))
-
-
-def test_run_records_logs_and_resumes_it(tiny):
-    """The first line, of a fresh model, has the norm; a resumed run takes c from its checkpoint."""
-    words = ("model.router=softmax-renorm", "model.gate_norm=1.5")
-    lines = run(config := tiny(*words, "train.max_steps=2"))
-    assert column(lines, "val/gate_norm")[0] == pytest.approx(1.5, rel=0.03)
-    c = (model := GPT(config.model)).blocks[0].mlp.router.c
-    wanted = c.item()
-    checkpoint.load_model(checkpoints(config), 2, model.apply(lambda module: c.fill_(7)))
-    assert c.item() == wanted

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import write_tiny
 from numerics import seeded
 from runs import REPO_ROOT
 
@@ -102,9 +101,8 @@ def test_rows_end_one_by_one_and_padding_is_never_drawn():
 
 
 @pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):
-    config = configure.load(write_tiny(tmp_path_factory.mktemp("trained"), corpus), ["train.checkpoint_interval=2"])
-    train.train(config)
+def trained(module_tiny):
+    train.train(config := module_tiny("train.checkpoint_interval=2"))
     return path_of(config)
 
 

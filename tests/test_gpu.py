@@ -4,6 +4,7 @@ Where possible the tests also run on the CPU, with gloo instead of NCCL, so that
 """
 
 import math
+import os
 import shutil
 
 import pytest
@@ -94,12 +95,16 @@ def test_ddp_and_fsdp_on_one_rank_learn_as_the_model_alone_does(on, one_rank, de
 
 @pytest.mark.parametrize("router", ["kern", "dense"])
 @pytest.mark.parametrize("device, dtype", DEVICES)
-def test_resumed_run_is_bit_equal(on, device, dtype, router):
-    config = on(device, dtype, f"model.router={router}", "train.max_steps=6", "train.checkpoint_interval=3",
-                "train.keep_checkpoints=9", "train.deterministic=true")  # fmt: skip
+def test_resumed_run_is_bit_equal(on, device, dtype, router, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    own = [f"model.router={router}", "model.dropout=0.1", "train.max_steps=6", "train.checkpoint_interval=3"]
+    config = on(device, dtype, *own, "train.keep_checkpoints=9", "train.deterministic=true")
     try:
         run(config)
         whole = end(config)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert steps(config) == [3, 6]
         shutil.rmtree(checkpoint.folder_of(checkpoints(config), 6))
         run(config)

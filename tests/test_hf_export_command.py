@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from conftest import TINY
 from runs import modules_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-import configure
 import train
 from data.tokenizer import RANKS_SHA256, GPT2Tokenizer, token_bytes
 from eval.trained import load_model
@@ -71,12 +69,9 @@ ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
 
 
 @pytest.fixture(scope="module")
-def run(corpus, tmp_path_factory):
+def run(module_tiny):
     """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the mean."""
-    place = tmp_path_factory.mktemp("trained")
-    (place / "tiny.toml").write_text(TINY.format(runs=place, data=corpus))
-    config = configure.load(place / "tiny.toml", ["train.checkpoint_interval=2"])
-    train.train(config)
+    train.train(config := module_tiny("train.checkpoint_interval=2"))
     for label, text in (("step_00000004", ROW), ("step_00000004_mean2", "results of the mean")):
         (folder.path_of(config) / "eval" / label).mkdir(parents=True)
         (folder.path_of(config) / "eval" / label / "table.md").write_text(text)

@@ -281,6 +281,7 @@ def test_all_overrides_for_a_mixture_are_named_at_once(tiny, source):
         ),
         ("model.n_expert=16", "model.top_k=16"): "--model.n_expert=8 --model.top_k=2",
         ("model.pos=rope",): "--model.pos=learned",
+        ("model.n_embd=64", "model.n_hash_layer=1"): "--model.n_embd=32",  # routers are of that width
     }
     for other, wanted in remedies.items():
         text = refused(start_from(tiny, source, *other))
@@ -292,26 +293,6 @@ def edit(file, **update):
     """Change keys of a JSON file; None removes one."""
     table = json.loads(file.read_text()) | update
     file.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
-
-
-FAULTS = {  # keys of config.json that change, or a weight, by the words of the error
-    "model_type is 'llama'": {"model_type": "llama"},
-    "n_head: Input should be a valid integer": {"n_head": "2"},
-    "quantization_config is {}": {"quantization_config": {}},
-    "activation_function is 'relu'": {"activation_function": "relu"},
-    "transformer.h.2.ln_1.weight is missing, expected (32,)": {"n_layer": 3},
-    "score.weight is (2, 32), expected none": {"transformer.score.weight": torch.zeros(2, 32)},
-    "ln_f.bias contains NaN or Inf": {"transformer.ln_f.bias": torch.full((32,), torch.nan)},
-}
-
-
-@pytest.mark.parametrize("says", FAULTS)
-def test_faulty_checkpoint_is_refused(tiny, copy, says):
-    if "transformer." in str(FAULTS[says].keys()):
-        save_file(load_file(copy / "model.safetensors") | FAULTS[says], copy / "model.safetensors")
-    else:
-        edit(copy / "config.json", **FAULTS[says])
-    assert says in refused(tiny(*DENSE, f"train.init_from={copy}"))
 
 
 def test_damaged_files_are_refused(tiny, copy, canary):

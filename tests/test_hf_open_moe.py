@@ -108,6 +108,8 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
+    "model_type is 'llama'": {"model_type": "llama"},
+    "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
     "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},

@@ -147,6 +147,22 @@ def test_long_sums_in_half_precision(on_layout, monkeypatch):
     assert_equals_reference(leaves, on_layout(experts), d_out)
 
 
+@pytest.mark.numerics
+def test_sums_over_many_experts_stay_in_float32(on_layout):
+    """Of 512 equal terms in bfloat16 a running sum would stop growing at the 256th: output and gradient of x."""
+    N, C, H, E = 3, 4, 4, 512
+    leaves, _, d_out = make_inputs(N, C, H, E, E, "any shape", torch.bfloat16)
+    leaves[1], leaves[2] = (w[:1].abs().expand(E, -1, -1).contiguous() for w in leaves[1:3])
+    leaves[0], leaves[3], d_out = leaves[0].abs(), torch.ones(N, E), d_out.abs()
+    assert_equals_reference(leaves, on_layout(torch.arange(E).expand(N, E).contiguous()), d_out)
+
+
+def test_gradients_of_gates_are_not_rounded_to_half_precision(on_layout):
+    leaves, experts, d_out = make_inputs(70, 16, 24, 8, 2, dtype=torch.bfloat16)
+    d_weights = run_backend(leaves, on_layout(experts), d_out)[4]
+    assert d_weights.dtype == torch.float32 and not torch.equal(d_weights, d_weights.bfloat16().float())
+
+
 def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
     leaves, experts, d_out = make_inputs(*CASES["typical"])
     before = [t.clone() for t in (*leaves, experts, d_out)]

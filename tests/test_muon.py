@@ -7,7 +7,7 @@ from test_updates import HOST_READS
 
 from configure.schema import Model, Optim
 from model import GPT
-from runtime.muon import COEFFICIENTS, Muon, orthogonalize
+from runtime.muon import COEFFICIENTS, Muon
 from runtime.state import build_optimizer
 from runtime.updates import Updates
 
@@ -17,21 +17,10 @@ SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (6, 6), "experts": (9, 4, 
 def exact(x):
     """U p(S) Vᵀ by an SVD, where p repeats the quintic on singular values over their norm."""
     u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
-    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-30)
     for _ in range(5):
         s = COEFFICIENTS[0] * s + COEFFICIENTS[1] * s**3 + COEFFICIENTS[2] * s**5
     return u * s.unsqueeze(-2) @ vt
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_orthogonalize_equals_the_quintic_on_singular_values(shape):
-    x = torch.randn(shape, generator=seeded(), dtype=torch.float64)
-    found = orthogonalize(x)
-    assert_near(found, exact(x), 1e-11)  # errors of the small singular values grow about 3.4 times a step
-    singular = torch.linalg.svdvals(found)
-    assert 0.6 < singular.min() and singular.max() < 1.3
-    assert not orthogonalize(torch.zeros(shape)).any()
 
 
 @pytest.mark.numerics
@@ -50,6 +39,7 @@ def test_steps_equal_an_svd_in_float64(scaled):
     weights, means = [p.double() for p in start], [torch.zeros_like(p, dtype=torch.float64) for p in start]
     for step in range(6):
         drawn = [torch.randn(p.shape, generator=seeded(100 * step + i)) for i, p in enumerate((*mine, bias))]
+        drawn[3][2] = 0  # an expert that is idle
         if step == 3:
             drawn[1][0, 0] = torch.inf
         for p, gradient in zip((*mine, bias), drawn, strict=True):

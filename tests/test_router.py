@@ -213,13 +213,14 @@ def test_a_token_without_positive_score_lifts_its_logits(name, monkeypatch):
             if p.dim() == 1:  # b of 0.01, γ of 0.7
                 p.copy_(0.01 * torch.randn(E) if len(p) == E else torch.tensor(0.7))
     x, downstream = torch.randn(N, E, dtype=torch.float64), torch.randn(N, K, dtype=torch.float64)
+    router.selection_bias[0] = 10.0  # an expert whose gate is closed, often, comes first: the others give the gradient
     x[: N // 2] = -0.1 - x[: N // 2].abs()
     x[0], x[1] = 0, x[1].where(x[1] < -1, 0)  # all logits, then some of them near 0
     s = x.requires_grad_() if router.bias is None else x.requires_grad_() + router.bias
     dead, routing = (s <= 0).all(1), router(x)
     assert N // 2 - 2 <= dead.sum() < N
     assert (routing.weights[dead] == 0).all() and (routing.weights[~dead] > 0).any(1).all()
-    downstream[~dead] = downstream[~dead].abs()  # so that the sum which is γ's gradient does not cancel
+    downstream[~dead] = -downstream[~dead].abs()  # so that the sum which is γ's gradient does not cancel
     scale = router.c.double() * (1.0 if router.gamma is None else router.gamma)
     gates = scale * GATES[name](s[~dead], s[~dead].gather(1, routing.experts[~dead]))
     pull = (scale * downstream).mean(1).detach().clamp_max(0)[dead]  # the gradient of each gate before c and γ
@@ -229,19 +230,6 @@ def test_a_token_without_positive_score_lifts_its_logits(name, monkeypatch):
     assert_same_gradients((routing.weights * downstream).sum(), surrogate, leaves)
     (routing.weights * downstream)[dead].sum().backward()
     assert (router.weight.grad != 0).any() and (router.gamma is None or router.gamma.grad == 0)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_selection_bias_shifts_the_choice_alone(name):
-    router, x = identity_router(name), torch.randn(N, E)
-    before = router(x)
-    router.selection_bias[5] = 1e3
-    after = router(x)
-    assert (after.experts == 5).any(1).all() and not (before.experts == 5).any(1).all()
-    assert torch.equal(after.scores, before.scores)
-    if "topk" not in router.spec.pre + router.spec.post:
-        assert torch.equal(after.weights, after.scores.gather(1, after.experts) * router.c)
-    assert not router.selection_bias.requires_grad and "selection_bias" in router.state_dict()
 
 
 BOUNDED = [name for name in SPARSE if ROUTERS[name].reach < math.inf]
@@ -294,24 +282,6 @@ def test_hash_table(n_id, n_expert, top_k):
     assert n_expert == top_k or not torch.equal(table, hash_table(n_id, n_expert, top_k, 2))
     if n_id == 1000:
         assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_hash_layer_makes_its_gates_by_the_formula(name):
-    """Over the experts of the table, in its order; the copy of the router is its own."""
-    router = Router(E, E, K, ROUTERS[name], table=hash_table(7, E, K, 0))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(E))
-        router.selection_bias.normal_()
-    ids, x = torch.randint(7, (2, N // 2)), torch.randn(N, E)
-    routing = router(x, n_sequence=2, ids=ids)
-    experts = hash_table(7, E, K, 0)[ids.flatten()]
-    assert torch.equal(routing.experts, experts) and routing.stats.loads.sum() == N * K
-    gates = GATES[name](x.double(), x.double().gather(1, experts)) * router.c
-    assert_same(routing.weights, gates.float())
-    router.hash_table.zero_()
-    assert hash_table(7, E, K, 0).any()
 
 
 @pytest.mark.numerics

@@ -5,15 +5,14 @@ import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
 from runs import column
 
-import configure
 import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
@@ -29,17 +28,12 @@ MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, corpus):
+def made(module_tiny):
     """A folder of runs: kern with checkpoints of steps 2 and 4, dense, and softmax of another top_k."""
-    folder = tmp_path_factory.mktemp("routing")
-    file = write_tiny(folder, corpus)
-    for name, *more in (
-        ("kern", "train.checkpoint_interval=2"),
-        ("dense", "train.max_steps=1", "optim.warmup_steps=0"),
-        ("softmax", "train.max_steps=1", "optim.warmup_steps=0", "model.top_k=3"),
-    ):
-        train.train(configure.load(file, [f"run.name={name}", f"model.router={name}", *more]))
-    return folder / "runs"
+    more = {"kern": "train.checkpoint_interval=2", "dense": "train.max_steps=2", "softmax": "model.top_k=3"}
+    for name, word in more.items():
+        train.train(config := module_tiny(f"run.name={name}", f"model.router={name}", word))
+    return Path(config.run.dir)
 
 
 def tiny_model(tiny, seed=0, *overrides):

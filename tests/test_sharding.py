@@ -96,16 +96,6 @@ def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gat
             assert operators.names.count("_allgather_base_") == gathers
 
 
-@pytest.mark.parametrize("way, world_size", [("ddp", 1), ("fsdp", 2)])
-def test_compile_compiles_each_block(tiny, monkeypatch, way, world_size):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    with fake_ranks_of(world_size, world_size) as ranks:
-        model = GPT(tiny().model)
-        parallel.distribute(model, way, ranks, torch.float32, compile=True)
-        assert list(map(id, compiled)) == list(map(id, model.blocks))
-
-
 def compile_by(backend, fails=False):
     """In place of Module.compile: dynamo with `backend`, or a forward pass that fails."""
 

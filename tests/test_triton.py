@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import test_kernels
 import torch
-from numerics import assert_near, guarded_buffers, seeded, tolerance
+from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from test_kernels import CASES, FORMS, make_inputs
 
 import kernels
@@ -246,6 +246,20 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
         got = run_backend(leaves, experts, d_out.bfloat16())
     assert all(t.dtype == torch.float32 for t in got[2:4])
     assert not any(torch.equal(t, t.bfloat16().float()) for t in got[2:4])
+
+
+@on_cpu
+@pytest.mark.parametrize("form", FORMS)
+def test_fake_experts_are_as_the_real_ones(form):
+    """Of half-precision inputs with float32 weights and their copies, as under autocast; gated experts are wider."""
+    activation, *gated = FORMS[form]
+    (x, w_in, w_out, weights), experts, d_out = make_inputs(5, 8, 6, 3, 2, "", torch.float32, "cpu", *gated)
+    x, d_out, silu = x.half(), d_out.half(), activation == "silu"
+    copies = w_in.half(), w_out.half()
+    _, *kept = run_and_check_fake(triton_experts.experts_forward, x, w_in, w_out, weights, experts, silu, *copies)
+    further = d_out, x, *copies, weights, *kept, silu, torch.float32
+    gradients = run_and_check_fake(triton_experts.experts_backward, *further)
+    assert [t.dtype for t in gradients] == [torch.float16, *[torch.float32] * 3]
 
 
 @on_cpu

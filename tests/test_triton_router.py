@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from numerics import assert_near, guarded_buffers, seeded, tolerance
+from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 
 import kernels
 from configure.schema import Model
@@ -221,6 +221,18 @@ def test_model_with_the_kernel_and_without(router):
         size = wanted.abs() + (0.1 if wanted.shape == (1,) else 0)  # γ's gradient: terms of about 0.1 that cancel
         assert_near(got, wanted, tolerance(torch.float32, 64, 64), size=size)
         assert torch.equal(got, again)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["kern", "softmax"])
+def test_fake_router_is_as_the_real_one(name):
+    spec, B, T, E, K = ROUTERS[name], 2, 3, 6, 2
+    gamma = torch.ones(1) if spec.gamma else None
+    inputs = torch.randn(B * T, E), torch.zeros(E), torch.ones(1), gamma, spec.phi, spec.pre, spec.post
+    experts = run_and_check_fake(triton_router.route_forward, *inputs, K, B)[1]
+    if gamma is not None:
+        upstream = torch.ones(B * T, K), torch.ones(B, E), torch.ones(())
+        run_and_check_fake(triton_router.route_backward, inputs[0], experts, *inputs[2:], B, *upstream)
 
 
 @on_cpu

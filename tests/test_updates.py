@@ -106,8 +106,7 @@ QUANTILE = ["train.bias_update_rate=0", "train.bias_update=quantile", "model.n_h
 
 
 @pytest.mark.parametrize(
-    "router, dtype, own",
-    [("dense", "float32", []), ("kern", "float16", QUANTILE), ("softmax-renorm", "float16", [])],
+    "router, dtype, own", [("dense", "float32", []), ("kern", "float16", QUANTILE), ("softmax-renorm", "float16", [])]
 )
 def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype, own):
     """Except that experts on a CPU read their loads as a list."""

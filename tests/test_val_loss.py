@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import write_tiny
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
 from runs import column
 from runs import run as train_run
 
-import configure
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import val_loss
 from eval.scoring import Scorer
@@ -30,14 +28,13 @@ TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, t
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, corpus):
+def trained(module_tiny):
     """A run folder with checkpoints of steps 2 and 4; its data.dir holds only `tiny`.
 
     Dense: a router's choice could depend on the batch, where two experts are equal but for rounding.
     """
-    more = ["train.checkpoint_interval=2", "model.router=dense", f"run.seed={SEED}"]
-    config = configure.load(write_tiny(tmp_path_factory.mktemp("trained"), corpus), more)
-    train_run(config)
+    own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]  # 6 windows: 4, then 2
+    train_run(config := module_tiny("model.router=dense", *own))
     return folder.path_of(config)
 
 
