@@ -70,7 +70,7 @@ def reduce_in_bfloat16(group: dist.ProcessGroup | None, bucket: dist.GradBucket)
 def compile_blocks(model: GPT) -> None:
     """torch.compile each block in place.
 
-    Blocks share one graph, so compiling takes as long for one as for all, and DDP and FSDP2 still receive gradients
+    All blocks but the first share one graph, so depth does not slow compiling. DDP and FSDP2 still receive gradients
     block by block. So dynamo need not cut graphs at DDP's buckets, which versions of torch before 2.13 may refuse where
     there is an autograd.Function or activation checkpointing in them.
     """

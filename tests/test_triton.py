@@ -215,8 +215,8 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 
 @on_cpu
 @pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.integration), False])
-def test_model_compiles_into_one_graph(monkeypatch, checkpointing):
-    """Its blocks, as train.py compiles them, share one: a deep model compiles as fast as a shallow one."""
+def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
+    """The first block, whose input has no output to be added, and all others: depth does not slow compiling down."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -233,7 +233,7 @@ def test_model_compiles_into_one_graph(monkeypatch, checkpointing):
         block.checkpointing = checkpointing
     compile_blocks(model)
     got = run(model)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from numerics import assert_near, guarded_buffers, seeded, tolerance
-from test_dtypes import run_and_check_fake
+from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 from test_triton_router import build
 from torch import nn
 
