@@ -88,7 +88,7 @@ def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
         axes.errorbar([difference.mean], [place], xerr=[difference.half_width], capsize=3, **look)
     axes.set_yticks(range(len(drawn)), drawn)
     axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper right")
     axes.grid(axis="x", alpha=0.3)
     return figure
 
