@@ -4,7 +4,7 @@
     python -m scripts.report runs                                            every run in the folder
     python -m scripts.report runs/books3_512-* --experiment books3_512       the paper's numbers beside the runs'
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
-    python -m scripts.report runs/gate_norm-* --over model.gate_norm         a curve for each router over that key
+    python -m scripts.report runs/norm-* --over model.gate_norm              a curve for each router over that key
 
 Writes report.md with its pictures, and report.html, which contains all of it. Runs of one corpus, size and schedule are
 one setting, with tables of its own. Differences are paired by seed; a verdict needs three seeds. Needs

@@ -1,6 +1,7 @@
 """The table of a track, in track/README.md and in short in README.md, and its picture."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,8 @@ def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     runs = [(row.record["name"], run) for row in rows for run in row.record["runs"]]
     if diverged := [f"{name} {task_of(run).name}" for name, run in runs if run["loss"] is None]:
         full += f"\n\nDiverged: {', '.join(diverged)}."
-    return {FRONT_PAGE: markdown_table(head, cells), PAGE: full}
+    short = [[re.sub(r" \[.*?\]", "", cell) for cell in row] for row in cells]  # without intervals
+    return {FRONT_PAGE: markdown_table(head, short), PAGE: full}
 
 
 def format_measures(row: Row) -> list[str]:
