@@ -1,5 +1,6 @@
 """The training state: what a step changes and a checkpoint holds."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
             moments = {name: torch.zeros_like(p) for name in names}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return optimizer
+
+
+def measure_signal(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Tensor:
+    """The part of the squared gradients of `parameters` that is alike from step to step, by AdamW's moments.
+
+    Σ m̂² / Σ v̂ is 1 for constant gradients and (1 − β1) / (1 + β1) for independent ones of mean 0, after some tens of
+    steps; the part is 1 and 0 there, and linear between. Signal to noise is part / (1 − part). Returns () fp32.
+    """
+    group = next(group for group in optimizer.param_groups if any(parameters[0] is p for p in group["params"]))
+    beta1, beta2 = group["betas"]
+    floor, states = (1 - beta1) / (1 + beta1), [optimizer.state[p] for p in parameters]
+    step = states[0]["step"].to(parameters[0].device)
+    first = sum(full_tensor(state["exp_avg"].square().sum()) for state in states) / (1 - beta1**step) ** 2
+    second = sum(full_tensor(state["exp_avg_sq"].sum()) for state in states) / (1 - beta2**step)
+    return (first / second - floor) / (1 - floor)
 
 
 class TrainState:
@@ -156,7 +172,15 @@ class TrainState:
             self.bias_moved = torch.stack([(router.selection_bias - old).abs().mean() for router, old in pairs])
 
     def describe_routers(self) -> dict[str, Tensor]:
-        """`gamma`, KERN's scales, and `bias_moved`, (L,) each, if there are any. Under FSDP2 all ranks must call it."""
+        """`gamma`, KERN's scales, `bias_moved` and `expert_signal`, (L,) each, if there are any.
+
+        Under FSDP2 all ranks must call it.
+        """
         gammas = [full_tensor(router.gamma.detach()) for router in self._routers if router.gamma is not None]
         values = {"gamma": torch.cat(gammas)} if gammas else {}
-        return values if self.bias_moved is None else values | {"bias_moved": self.bias_moved}
+        if self.bias_moved is not None:
+            values["bias_moved"] = self.bias_moved
+        experts = [[*block.mlp.experts.parameters()] for block in self.model.blocks if isinstance(block.mlp, MoE)]
+        if experts and all("exp_avg_sq" in self.optimizer.state.get(p, ()) for p in experts[0]):  # not under Muon
+            values["expert_signal"] = torch.stack([measure_signal(self.optimizer, weights) for weights in experts])
+        return values

@@ -133,7 +133,9 @@ def test_a_report_over_a_key(tmp_path, call):
     printed = call(report.main, *runs, "--over", "model.gate_norm", "--choose-on", 0, 1, "--margin", 0.5, "--out", out)
     page = (out / "report.md").read_text()
     assert "| model.gate_norm | seeds | 1 | 2 |" in page and "| first | second | 1 | 2 | first minus second" in page
-    assert re.search(r"\| kern, gate_norm 1 \| tanh, gate_norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*lower\*\*", page)
+    assert re.search(
+        r"\| kern, gate_norm 1 \| tanh, gate_norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*equivalent\*\*", page
+    )
     assert re.search(r"tanh +kern .* 6 seeds +equivalent", printed)
     for text in ("within ±0.5 nats", "| at the end | val/gate_norm |", "| tanh, gate_norm 2 | 2.000"):
         assert text in page

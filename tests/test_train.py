@@ -210,7 +210,7 @@ LOGGED = """
 step tokens train/loss train/aux_loss optim/lr optim/grad_norm optim/loss_scale optim/skipped_steps
 router/load_imbalance router/dead_experts router/zero_gates router/loads router/entropy router/entropy_of_layers
 router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_layers
-router/gamma router/gamma_of_layers perf/tokens_per_sec perf/step_ms
+router/expert_signal router/expert_signal_of_layers router/gamma router/gamma_of_layers perf/tokens_per_sec perf/step_ms
 """
 
 

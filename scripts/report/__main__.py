@@ -12,20 +12,34 @@ requirements-report.txt.
 """
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
-from eval.paper import read_paper_losses
-from scripts.report.runs import load_evaluated
-from scripts.report.settings import group_runs
+from scripts.report.runs import find_runs
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
+    parser = make_parser()
+    parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
+    args = parser.parse_args(argv)
+    require_packages("matplotlib", "scipy")
+    from scripts.report.page import read_report, write_report
+
+    report = read_report(args)
+    out = args.out or name_folder(find_runs(args.runs))
+    out.mkdir(parents=True, exist_ok=True)
+    print_blocks(write_report(report, out))
+    print(f"report: {out}/report.html")
+
+
+def make_parser() -> ArgumentParser:
+    """Of what a report is of."""
     parser = build_parser("scripts.report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
     parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)")
@@ -34,25 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
     parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
     parser.add_argument("--margin", type=float, default=0.0, help="nats: pairs within it are equivalent")
-    parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
-    args = parser.parse_args(argv)
-    if args.choose_on and not args.over:
-        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
-    require_packages("matplotlib", "scipy")
-    from scripts.report.page import Report, write_report
-
-    runs, left_out = load_evaluated(args.runs)
-    settings, notes = group_runs(runs, args.over)
-    for setting in settings if args.experiment else ():
-        setting.printed = read_paper_losses(args.experiment, setting.values)
-    names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
-    if args.baseline not in {*names, "kern"}:
-        raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    out = args.out or name_folder([run.folder for run in runs])
-    out.mkdir(parents=True, exist_ok=True)
-    report = Report(settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin)
-    print_blocks(write_report(report, out))
-    print(f"report: {out}/report.html")
+    return parser
 
 
 def print_blocks(blocks: Sequence[tuple[Any, ...]]) -> None:

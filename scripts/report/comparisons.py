@@ -76,7 +76,7 @@ def compare_setting(setting: Setting, baseline: str = "kern", margin: float = 0.
     return judge_pairs(setting, find_pairs(setting, baseline), margin) if setting.key or setting.steps[-1] else []
 
 
-def choose_best(setting: Setting, seeds: Sequence[int]) -> list[Comparison]:
+def choose_best(setting: Setting, seeds: Sequence[int], margin: float = 0.0) -> list[Comparison]:
     """Each arm at the value of the key with the lowest mean loss of `seeds`, compared by its other seeds.
 
     Raises ValueError if an arm lacks one of the seeds, or has no other seed.
@@ -95,4 +95,4 @@ def choose_best(setting: Setting, seeds: Sequence[int]) -> list[Comparison]:
         label = ", ".join(filter(None, [arm.options_label, label_value(setting.key, x)]))
         best.append(Arm(arm.router, arm.options, {None: judged}, label))
     best.sort(key=lambda arm: np.mean([setting.evaluation(run)["val/loss"] for run in arm.runs]))
-    return judge_pairs(setting, combinations(best, 2))
+    return judge_pairs(setting, combinations(best, 2), margin)

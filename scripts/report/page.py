@@ -7,6 +7,7 @@ file name, caption). Text may use **bold** and `code`; HTML in it, such as in th
 import base64
 import html
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from matplotlib.figure import Figure
 
 from common.files import write_atomic
 from common.text import escape_html, markdown_table, plural
+from eval.paper import read_paper_losses
 from scripts.report import pictures, tables
 from scripts.report.comparisons import choose_best, compare_setting
-from scripts.report.settings import Setting
+from scripts.report.runs import load_evaluated
+from scripts.report.settings import Setting, group_runs
 from scripts.report.statistics import MIN_SEEDS
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
@@ -55,6 +58,23 @@ class Report:
     experiment: str | None = None
     choose_on: Sequence[int] = ()
     margin: float = 0.0
+
+
+def read_report(args: Namespace) -> Report:
+    """What the arguments of `python -m scripts.report` name.
+
+    Raises ValueError if these are no runs, or not to be compared, or an argument does not fit them.
+    """
+    if args.choose_on and not args.over:
+        raise ValueError("--choose-on chooses a value of a key: name the key with --over")
+    runs, left_out = load_evaluated(args.runs)
+    settings, notes = group_runs(runs, args.over)
+    for setting in settings if args.experiment else ():
+        setting.printed = read_paper_losses(args.experiment, setting.values)
+    names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
+    if args.baseline not in {*names, "kern"}:
+        raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
+    return Report(settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin)
 
 
 def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> list[Block]:
@@ -99,7 +119,7 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
             name = few[0].config.run.name.removesuffix(f"-seed{few[0].seed}")
             blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=name, seed=few[0].seed + 1)]))
     if report.choose_on:
-        best = tables.build_pairs_table(setting, choose_best(setting, report.choose_on))
+        best = tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin))
         blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]
     head, rows = tables.build_measure_table(setting)
     blocks += [("table", head, rows)] if rows else []

@@ -35,6 +35,26 @@ def plot_loss(setting: Setting, baseline: str) -> Figure | None:
     return plot_panels(setting, panels)
 
 
+def plot_product(setting: Setting) -> Figure:
+    """Loss over initial gate norm × the key's value: mean and range over seeds; the largest norm has filled markers."""
+    norms = sorted({arm.options["model.gate_norm"] for arm in setting.arms})
+    figure = Figure((7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for arm in setting.arms:
+        norm, look, points = arm.options["model.gate_norm"], style(arm.router), average(setting, arm, "val/loss")
+        means, lows, highs = zip(*points.values(), strict=True)
+        filled = norm == norms[-1]
+        look |= {"markerfacecolor": look["color"] if filled else "white", "linestyle": "-" if filled else ":"}
+        xs = [norm * x for x in points]
+        axes.plot(xs, means, label=f"{arm.router}, norm {norm:g}", markersize=6, linewidth=1.2, **look)
+        axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=f"initial gate norm × {setting.key}", ylabel=f"validation loss, {setting.runs[0].unit}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    return figure
+
+
 def plot_measures(setting: Setting) -> Figure | None:
     """What is measured besides the losses."""
     return plot_panels(setting, {name: partial(average, setting, name=name) for name in find_measures(setting)})

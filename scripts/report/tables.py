@@ -21,6 +21,7 @@ MEASURES = {  # besides the losses: a name in metrics.jsonl and its format
     "val_ema/loss": ".4f",
     "router/entropy": ".3f",
     "router/gamma": ".3f",
+    "router/expert_signal": ".3f",
 }
 # (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
 LOWER_IN_PAPER = {("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")}

@@ -1,0 +1,115 @@
+"""Write the tables and pictures of docs/results.md and docs/results-tables.md anew from docs/records.
+
+    python -m scripts.report.results            writes them
+    python -m scripts.report.results --check    writes nothing; fails if a table differs
+
+Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds and, with
+three seeds, the verdicts on pairs with the baseline as one family, or those on best values (--choose-on). A picture
+there is the report's first.
+"""
+
+import re
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from common.command import build_parser, command, run_command
+from common.files import write_atomic
+from common.text import markdown_table
+from scripts.report import tables
+from scripts.report.__main__ import make_parser
+from scripts.report.comparisons import choose_best, find_pairs, judge_pairs
+from scripts.report.page import Report, read_report
+from scripts.report.pictures import plot_loss, plot_product
+from scripts.report.statistics import MIN_SEEDS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("results.md", "results-tables.md")
+RATIO = "optim.expert_out_lr_ratio"
+COMMAND = re.compile(
+    r"^(`python -m scripts\.report ([^`]+)`\n)(?:\n!\[[^]]*\]\((.+)\)\n|((?:\n*\|.*\n)*))", re.MULTILINE
+)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the pages and pictures, or compare the pages."""
+    parser = build_parser("scripts.report.results", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table differs")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        unpack_records(Path(folder))
+        for page in PAGES:
+            before = (DOCS / page).read_text()
+            text = fill_tables(before, Path(folder))
+            if args.check and text != before:
+                raise ValueError(f"docs/{page} differs from docs/records: run without --check, then git diff")
+            if not args.check:
+                write_atomic(DOCS / page, text)
+                for _, arguments, picture, _ in COMMAND.findall(text):
+                    if picture:
+                        draw(find_report(arguments, Path(folder))).savefig(DOCS / picture)
+                print(f"wrote docs/{page}")
+
+
+def unpack_records(folder: Path) -> None:
+    """Restore the runs of docs/records, without their weights, as `folder`/runs/NAME."""
+    for archive in sorted((DOCS / "records").glob("*.tar.xz")):
+        with tarfile.open(archive) as file:
+            file.extractall(folder, filter="data")
+
+
+def fill_tables(text: str, folder: Path) -> str:
+    """A page's `text` with the tables below its commands computed from the runs below `folder`."""
+
+    def fill(match: re.Match) -> str:
+        line, arguments, picture, _ = match.groups()
+        return match[0] if picture else f"{line}\n{format_tables(find_report(arguments, folder))}\n"
+
+    return COMMAND.sub(fill, text)
+
+
+def find_report(arguments: str, folder: Path) -> Report:
+    """The report that a command's `arguments` name, of runs below `folder`.
+
+    Raises ValueError if a pattern of theirs fits no run.
+    """
+    words = []
+    for word in shlex.split(arguments):
+        found = sorted(map(str, folder.glob(word))) if word.startswith("runs/") else [word]
+        if not found:
+            raise ValueError(f"{word}: docs/records has no such run")
+        words += found
+    return read_report(make_parser().parse_args(words))
+
+
+def format_tables(report: Report) -> str:
+    """Losses and verdicts of each setting, as Markdown."""
+    made = []
+    for setting in report.settings:
+        head, rows = tables.build_loss_table(setting)
+        made.append(([setting.label or head[0], *head[1:]], [[cell.split(" ±")[0] for cell in row] for row in rows]))
+        if report.choose_on:
+            made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
+            continue
+        named = [(a, b) for a, b in find_pairs(setting, report.baseline) if report.baseline in (b.router, b.label)]
+        pairs = judge_pairs(setting, named, report.margin)
+        if any(pair.difference.seeds >= MIN_SEEDS for pair in pairs):
+            made.append(tables.build_pairs_table(setting, pairs))
+    return "\n\n".join(markdown_table(*table) for table in made).replace(" | ", "|")
+
+
+def draw(report: Report) -> Figure:
+    """The first picture of a report; of the rate of w_out, over its product with the norm."""
+    setting = report.settings[0]
+    figure = plot_product(setting) if setting.key == RATIO else plot_loss(setting, report.baseline)
+    assert figure is not None
+    return figure
+
+
+if __name__ == "__main__":
+    run_command(main)

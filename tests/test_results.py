@@ -1,0 +1,73 @@
+"""docs/results.md and docs/results-tables.md: their numbers are those of docs/records, by another computation."""
+
+import json
+import re
+import shutil
+import tarfile
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from scripts.report import results
+
+
+def read_losses(archive: Path) -> list[tuple[dict, float]]:
+    """(config, last validation loss) of each run in an archive, from its files alone."""
+    runs: dict[str, dict] = defaultdict(dict)
+    with tarfile.open(archive) as file:
+        for member in file:
+            folder, name = member.name.rsplit("/", 1)
+            if name == "config.toml":
+                runs[folder]["config"] = tomllib.loads(file.extractfile(member).read().decode())
+            elif name == "metrics.jsonl":
+                lines = map(json.loads, file.extractfile(member).read().splitlines())
+                runs[folder]["loss"] = [line["val/loss"] for line in lines if "val/loss" in line][-1]
+    return [(run["config"], run["loss"]) for run in runs.values()]
+
+
+@pytest.mark.parametrize(("name", "key"), [("w_out", "expert_out_lr_ratio"), ("rates", "lr")])
+def test_tables_are_means_of_the_runs_last_losses(name: str, key: str) -> None:
+    cells: dict[tuple, list[float]] = defaultdict(list)
+    for config, loss in read_losses(results.DOCS / "records" / f"{name}.tar.xz"):
+        norm = config["model"]["gate_norm"]
+        label = f"{config['model']['router']}, gate_norm {f'{norm:g}' if norm else 'own'}"
+        cells[label, config["optim"][key]].append(loss)
+    page = (results.DOCS / "results-tables.md").read_text()
+    table = page.split(f"runs/{name}-* --over optim.{key}`\n\n")[1].split("\n\n")[0].splitlines()
+    head, _, *rows = [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in table]
+    shown = {(row[0], float(x)): cell for row in rows for x, cell in zip(head[2:], row[2:], strict=True)}
+    assert shown == {cell: f"{fmean(losses):.4f}" for cell, losses in cells.items()}
+
+
+def test_pages_are_those_of_the_records() -> None:
+    assert results.main(["--check"]) == 0
+
+
+def test_numbers_of_the_text_stand_in_tables() -> None:
+    """A loss or a difference that the text names, to its three or four digits; but for numbers of other papers."""
+    text, tables = ((results.DOCS / name).read_text() for name in results.PAGES)
+    ours = re.sub(r"(?ms)^## Related work$.*?(?=^## )", "", text)
+    lines = [*ours.splitlines(), *tables.splitlines()]
+    known = {abs(float(x)) for line in lines if line.startswith("|") for x in re.findall(r"\d+\.\d{3,}", line)}
+    said = [x for line in lines if not line.startswith("|") for x in re.findall(r"\d+\.\d{3,4}", line)]
+    missing = [x for x in said if not any(abs(float(x) - y) <= 0.5001 * 10 ** -len(x.split(".")[1]) for y in known)]
+    assert not missing
+
+
+def test_a_changed_table_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in results.PAGES:
+        shutil.copy(results.DOCS / name, tmp_path)
+    (tmp_path / "records").symlink_to(results.DOCS / "records")
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    page = tmp_path / "results-tables.md"
+    right = page.read_text()
+    page.write_text(right.replace("1.8394", "1.8395"))
+    assert results.main(["--check"]) == 2 and "results-tables.md" in capsys.readouterr().err
+    assert results.main([]) == 0 and page.read_text() == right
+    page.write_text("`python -m scripts.report runs/none-* --over optim.lr`\n")
+    assert results.main(["--check"]) == 2 and "runs/none-*" in capsys.readouterr().err
