@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned text with a rule under the head: the first `left` columns to the left, the others to the right."""
-    lines = [head, *rows]
+    """Aligned text with a rule under the head, and without **: `left` columns to the left, the others to the right."""
+    lines = [[cell.replace("**", "") for cell in line] for line in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
         "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))

@@ -59,8 +59,7 @@ def print_blocks(blocks: Sequence[tuple[Any, ...]]) -> None:
         elif kind == "list":
             print("\n".join(parts[0]).replace("**", "") + "\n")
         elif kind == "table":
-            head, rows = parts
-            print(text_table(head, [[cell.replace("**", "") for cell in row] for row in rows]) + "\n")
+            print(text_table(*parts) + "\n")
 
 
 def name_folder(folders: Sequence[Path]) -> Path:

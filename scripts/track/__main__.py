@@ -20,7 +20,7 @@ from typing import Any
 
 import configure
 from common.command import build_parser, command, require_packages, run_command
-from common.text import markdown_table, plural
+from common.text import plural, text_table
 from router import ROUTERS, find_spec
 from runtime.preflight import check_settings
 from runtime.signals import EXIT_CODE, Stop
@@ -117,7 +117,7 @@ def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
     from scripts.track.table import build_verdicts  # imports scipy
     from scripts.track.verdicts import judge_entries
 
-    print(markdown_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
+    print(text_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
 
 
 def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
