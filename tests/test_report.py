@@ -3,12 +3,10 @@
 import hashlib
 import json
 import shutil
-import tarfile
 
 import numpy as np
 import pytest
 from fake_runs import CONFIG, add_checkpoint, load_settings, make_run, make_seeds
-from runs import REPO_ROOT
 from scipy import stats
 
 from eval.paper import NUMBERS, read_paper_losses
@@ -288,23 +286,6 @@ def test_bad_keys(tmp_path, key, given, said):
     with pytest.raises(ValueError) as error:
         load(*runs, key=key)
     assert f"--over {key}: " in str(error.value) and said in str(error.value)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name, pattern, key, row", [
-    ("rates", "rates-*", "optim.lr", ["kern, gate_norm 2", "1.8549", "1.8394", "1.9094"]),
-    ("w_out", "w_out-*", "optim.expert_out_lr_ratio", ["kern, gate_norm 2", "1.9309", "1.8475", "1.8272", "1.8477"]),
-    ("gamma", "gamma-*", "model.gate_norm", ["kern-nobias", "1.9497", "1.8396", "1.8386"]),
-    ("block", "block-*-muon-*", "model.gate_norm", ["kern", "1.8048", "1.7861", "1.7966"]),
-])  # fmt: skip
-def test_published_records_give_the_published_losses(tmp_path, name, pattern, key, row):
-    """Of docs/results.md."""
-    with tarfile.open(REPO_ROOT / f"docs/records/{name}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    setting, *_ = load_settings(*sorted(tmp_path.glob(f"runs/{pattern}")), key=key)
-    (cells,) = [cells for cells in tables.build_loss_table(setting)[1] if cells[0] == f"**{row[0]}**"]
-    assert [cell.split()[0] for cell in cells[2:]] == row[1:]
-    assert "87 documents. Losses in nats per byte" in tables.describe_setting(setting)
 
 
 # ---- the paper's numbers
