@@ -39,7 +39,7 @@ from runtime.folder import RunFolder
 from runtime.memory import format_bytes
 from runtime.signals import EXIT_CODE, Stop, end_with_parent
 from scripts import plan
-from scripts.watch.__main__ import format_table
+from scripts.watch import format_table
 
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
