@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from common.command import build_parser, command, run_command
+from common.cores import count_cores
 from common.progress import progress_bar
 from common.text import format_size, plural
 from data import DataError
@@ -139,11 +140,6 @@ def _check_output(args: argparse.Namespace) -> None:
     for option, value in (("--shard-tokens", args.shard_tokens), ("--workers", args.workers)):
         if value < 1:
             raise DataError(f"{option} {value}: expected at least 1")
-
-
-def count_cores() -> int:
-    """The number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:

@@ -33,11 +33,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+import kernels.triton_cross_entropy as triton_cross_entropy
 import kernels.triton_experts as triton_experts
 import kernels.triton_norm as triton_norm
 import kernels.triton_router as triton_router
 from common.command import build_parser, command, run_command
-from kernels import triton_cross_entropy
 from kernels.cross_entropy import gradient_scale
 from router import KERN
 

@@ -29,6 +29,7 @@ import torch
 
 import configure
 from common.command import build_parser, command, run_command
+from common.cores import count_cores
 from common.text import plural
 from configure import Config, ConfigError
 from data.mixture import check_sets
@@ -263,7 +264,7 @@ def start_point(file: str, point: Point, gpus: list[str], beside: int, announce:
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif beside:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // beside)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // beside)))
     if beside:
         point.folder.mkdir(parents=True, exist_ok=True)
     follow = partial(end_with_parent, os.getpid())
