@@ -26,8 +26,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import add_run_arguments, load_run
-from hf.card import Source
-from hf.export import DTYPES, write_export
+from hf.export import DTYPES, Source, write_export
 from hf.formats import FORMATS, OPEN_MOES
 from model import GPT
 from runtime import RunError
