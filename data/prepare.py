@@ -28,11 +28,10 @@ from common.progress import progress_bar
 from common.text import format_size, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
-from data.encode import Encoded, Encoder
+from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
 from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
-from data.split import choose_split, explain_empty_split, validation_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import PROGRESS_FILE, Writer, describe_changes, find_revision, remove_leftovers, resume_progress
