@@ -25,7 +25,7 @@ import numpy as np
 from common.command import build_parser, command, run_command
 from common.cores import count_cores
 from common.progress import progress_bar
-from common.text import format_size, plural
+from common.text import format_bytes, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
 from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
@@ -195,7 +195,7 @@ def _tokenize(
     total, saved = sum(file.size for file in inputs), 0  # bytes
     workers = min(args.workers, 1 + total // WORKER_BYTES)
     resuming = f", resuming after {writer.tokens:,} tokens" if writer.tokens else ""
-    size = f"{plural(len(inputs), 'file')}, {format_size(total)}"
+    size = f"{plural(len(inputs), 'file')}, {format_bytes(total)}"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
     batches = encode_inputs(inputs, encoder, workers, Position(progress.files, progress.documents))

@@ -30,14 +30,13 @@ import torch
 import configure
 from common.command import build_parser, command, run_command
 from common.cores import count_cores
-from common.text import plural
+from common.text import format_bytes, plural
 from configure import Config, ConfigError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder
-from runtime.memory import format_bytes
 from runtime.signals import EXIT_CODE, Stop, end_with_parent
 from scripts import plan
 from scripts.watch import format_table
