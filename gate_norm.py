@@ -131,12 +131,8 @@ def mean_norm(n: int, power: int = 1) -> float:
 
 def top_sum(f: Array, n_expert: int, top_k: int) -> float:
     """E Σ f(z) over the top k of M standard normals z, from the values of f on the grid Z (fact 1)."""
-    return n_expert * integrate(P * f * chosen(n_expert, top_k))
-
-
-def chosen(n_expert: int, top_k: int, others: int = 1) -> Array:
-    """P(a logit at z is among the top k, and so are `others` - 1 more above it), on the grid Z."""
-    return fewer(top_k - others + 1, n_expert - others, ABOVE, ABOVE[::-1])
+    chosen = fewer(top_k, n_expert - 1, ABOVE, ABOVE[::-1])  # P(a logit at z is among the top k)
+    return n_expert * float(simpson(P * f * chosen, Z[1] - Z[0]))
 
 
 def fewer(k: int, n: int, q: Array, rest: Array) -> Array:
@@ -150,11 +146,6 @@ def fewer(k: int, n: int, q: Array, rest: Array) -> Array:
         choices = math.lgamma(n + 1) - math.lgamma(j + 1) - math.lgamma(n - j + 1)
         total += np.exp(choices + j * log_q + (n - j) * log_rest)
     return total
-
-
-def integrate(values: Array) -> float:
-    """∫ of a function from its values on the grid Z."""
-    return float(simpson(values, Z[1] - Z[0]))
 
 
 def simpson(values: Array, h: float) -> Array:

@@ -18,12 +18,6 @@ from data import DataError
 from data.mixture import check_sets
 
 
-def read_config(argv: list[str]) -> configure.Config:
-    """The settings that a command line asks for. Prints what is wrong with it and exits with 2."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
-    return configure.from_command_line([word for word in argv if word != "--fresh"], ranks)
-
-
 def check_new_run(config: configure.Config) -> None:
     """Exit with 2 if a run that begins now, in this process alone, has no data sets that suit it."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or Path(config.run.dir, config.run.name).exists():
@@ -36,7 +30,7 @@ def check_new_run(config: configure.Config) -> None:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a typo or missing data is reported at once
-    check_new_run(read_config(sys.argv[1:]))
+    check_new_run(configure.from_command_line(sys.argv[1:]))
 
 import math
 import traceback
@@ -187,7 +181,8 @@ def train(
     stop = stop or Stop()
     if line := RunFolder(path_of(config)).describe_finished(config):
         return distributed.print_once(line)
-    distributed.set_determinism(config.train.deterministic)
+    if config.train.deterministic:
+        distributed.make_deterministic()
     plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
     for note in notes:
         distributed.print_once(note)
@@ -251,7 +246,7 @@ def train(
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """Train from a command line; every error that a user can mend is one message. Returns the exit code."""
-    config, notes = read_config(argv), []
+    config, notes = configure.from_command_line(argv), []
     try:
         if "--fresh" in argv:
             config = renamed(config)

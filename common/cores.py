@@ -1,10 +1,15 @@
-"""How many cores other processes leave to this one."""
+"""How many cores this process may use, and how many of them other processes leave to it."""
 
 import os
 import time
 from pathlib import Path
 
 STAT = Path("/proc/stat")  # Linux alone
+
+
+def count_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_idle_seconds() -> float | None:
@@ -29,4 +34,4 @@ def count_free_cores() -> int | None:
     if idle is None or idle_now is None or seconds <= 0:
         return None
     free = (idle_now - idle + time.process_time() - own) / seconds
-    return min(max(round(free), 1), len(os.sched_getaffinity(0)))
+    return min(max(round(free), 1), count_cores())

@@ -5,15 +5,10 @@ from pathlib import Path
 
 
 def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
-    """Write a file so that a reader, or a kill at any moment, finds the old content or the new, never a part.
+    """Write `data`, text as UTF-8: a reader, or a kill at any moment, finds the old content or the new, never a part.
 
-    Args:
-        path: the file; its folder exists. The temporary file beside it is `path` + "." + the process id + ".tmp".
-        data: the whole content; text is encoded as UTF-8.
-        durable: also survive a power failure, at the cost of two waits for the disk.
-
-    Raises:
-        OSError: the file cannot be written; `path` is unchanged.
+    `durable`: also survive a power failure, at the cost of two waits for the disk. Raises OSError if the file cannot be
+    written; `path` is then unchanged.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

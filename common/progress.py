@@ -13,14 +13,9 @@ FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{
 
 
 def progress_bar(every: float | None = None, **options: Any) -> Any:
-    """A tqdm bar on a terminal, also on one that does not know its width, where tqdm itself shows nothing.
+    """A bar with tqdm's `options` on a terminal, also on one that does not know its width, where tqdm shows nothing.
 
-    Args:
-        every: least seconds between two lines, where stderr is a file or a pipe; by default nothing is shown there.
-        options: tqdm's.
-
-    Returns:
-        The bar, or, if there is an `every`, the ProgressLines.
+    Where stderr is a file or a pipe, ProgressLines, at least `every` seconds apart; by default nothing is shown there.
     """
     if sys.stderr.isatty():
         if 0 in os.get_terminal_size(sys.stderr.fileno()):

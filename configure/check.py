@@ -80,11 +80,6 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def format_value(value: Any) -> str:
-    """Text after `--section.key=` that is read back as `value`."""
-    return value if isinstance(value, str) else format_toml(value)
-
-
 def format_toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
     if isinstance(value, dict):

@@ -21,8 +21,8 @@ below; --section.key=value overrides both. The same command resumes a run; --fre
 deletes nothing. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
 
 
-def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
-    """Load the Config of the command line `FILE [--section.key=value ...]`; `argv` excludes the program's name.
+def from_command_line(argv: Sequence[str]) -> Config:
+    """Load the Config of train.py's arguments, for as many ranks as torchrun started.
 
     `--section.key value` works too. `--help` prints every key and exits with 0; a wrong command line or config prints
     the errors to stderr and exits with 2. Ranks other than 0 exit silently.
@@ -30,7 +30,8 @@ def from_command_line(argv: Sequence[str], world_size: int = 1) -> Config:
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
     try:
-        return load(*split_command_line(argv), world_size)
+        words = [word for word in argv if word != "--fresh"]
+        return load(*split_command_line(words), int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as error:
         tell_torchrun(str(error))
         _exit(2, f"error: {error}")

@@ -26,7 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configure.check import find_errors, format_toml, format_value, show, show_key
+from configure.check import find_errors, format_toml, show, show_key
 from configure.conflicts import find_conflicts
 from configure.schema import KEYS, SECTIONS, Config, Mix, Optim
 
@@ -174,7 +174,7 @@ def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
     for key in shown:
         value = values[key]
         value = str(Mix(value)) if isinstance(value, dict) else value
-        parts.append(value if isinstance(value, str) else key.split(".")[1] + format_value(value))
+        parts.append(value if isinstance(value, str) else key.split(".")[1] + format_toml(value))
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")
 
 
@@ -285,7 +285,8 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
 
 
 def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
-    return [f"--{key}={format_value(value)}" for key, value in zip(keys, row, strict=True)]
+    pairs = zip(keys, row, strict=True)
+    return [f"--{key}={value if isinstance(value, str) else format_toml(value)}" for key, value in pairs]
 
 
 def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:

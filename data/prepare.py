@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 
 from common.command import build_parser, command, run_command
+from common.cores import count_cores
 from common.progress import progress_bar
-from common.text import format_size, plural
+from common.text import format_bytes, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
-from data.encode import Encoded, Encoder
+from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
 from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
-from data.split import choose_split, explain_empty_split, validation_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
 from data.writer import PROGRESS_FILE, Writer, describe_changes, find_revision, remove_leftovers, resume_progress
@@ -141,11 +141,6 @@ def _check_output(args: argparse.Namespace) -> None:
             raise DataError(f"{option} {value}: expected at least 1")
 
 
-def count_cores() -> int:
-    """The number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
     """Make the set that `args` describe unless it exists. `command_line`, what the user typed, goes into meta.json."""
     folder = (args.out / args.name).resolve()
@@ -200,7 +195,7 @@ def _tokenize(
     total, saved = sum(file.size for file in inputs), 0  # bytes
     workers = min(args.workers, 1 + total // WORKER_BYTES)
     resuming = f", resuming after {writer.tokens:,} tokens" if writer.tokens else ""
-    size = f"{plural(len(inputs), 'file')}, {format_size(total)}"
+    size = f"{plural(len(inputs), 'file')}, {format_bytes(total)}"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
     batches = encode_inputs(inputs, encoder, workers, Position(progress.files, progress.documents))

@@ -87,14 +87,6 @@ def evaluate_tasks(
                 write_atomic(folder / "tasks" / f"{name}.json", json.dumps(body, indent=1) + "\n")
 
 
-def paper_accuracies(config: Config) -> dict[str, float]:
-    """The paper's {task: accuracy}, with "average", for the run's router and width; {} if it has none."""
-    values = {f"model.{key}": value for key, value in config.model.model_dump().items()}
-    printed = find_paper_table("downstream", values).get("accuracy", {}).get(config.model.router, {})
-    names = {name: task.paper for name, task in TASKS.items()} | {"average": "Avg"}
-    return {task: printed[name] / 100 for task, name in names.items() if name in printed}
-
-
 def mean_accuracy(results: dict[str, Metrics]) -> float | None:
     """Mean accuracy of the paper's six tasks; None unless all are there."""
     return sum(results[task]["acc"] for task in TASKS) / len(TASKS) if set(TASKS) <= set(results) else None
@@ -110,7 +102,10 @@ def format_metric(values: Metrics, metric: str) -> str:
 
 def tabulate_results(results: dict[str, Metrics], config: Config) -> tuple[list[str], list[list[str]]]:
     """Head and rows: scores with standard errors, chance and the paper's accuracy; other metrics below."""
-    paper = {task: f"{value:.4f}" for task, value in paper_accuracies(config).items()}
+    model = {f"model.{key}": value for key, value in config.model.model_dump().items()}
+    printed = find_paper_table("downstream", model).get("accuracy", {}).get(config.model.router, {})
+    names = {name: task.paper for name, task in TASKS.items()} | {"average": "Avg"}
+    paper = {task: f"{printed[name] / 100:.4f}" for task, name in names.items() if name in printed}
     chance = {name: f"{task.chance:.4f}" for name, task in TASKS.items()}
     rows = []
     for task, values in results.items():

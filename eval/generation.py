@@ -27,16 +27,7 @@ class SamplingParams(NamedTuple):
 
 
 def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
-    """Sample the next token of each row.
-
-    Args:
-        logits: (B, V).
-        params: what to sample from.
-        generator: on the device of `logits`; torch's own by default.
-
-    Returns:
-        (B,) int64.
-    """
+    """Sample the next token of each row of logits (B, V): (B,) int64; `generator`, on their device, or torch's own."""
     logits = logits.float()
     if params.temperature < GREEDY:
         return logits.argmax(-1)

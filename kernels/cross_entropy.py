@@ -18,12 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import choose_backend
-
-try:
-    from kernels import triton_cross_entropy
-except ImportError:  # triton exists for Linux only
-    triton_cross_entropy = None
+from kernels import choose_backend, triton_cross_entropy
 
 CHUNK_BYTES = 2**29  # of logits in the compute dtype; each chunk reads and writes dW once more
 ROWS = 128  # a chunk's rows are a multiple of it: whole tiles of a matrix product

@@ -3,9 +3,6 @@
 The second read hits the L2 cache, so memory sees each logit read once and written once, where plain torch operators
 take four such passes in fp32. kernels/cross_entropy.py calls it; for TRITON_INTERPRET see triton_experts.py.
 """
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 import torch
 import triton

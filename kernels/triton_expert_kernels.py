@@ -22,9 +22,6 @@ The activation is in the up-projection's epilogue, which computes each element o
 operations per element, against 2 · 256 on tensor cores that are 15 times as fast: more than half their time. And
 operands that pass through registers cannot be copied straight into shared memory.
 """
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 kernels/triton_expert_kernels.py describes the algorithm and holds the kernels. With TRITON_INTERPRET=1 set before this
 module is imported, they run on CPU tensors, slowly.
 """
-# Triton's stubs know neither constexpr arguments nor launch options.
-# pyrefly: ignore-errors
 
 from typing import Any, NamedTuple
 

@@ -8,9 +8,6 @@ With x in fp32 and y in half precision a pass moves 12 bytes per element forward
 norm is also wanted in fp32. torch adds up the programs' sums, in an order that N alone fixes: runs repeat bit for bit.
 Saved for the backward pass: x + y, which the next layer keeps anyway.
 """
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 from typing import Any
 

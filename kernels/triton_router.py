@@ -10,9 +10,6 @@ all E columns gives the scores that experts are chosen by, the second over the K
 The choice takes K steps: the largest score, and of equal ones the lowest column. There are no atomics, so runs repeat
 bit for bit. Saved for the backward pass: logits and experts.
 """
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 from typing import Any
 

@@ -6,9 +6,6 @@ A row is one pair; the R = N·K rows are sorted by expert, then by token, and no
     place    order, inverse, offsets
     table    tiles, and the experts by descending number of rows
 """
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 from typing import NamedTuple
 

@@ -1,7 +1,4 @@
 """Parts of the Triton kernels of experts: products of tiles, their columns in groups, and activation functions."""
-# Triton's stubs know neither constexpr arguments nor launch options; a kernel's arguments get their types at launch.
-# pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN201
 
 import triton
 import triton.language as tl

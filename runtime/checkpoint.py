@@ -143,16 +143,10 @@ class Saver:
         if self.all_ranks:
             dist.barrier(self.all_ranks)
 
-    def _save(self, *arguments: Any) -> None:
+    def _save(self, step: int, state: dict, metadata: dict) -> None:
         if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
             this = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))  # lower is refused
-        try:
-            self._write(*arguments)
-        except RunError as error:
-            self.failure = error
-
-    def _write(self, step: int, state: dict, metadata: dict) -> None:
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
@@ -164,10 +158,10 @@ class Saver:
         except (Exception, CheckpointException) as error:
             if self.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise RunError(
+            self.failure = RunError(
                 f"{path}: the checkpoint could not be written ({_last_line(error)}). Older ones are intact. Make room "
                 f"on the disk and start the run again; train.on_save_error = warn would continue without"
-            ) from error
+            )
 
     def _hash_own_files(self, folder: Path) -> dict[str, dict]:
         """{name: its length and sha256} of what this rank has written."""

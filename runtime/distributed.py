@@ -154,13 +154,8 @@ def memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def set_determinism(deterministic: bool) -> None:
-    """If `deterministic`, make torch bitwise reproducible; operations that cannot be raise RuntimeError from then on.
-
-    Call it before using CUDA.
-    """
-    if not deterministic:
-        return
+def make_deterministic() -> None:
+    """Make torch bitwise reproducible, before CUDA is used: operations that cannot be raise RuntimeError then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from attention import kv_heads
+from common.text import format_bytes
 from configure import Config
 from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
@@ -215,11 +216,6 @@ def check_state_fits(memory: Memory, capacity: int | None, shapes: Shapes) -> No
             f"weights, gradients and optimizer{mean} need {format_bytes(memory.state)} a GPU, this one has "
             f"{format_bytes(capacity)}: set --train.parallel=fsdp on {2 ** ceil(log2(least))} GPUs or more"
         )
-
-
-def format_bytes(size: float) -> str:
-    """A number of bytes as text, such as "1.9 GiB"."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def describe_memory(parallel: str, memory: Memory, capacity: int | None) -> str:

@@ -26,8 +26,7 @@ from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line
 from data.tokenizer import Tokenizer, token_bytes
 from eval.trained import add_run_arguments, load_run
-from hf.card import Source
-from hf.export import DTYPES, write_export
+from hf.export import DTYPES, Source, write_export
 from hf.formats import FORMATS, OPEN_MOES
 from model import GPT
 from runtime import RunError
@@ -119,12 +118,9 @@ def find_differences(source: Source, out: Path) -> list[str]:
 
 
 def round_weights(model: GPT, dtype: torch.dtype, scaled: bool = False) -> GPT:
-    """Make `model` compute in fp64 with weights rounded to `dtype`, except the routers'.
+    """Make `model` compute in fp64 with weights rounded to the export's `dtype`, except the routers', in place.
 
-    Args:
-        model: changed in place.
-        dtype: of the export.
-        scaled: whether the export has the gates' constant c in the experts' w_out, before it was rounded.
+    `scaled`: whether the export has the gates' constant c in the experts' w_out, before it was rounded.
     """
     rounded, state = {}, model.state_dict()
     for name, tensor in state.items():
@@ -137,14 +133,8 @@ def round_weights(model: GPT, dtype: torch.dtype, scaled: bool = False) -> GPT:
 def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> dict[str, Tensor]:
     """Continue prompts of unequal length, padded on the left, greedily with a cache; then compute all logits at once.
 
-    Args:
-        model: of transformers.
-        own: the run's model.
-        eot: the id that pads prompts.
-        idx: (B, T) int64, at most a block; the first halves are prompts.
-
-    Returns:
-        The differences to the logits of `own`, (..., V), by the way in which they were computed.
+    `model` is transformers', `own` the run's. The first halves of `idx` (B, T) int64, at most a block, are prompts, and
+    `eot` pads them. Returns the differences to the logits of `own`, (..., V), by the way they were computed in.
     """
     length = max(1, idx.shape[1] // 2)
     count = min(idx.shape[1] - length, NEW_TOKENS)

@@ -13,11 +13,11 @@ from itertools import product
 
 import configure
 from common.command import build_parser, command, run_command
-from common.text import text_table
+from common.text import format_bytes, text_table
 from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import GPUS
-from runtime.memory import USABLE, Memory, estimate_memory, format_bytes, list_parallelisms
+from runtime.memory import USABLE, Memory, estimate_memory, list_parallelisms
 
 
 def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:

@@ -29,17 +29,17 @@ import torch
 
 import configure
 from common.command import build_parser, command, run_command
-from common.text import plural
+from common.cores import count_cores
+from common.text import format_bytes, plural
 from configure import Config, ConfigError
 from data.mixture import check_sets
 from runtime import RunError, checkpoint, folder
 from runtime.branch import find_branch
 from runtime.distributed import GPUS
 from runtime.folder import RunFolder
-from runtime.memory import format_bytes
 from runtime.signals import EXIT_CODE, Stop, end_with_parent
 from scripts import plan
-from scripts.watch.__main__ import format_table
+from scripts.watch import format_table
 
 REPO_ROOT = Path(__file__).parent.parent
 TRAIN = REPO_ROOT / "train.py"
@@ -263,7 +263,7 @@ def start_point(file: str, point: Point, gpus: list[str], beside: int, announce:
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif beside:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // beside)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // beside)))
     if beside:
         point.folder.mkdir(parents=True, exist_ok=True)
     follow = partial(end_with_parent, os.getpid())

@@ -97,7 +97,7 @@ def run(tmp_path, capsys, monkeypatch):
     Sets are below tmp_path/out. The tokenizer is bytes by default, the name the corpus'. A few documents are split as
     many are.
     """
-    monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
 
     def run(*args, code=0, main=prepare.main) -> str:
         args = [*map(str, args), "--out", str(tmp_path / "out")]

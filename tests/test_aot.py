@@ -1,4 +1,4 @@
-"""scripts/aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled without a GPU."""
+"""scripts.aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled without a GPU."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from runs import REPO_ROOT
 
 pytest.importorskip("triton")
 
-from scripts.aot import launches, limits  # noqa: E402
+from scripts import aot  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from scripts.aot import launches, limits  # noqa: E402
 )  # fmt: skip
 def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
     """One register more than 128 halves them."""
-    assert launches.count_blocks(sm, registers, shared, warps) == blocks
+    assert aot.count_blocks(sm, registers, shared, warps) == blocks
 
 
-GOOD = launches.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False)
+GOOD = aot.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ GOOD = launches.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2
         ({"mma": "", "half": False}, []),
         ({"name": "up", "mma": "HMMA.16816.F32", "wait": 3, "sm": 80}, ["wait < 4"]),
         ({"serialized": True}, ["serialised products"]),
-        ({"name": "new"}, ["no row in LEAST of scripts/aot/limits.py: add it"]),
+        ({"name": "new"}, ["no row in LEAST of scripts/aot.py: add it"]),
     ],
 )
 def test_what_is_worse_than_its_limit_is_a_fault(change, faults):
     job = {"sm": 90, "shape": "gated", "half": True}
     kernel = GOOD._replace(**{key: value for key, value in change.items() if key not in job})
-    assert limits.find_faults(kernel, **job | {key: value for key, value in change.items() if key in job}) == faults
+    assert aot.find_faults(kernel, **job | {key: value for key, value in change.items() if key in job}) == faults
 
 
 def run_aot(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -62,7 +62,7 @@ def test_kernels_compile_for_a100_and_h100(tmp_path):
     again = """
 import sys
 from kernels import triton_experts
-from scripts.aot import __main__ as aot
+from scripts import aot
 assert aot.main(sys.argv[1:]) == 0
 print("once more", flush=True)
 triton_experts.TILES[9]["weight_grad"] = triton_experts.Tile(128, 256, 64, 8, 6)
@@ -84,9 +84,9 @@ sys.exit(aot.main(sys.argv[1:]))
 def test_kernels_compile_for_a_token_alone(tmp_path):
     """As in generation. Triton makes constants of arguments that are 1, which the interpreter does not."""
     code = """
-from scripts.aot import launches
-launches.SHAPES["alone"] = 1, 64, 64, 2, 1, 64
-print([kernel.name for kernel in launches.compile_kernels((90, "float16", "alone"))])
+from scripts import aot
+aot.SHAPES["alone"] = 1, 64, 64, 2, 1, 64
+print([kernel.name for kernel in aot.compile_kernels((90, "float16", "alone"))])
 """
     done = run_aot(code, TRITON_CACHE_DIR=str(tmp_path))
     assert "route_sum" in done.stdout, done.stderr
@@ -97,7 +97,7 @@ def test_every_kernel_is_within_its_limits():
     """Of every shape and dtype under the installed Triton; and the 125m model's for GPUs of the consumer kinds."""
     code = """
 import sys
-from scripts.aot import __main__ as aot
+from scripts import aot
 sys.exit(aot.main([]) or aot.main(["--sm", "86", "89", "120", "--shape", "125m"]))
 """
     done = run_aot(code)

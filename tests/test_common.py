@@ -13,7 +13,7 @@ from common import progress
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
-from common.text import first_line, format_size, markdown_table, plural, text_table
+from common.text import first_line, format_bytes, markdown_table, plural, text_table
 
 
 # ---- commands
@@ -99,7 +99,7 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
     assert text_table(["run", "of"], [["a", "xy"], ["b", "z"]], left=2).splitlines()[2:] == ["a    xy", "b    z"]
     assert markdown_table(["a", "b"], [["<x>|&", "1"]]) == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
     assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
-    assert [format_size(1_120_000), format_size(10**9)] == ["1.12 MB", "1 GB"]
+    assert [format_bytes(1_120_000), format_bytes(10**9)] == ["1.1 MiB", "0.9 GiB"]
     assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
 
 

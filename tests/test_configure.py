@@ -296,11 +296,12 @@ def test_ways_to_write_a_command_line(write, command):
 ])  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys, monkeypatch, tmp_path, command, says):
     argv = command.replace("FILE", str(write())).split()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as caught:
-            from_command_line(argv, world_size=2)
+            from_command_line(argv)
         out, err = capsys.readouterr()
         assert caught.value.code == 2 and out == ""
         assert says in err if rank == "0" else err == ""

@@ -22,8 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
-from hf.card import Source
-from hf.export import write_export
+from hf.export import Source, write_export
 from hf.names import to_hf
 from model import GPT
 from router import ROUTERS

@@ -10,7 +10,7 @@ import pytest
 from corpora import BYTES, REPO_ROOT, documents_of, jsonl, parquet, tar, write_tree, zstd
 
 from configure import load
-from data import prepare, split, verify
+from data import encode, prepare, verify
 from data.bins import check_dataset, open_tokens, read_meta
 from data.sources import local_inputs
 
@@ -21,7 +21,7 @@ LINES = "".join(f"line {i} of a naïve text\n" for i in range(100))
 @pytest.fixture
 def run(run, monkeypatch):
     """The command as it is, few documents included."""
-    monkeypatch.setattr(split, "FEW_DOCUMENTS", 10)
+    monkeypatch.setattr(encode, "FEW_DOCUMENTS", 10)
     return run
 
 

@@ -39,7 +39,7 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
     monkeypatch.setattr(bins, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(workers, "BATCH_BYTES", steps)
     monkeypatch.setattr(prepare, "SAVE_BYTES", steps)
-    monkeypatch.setattr("data.split.FEW_DOCUMENTS", 1)
+    monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "in.jsonl").write_bytes(jsonl(texts))
         args = f"--source {folder}/in.jsonl --name text --out {folder} --shard-tokens {9 * steps}"

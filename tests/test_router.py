@@ -9,7 +9,7 @@ from numerics import assert_near, seeded, tolerance
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
-from eval.theory import exact
+from eval.theory import expected_constant
 from router import (
     ROUTERS,
     Router,
@@ -135,7 +135,7 @@ def test_norm_router_equals_the_papers_listing(method, size):
 @pytest.mark.parametrize("n_expert, top_k", [(64, 8), (32, 8), (64, 64)])
 def test_monte_carlo_constant(n_expert, top_k):
     """As the integral, which test_theory.py compares to the paper's; samples have a standard deviation of 0.27."""
-    near = pytest.approx(exact.monte_carlo(n_expert, top_k), abs=4 * 0.27 / math.sqrt(20_000))
+    near = pytest.approx(expected_constant(n_expert, top_k), abs=4 * 0.27 / math.sqrt(20_000))
     assert monte_carlo_scale(n_expert, top_k, 20_000) == near
     assert Router(C, n_expert, top_k, ROUTERS["kern-mc"]).c.item() == near
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import eval.theory.__main__ as theory
-from eval.theory import claims
-from eval.theory import exact as theory_exact
+from eval import theory
 
 # shared/paper/results.json, derived.monte_carlo, 4e5 samples each:
 # (M, k): c_mean, c_se, E_sum_g2, c_asymptotic, P_fewer_than_k_positive, E_nonzero_in_topk
@@ -27,10 +25,10 @@ SAMPLED = {
 @pytest.mark.parametrize(("n_expert", "top_k"), SAMPLED)
 def test_kerns_constants_are_those_sampled_for_the_paper(n_expert, top_k):
     c, error, squares, _, fewer, gates = SAMPLED[n_expert, top_k]
-    assert theory_exact.monte_carlo(n_expert, top_k) == pytest.approx(c, abs=4 * error)
-    assert theory_exact.gate_sum("kern", n_expert, top_k, 1, power=2) == pytest.approx(squares, rel=1e-3)
-    assert theory_exact.fewer_positive(n_expert, top_k) == pytest.approx(fewer, rel=1e-5)
-    assert theory_exact.positive_gates(n_expert, top_k) == pytest.approx(gates, rel=1e-6)
+    assert theory.expected_constant(n_expert, top_k) == pytest.approx(c, abs=4 * error)
+    assert theory.gate_sum("kern", n_expert, top_k, 1, power=2) == pytest.approx(squares, rel=1e-3)
+    assert theory.fewer_positive(n_expert, top_k) == pytest.approx(fewer, rel=1e-5)
+    assert theory.positive_gates(n_expert, top_k) == pytest.approx(gates, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "kern"])
@@ -41,7 +39,7 @@ def test_gradients_against_autograd_of_the_formula(name):
     gates = {"sigmoid": s.sigmoid, "tanh": s.tanh, "kern": lambda: (s / s.norm(dim=-1, keepdim=True)).relu()}[name]()
     squares = sum(torch.autograd.grad(gates[:, i].sum(), s, retain_graph=True)[0].square().sum(-1) for i in range(k))
     error = float(squares.std()) / math.sqrt(n)
-    assert theory_exact.jacobian_squares(name, M, k, tau) == pytest.approx(float(squares.mean()), abs=4 * error)
+    assert theory.jacobian_squares(name, M, k, tau) == pytest.approx(float(squares.mean()), abs=4 * error)
 
 
 def test_the_constant_of_two_active_experts():
@@ -50,12 +48,12 @@ def test_the_constant_of_two_active_experts():
     y /= np.linalg.norm(y, axis=1, keepdims=True)
     best = -np.sort(-y.clip(0), axis=1)[:, :2]
     two = 1 / np.linalg.norm(best[best[:, 1] > 0], axis=1)
-    assert theory_exact.monte_carlo(8, 2) == pytest.approx(two.mean(), rel=2e-3)
+    assert theory.expected_constant(8, 2) == pytest.approx(two.mean(), rel=2e-3)
 
 
 def test_measured_meets_analytic(monkeypatch, capsys):
-    monkeypatch.setattr(claims, "DRAWS", 8)
-    rows = {row.quantity: row for claim in claims.CLAIMS.values() for row in claim(320, 0)}
+    monkeypatch.setattr(theory, "DRAWS", 8)
+    rows = {row.quantity: row for claim in theory.CLAIMS.values() for row in claim(320, 0)}
     assert len(rows) == 8 + 8 + 5 + 4 and all(row.agrees() for row in rows.values())
     assert sum(row.measured.error > 0 and row.analytic is not None for row in rows.values()) > 15
     for quantity, low, high in (
@@ -69,7 +67,7 @@ def test_measured_meets_analytic(monkeypatch, capsys):
 
 
 def test_measurement_off_its_expectation_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr(claims.exact, "fewer_positive", lambda n_expert, top_k: 0.5)
+    monkeypatch.setattr(theory, "fewer_positive", lambda n_expert, top_k: 0.5)
     assert theory.main(["--only", "positive", "--samples", "320"]) == 1
     said = capsys.readouterr()
     assert "(!) measured and analytic differ" in said.err and "(!)" in said.out and "τ" not in said.out

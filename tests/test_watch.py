@@ -16,10 +16,9 @@ import matplotlib
 import pytest
 from runs import REPO_ROOT
 
+from scripts import watch
 from scripts.report.runs import load_run
-from scripts.watch import __main__ as watch
-from scripts.watch.__main__ import build_page, make_server
-from scripts.watch.status import HEAD, describe_run
+from scripts.watch import HEAD, build_page, describe_run, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}
 END = [(90, TRAINING), (100, TRAINING | {"val/loss": 2.0})]
@@ -157,7 +156,7 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
 
 def test_watching_imports_no_torch(make_run, tmp_path):
     make_run("a", [(50, TRAINING)])
-    code = f"import sys; from scripts.watch.__main__ import main; main([{str(tmp_path)!r}]); "
+    code = f"import sys; from scripts.watch import main; main([{str(tmp_path)!r}]); "
     code += "assert not {'torch', 'matplotlib', 'scipy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True, capture_output=True)
 

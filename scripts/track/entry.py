@@ -19,14 +19,14 @@ import numpy as np
 
 import configure
 from common.text import plural
-from data.bins import read_meta
+from data.bins import read_meta, sha256_of
 from data.mixture import identify
 from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
 from scripts.report.runs import load_run
 from scripts.sweep import Point, train_points
-from scripts.track.protocol import REPO_ROOT, Protocol, Task, digest
+from scripts.track.protocol import REPO_ROOT, Protocol, Task
 from scripts.track.record import Record, missing_tasks, new_record, read_record, task_of, write_record
 
 TRAINING_CODE = ["kernels", "runtime", "configure", "data", "common"]  # and the files at the top
@@ -85,7 +85,7 @@ def enter(
     os.environ["OMP_NUM_THREADS"] = "1"  # so that a run does not depend on how many go on at once
     made = describe_machine(protocol)
     # Runs of other code are no runs of this entry.
-    code = digest([made["code_sha256"], repr(find_spec(router)), options])[:8]
+    code = sha256_of([made["code_sha256"], repr(find_spec(router)), options])[:8]
     runs = protocol.runs / ("drafts" if protocol.draft else "entries") / f"{name}-{code}"
     path = runs.with_suffix(".json") if protocol.draft else protocol.records / f"{name}.json"
     runs.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def describe_machine(protocol: Protocol) -> dict[str, str]:
     return {
         "commit": head.stdout.strip(),
         "router_sha256": code["router.py"],
-        "code_sha256": digest(code),
+        "code_sha256": sha256_of(code),
         "machine": device_name(pick_device(configure.load(protocol.file).train.device)),
         "torch": version("torch"),
         "numpy": version("numpy"),

@@ -1,7 +1,5 @@
 """The protocol: the table [track] of its config file, the settings that it draws, and the runs of an entry."""
 
-import hashlib
-import json
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +9,7 @@ from typing import Any, NamedTuple
 
 import configure
 from configure.schema import Section
+from data.bins import sha256_of
 
 REPO_ROOT = Path(__file__).parents[2]
 RECORDS = REPO_ROOT / "track/records"
@@ -147,7 +146,7 @@ def load_protocol(file: str) -> Protocol:
     fields = {"max_steps": config.train.max_steps, "warmup_steps": config.optim.warmup_steps}
     fields |= {"windows": config.eval.windows, **table.get("track", {})}
     runs = Path(config.run.dir, f"track-{Path(file).stem}")
-    return Protocol.model_validate({"file": file, "runs": runs, "fixed_sha256": digest(table), **fields})
+    return Protocol.model_validate({"file": file, "runs": runs, "fixed_sha256": sha256_of(table), **fields})
 
 
 def read_options(file: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -159,8 +158,3 @@ def read_options(file: str, texts: Sequence[str]) -> dict[str, Any]:
     config = configure.load(file, texts)
     values = {key: attrgetter(key)(config) for key in keys}
     return {key: value for key, value in values.items() if value != configure.KEYS[key]["default"]}
-
-
-def digest(value: object) -> str:
-    """sha256 of a value as JSON, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from common.files import write_atomic
+from data.bins import sha256_of
 from router import ROUTERS, find_spec
-from scripts.track.protocol import Protocol, Task, digest, read_options
+from scripts.track.protocol import Protocol, Task, read_options
 
 FORMAT = 1
 LARGEST = 150_000  # bytes of a record
@@ -72,7 +73,7 @@ def write_record(path: Path, record: Record) -> None:
     """Write a record with its summary and the digest of all else in it."""
     record = {key: value for key, value in record.items() if key != "sha256"} | {"summary": summarize(record)}
     lines = [f"  {json.dumps(run)}" for run in record["runs"]]
-    text = json.dumps(record | {"runs": [], "sha256": digest(record)}, indent=1)
+    text = json.dumps(record | {"runs": [], "sha256": sha256_of(record)}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.replace('"runs": []', '"runs": [\n' + ",\n".join(lines) + "\n ]", 1) + "\n")
 
@@ -98,7 +99,7 @@ def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]
         return [f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"]
     faults = []
     content = {key: value for key, value in record.items() if key != "sha256"}
-    if record.get("sha256") != digest(content):
+    if record.get("sha256") != sha256_of(content):
         faults.append("its digest is not that of its content: it was changed by hand; take it from its commit again")
     if record["name"] != Path(file_name).stem or record["draft"]:
         faults.append(f"it is {'a draft' if record['draft'] else record['name']}: one entry a name, in NAME.json")

@@ -1,16 +1,28 @@
-"""Compile every launch of the Triton kernels at real shapes, and read what came out.
+"""Compile every Triton kernel without a GPU, print what came out, and fail where it is worse than LEAST says.
+
+    python -m scripts.aot [--sm 90] [--shape 125m] [--dtype float16]
+
+Everything takes 5 minutes of one core; kernels compiled before are cached. Columns after the launch's: registers per
+thread; KB of shared memory per block; bytes spilled; blocks that a multiprocessor holds at once; wait, the most loads
+(cp.async groups) that a wait leaves in flight, 0 drains the pipeline; the MMA (tensor-core instruction).
+
+Exits with 1 if a kernel spills or takes more shared memory than a block may have; or, in half precision, if it has
+fewer blocks or loads in flight than its limit, a product without its architecture's MMA, or one that waits for every
+single MMA ("serialised").
 
 Both passes of the experts, of KERN's router and of norms, and the Triton part of the LM head, run on meta tensors, and
 each launch is compiled instead: what is compiled is what would run.
 """
 
 import inspect
+import multiprocessing
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,10 +33,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+import kernels.triton_cross_entropy as triton_cross_entropy
 import kernels.triton_experts as triton_experts
 import kernels.triton_norm as triton_norm
 import kernels.triton_router as triton_router
-from kernels import triton_cross_entropy
+from common.command import build_parser, command, run_command
 from kernels.cross_entropy import gradient_scale
 from router import KERN
 
@@ -41,6 +54,36 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 SHARED_MEMORY = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # KB; a block takes 1 more than it asks
 N_WARP = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 N_REGISTER = 65536  # of a multiprocessor, as the two above
+
+# What a kernel may not fall below: rules, and a row per kernel with the least over all shapes in half precision.
+SHARED = {80: 99, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB a block may have; 8.0 shares its tiles with 8.6
+MMA = {90: "HGMMA", 100: "UTCHMMA"}  # the tensor-core instruction of half precision; HMMA of the others
+COLUMNS = {90: 1, 100: 2}  # of LEAST; 0 of the others
+
+# Of sm_80 (with 86, 89 and 120), sm_90 and sm_100: the least blocks on a multiprocessor, and, where cp.async loads the
+# tiles, the least loads in flight (Kernel.wait). The longest name that a kernel's begins with counts.
+LEAST = {
+    "count": [(10, 10, 12)],
+    "place": [(2, 2, 2)],
+    "table": [(42, 36, 36)],
+    "combine": [(12, 16, 12)],
+    "up": [(1, 2, 2), (4, 2, 2)],
+    "up+gated": [(1, 1, 1), (4, 1, 1)],
+    "rows": [(1, 1, 1), (4, 2, 2)],
+    "down_grad": [(2, 2, 2), (2, 2, 2)],
+    "weight_grad": [(2, 1, 1), (2, 2, 2)],
+    "softmax": [(1, 2, 2)],
+    "route": [(4, 4, 4)],
+    "route_sum": [(5, 6, 6)],
+    "add_norm": [(6, 6, 6)],
+    "add_norm_grad": [(3, 3, 3)],
+}
+# The most bytes of registers that a kernel may spill, but for the 125m model's on sm_90.
+SPILLED = {"down_grad": 16, "place": 8, "up": 16}
+
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in triton_experts.DTYPES]
+HEAD = "sm", "dtype", "shape", "kernel", "tile", "warps", "registers", "shared KB", "spilled", "blocks", "wait", "MMA"
+LINE = "{:<3}  {:<8}  {:<6}  {:<38}  {:<10}  {:>5}  {:>9}  {:>9}  {:>7}  {:>6}  {:>4}  {}"
 
 
 class Kernel(NamedTuple):
@@ -139,3 +182,60 @@ def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
             norms = triton_norm.forward(stream, x, stream[0], bias, 1e-5, rms, dtype, exact)
             triton_norm.backward(*norms, stream, stream[0], 1e-5, rms, dtype, bias is not None)
     return list(kernels)
+
+
+def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
+    """Find what is wrong with a kernel of this shape of SHAPES, in `half` precision or in float32 (no tensor cores)."""
+    faults = []
+    function, column = kernel.name.partition("+")[0], COLUMNS.get(sm, 0)
+    if kernel.spilled > (0 if (shape, sm) == ("125m", 90) else SPILLED.get(function, 0)):
+        faults.append(f"spills {kernel.spilled} B")
+    if kernel.shared > SHARED[sm] * 1024:
+        faults.append("too much shared memory")
+    if not half:
+        return faults
+    rows = sorted(filter(kernel.name.startswith, LEAST), key=len)
+    if not rows:
+        return [*faults, "no row in LEAST of scripts/aot.py: add it"]
+    blocks, *loads = LEAST[rows[-1]]
+    if kernel.blocks < blocks[column]:
+        faults.append(f"blocks < {blocks[column]}")
+    if kernel.wait is not None and kernel.wait < loads[0][column]:
+        faults.append(f"wait < {loads[0][column]}")
+    mma = MMA.get(sm, "HMMA")
+    if kernel.mma is not None and not kernel.mma.startswith(mma):
+        faults.append(f"no {mma}")
+    if kernel.serialized:
+        faults.append("serialised products")
+    return faults
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print and compare."""
+    parser = build_parser("scripts.aot", __doc__)
+    parser.add_argument("--sm", type=int, choices=SHARED, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES), help="(default: all)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(default: all)")
+    args = parser.parse_args(argv)
+    if triton_experts.INTERPRETED:
+        raise ValueError("TRITON_INTERPRET is set, which compiles nothing: unset it")
+    jobs = list(product(args.sm, args.dtype, args.shape))
+    print(f"Triton {triton.__version__}")
+    print(LINE.format(*HEAD))
+    n_fault = 0
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for job, kernels in zip(jobs, pool.imap(compile_kernels, jobs), strict=True):
+            sm, dtype, shape = job
+            for kernel in kernels:
+                faults = find_faults(kernel, sm, shape, half=dtype != "float32")
+                n_fault += len(faults)
+                cells = [*job, *kernel[:4], f"{kernel.shared / 1024:.1f}", *kernel[5:9]]
+                line = LINE.format(*("-" if cell in (None, "") else cell for cell in cells))
+                print("  ".join([line, *faults]), flush=True)
+    print(f"{n_fault} faults")
+    return 1 if n_fault else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

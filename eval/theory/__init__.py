@@ -1,1 +1,0 @@
-"""Test the paper's analytical claims: python -m eval.theory."""

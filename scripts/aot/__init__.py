@@ -1,1 +1,0 @@
-"""What Triton makes of the kernels, without a GPU."""

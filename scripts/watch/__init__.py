@@ -1,1 +1,0 @@
-"""Watch runs: a table in the terminal, or a page on localhost."""
