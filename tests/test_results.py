@@ -6,10 +6,14 @@ import shutil
 import tarfile
 import tomllib
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
+from fake_runs import load_settings, make_run
+from scipy import stats
 
 from scripts.report import results
 
@@ -71,3 +75,19 @@ def test_a_changed_table_is_found(
     assert results.main([]) == 0 and page.read_text() == right
     page.write_text("`python -m scripts.report runs/none-* --over optim.lr`\n")
     assert results.main(["--check"]) == 2 and "runs/none-*" in capsys.readouterr().err
+
+
+def test_the_growth_of_the_best_norm_is_found(tmp_path):
+    """Losses are parabolas over log norm, whose lowest points a seed shifts by known amounts."""
+    shifts, runs = (0.1, -0.12, 0.02), []
+    for top_k, x, seed in product((2, 8, 32), (1, 2, 4, 8, 16), range(3)):
+        lowest = 0.6 + (0.4 + shifts[seed]) * np.log2(top_k)
+        end = 1.5 + 0.01 * (np.log2(x) - lowest) ** 2
+        given = [f"model.top_k={top_k}", f"model.gate_norm={x}", f"run.seed={seed}"]
+        runs.append(make_run(tmp_path / f"{top_k}-{x}-{seed}", *given, end=end))
+    head, ((_, *best, slope),) = results.tabulate_growth(load_settings(*runs, key="model.gate_norm"))
+    assert head[1:4] == ["top_k 2", "top_k 8", "top_k 32"]
+    assert [float(x) for x in best] == pytest.approx([2 ** (0.6 + 0.4 * k) for k in (1, 3, 5)], rel=0.02)
+    oracle = stats.ttest_1samp([0.4 + shift for shift in shifts], 0)
+    low, high = oracle.confidence_interval()
+    assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx([0.4, low, high], abs=0.01)

@@ -3,9 +3,9 @@
     python -m scripts.report.results            writes them
     python -m scripts.report.results --check    writes nothing; fails if a table differs
 
-Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds and, with
-three seeds, the verdicts on pairs with the baseline as one family, or those on best values (--choose-on). A picture
-there is the report's first.
+Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds, without
+--over other measures, too, and, with three seeds, the verdicts on pairs with the baseline as one family, or those on
+best values (--choose-on). A picture there is the report's first.
 """
 
 import re
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from common.command import build_parser, command, run_command
@@ -25,11 +26,13 @@ from scripts.report.__main__ import make_parser
 from scripts.report.comparisons import choose_best, find_pairs, judge_pairs
 from scripts.report.page import Report, read_report
 from scripts.report.pictures import plot_loss, plot_product
-from scripts.report.statistics import MIN_SEEDS
+from scripts.report.settings import Arm, Setting
+from scripts.report.statistics import MIN_SEEDS, estimate_difference
+from scripts.report.tables import Table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("results.md", "results-tables.md")
-RATIO = "optim.expert_out_lr_ratio"
+RATIO, TOP_K = "optim.expert_out_lr_ratio", "model.top_k"
 COMMAND = re.compile(
     r"^(`python -m scripts\.report ([^`]+)`\n)(?:\n!\[[^]]*\]\((.+)\)\n|((?:\n*\|.*\n)*))", re.MULTILINE
 )
@@ -92,7 +95,9 @@ def format_tables(report: Report) -> str:
     made = []
     for setting in report.settings:
         head, rows = tables.build_loss_table(setting)
-        made.append(([setting.label or head[0], *head[1:]], [[cell.split(" ±")[0] for cell in row] for row in rows]))
+        means = [([setting.label or head[0], *head[1:]], rows)]
+        means += [] if setting.key else [tables.build_measure_table(setting)]
+        made += [(head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means]
         if report.choose_on:
             made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
             continue
@@ -100,7 +105,40 @@ def format_tables(report: Report) -> str:
         pairs = judge_pairs(setting, named, report.margin)
         if any(pair.difference.seeds >= MIN_SEEDS for pair in pairs):
             made.append(tables.build_pairs_table(setting, pairs))
+    if len({setting.values[TOP_K] for setting in report.settings}) > 2:
+        made.append(tabulate_growth(report.settings))
     return "\n\n".join(markdown_table(*table) for table in made).replace(" | ", "|")
+
+
+def tabulate_growth(settings: Sequence[Setting]) -> Table:
+    """The best gate norm of each router in settings that differ in top_k, and the slope of its logarithm on log top_k.
+
+    A seed's best norm is the vertex of the parabola through its lowest loss and the neighbours, over log norm; the end
+    of the range where the loss is lowest there. The slope, by least squares, is ½ if the best norm grows as √top_k.
+    """
+    settings = sorted(settings, key=lambda setting: setting.values[TOP_K])
+    tops = np.log2([setting.values[TOP_K] for setting in settings])
+    rows = []
+    for router in [arm.router for arm in settings[0].arms]:
+        arms = [next(arm for arm in setting.arms if arm.router == router) for setting in settings]
+        seeds = sorted(set.intersection(*(set(cell) for arm in arms for cell in arm.cells.values())))
+        best = np.array(
+            [[find_best(setting, arm, seed) for seed in seeds] for setting, arm in zip(settings, arms, strict=True)]
+        )
+        slope = estimate_difference(np.polyfit(tops, best, 1)[0])
+        rows.append([f"**{router}**", *(f"{2 ** logs.mean():.2f}" for logs in best), str(slope)])
+    return ["best norm", *(f"top_k {setting.values[TOP_K]}" for setting in settings), "slope, 95%"], rows
+
+
+def find_best(setting: Setting, arm: Arm, seed: int) -> float:
+    """log2 of the value of the key at which the loss of a seed is lowest."""
+    xs = np.log2(sorted(arm.cells))
+    losses = np.array([setting.evaluation(arm.cells[x][seed])["val/loss"] for x in sorted(arm.cells)])
+    i = int(losses.argmin())
+    if i in (0, len(xs) - 1):
+        return float(xs[i])
+    square, linear, _ = np.polyfit(xs[i - 1 : i + 2], losses[i - 1 : i + 2], 2)
+    return float(-linear / (2 * square))
 
 
 def draw(report: Report) -> Figure:
