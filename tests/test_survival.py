@@ -77,7 +77,7 @@ def main(tiny_file, monkeypatch):
 PLACES = {  # what is called there, and which of its calls count
     "start-up": (train_state, "build_optimizer", lambda *_: True),
     "step": (train, "learning_rate", lambda *_: True),
-    "save": (checkpoint.Saver, "_write", lambda *_: True),
+    "save": (checkpoint.Saver, "_save", lambda *_: True),
     # 5 micro-batches each, then 5 with the mean of the weights
     "evaluation": (GPT, "forward", lambda model, *_: not model.training),
 }
@@ -370,13 +370,13 @@ def test_run_whose_checkpoints_are_all_damaged_is_left_alone(main, tiny, capsys)
 @pytest.fixture
 def full_disk(monkeypatch):
     """A set of steps: while their checkpoints are written no file grows beyond 20 kB."""
-    steps, write = set(), checkpoint.Saver._write
+    steps, save = set(), checkpoint.Saver._save
 
-    def writing(saver, step, *args):
+    def saving(saver, step, *args):
         with runs.largest_file(20_000) if step in steps else nullcontext():
-            write(saver, step, *args)
+            save(saver, step, *args)
 
-    monkeypatch.setattr(checkpoint.Saver, "_write", writing)
+    monkeypatch.setattr(checkpoint.Saver, "_save", saving)
     return steps
 
 
