@@ -1,19 +1,25 @@
-"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
+"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral, and any change of them, as initial weights and as exports."""
 
 import json
+import re
 
 import pytest
 import torch
+from conftest import fuzz
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import edit, refused, start
+from test_hf_init_from import DENSE, LOGITS, edit, logits, make_gpt2, refused, remedy, start
 
 import configure
 from eval.trained import load_model
 from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
 from hf.names import to_hf
 from model import count_parameters
+from runtime import RunError
 from runtime.folder import path_of
 from scripts import export
 
@@ -94,7 +100,6 @@ def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
     assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
 
 
-Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
     "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
@@ -107,15 +112,12 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
-    f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
     "model_type is 'llama'": {"model_type": "llama"},
     "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
-    "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
     "experts.8.gate_proj.weight is (16, 32), expected none": {GATE.replace(".3.", ".8."): torch.ones(16, 32)},
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
-    f"{GATE} (torch.float8_e4m3fn) is not floating": {GATE: torch.ones(16, 32).to(torch.float8_e4m3fn)},
 }
 
 
@@ -174,3 +176,89 @@ def test_the_preset_has_the_shape_of_olmoe():
     written = FORMATS["olmoe"].make_config(model)
     shared = written.keys() & SIZES.keys()
     assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}
+
+
+# ---- a folder with any one setting or weight changed is refused with a remedy, or computed as transformers does
+OWN = {kind: ["model.norm_eps=1e-4", *SHAPE, *more] for kind, more in OURS.items()} | {"gpt2": DENSE}
+GONE = object()
+VALUES = [GONE, None, -1, 0, 1, 2, 4, 16, 33, 300, 2**70, 1e-5, 0.5, 1.0, 500.0, True, False, "true", "", "gelu_new"]
+VALUES += ["silu", "default", "yarn", [], [0], ["full_attention", "sliding_attention"], {}, {"a": 1}]
+VALUES += [{"rope_theta": 500.0, "rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": "1"}]
+KEYS = ["sliding_window", "use_sliding_window", "rope_scaling", "rope_theta", "head_dim", "quantization_config"]
+KEYS += ["partial_rotary_factor", "clip_qkv", "mlp_only_layers", "num_experts", "layer_types", "n_inner", "n_ctx"]
+HARMS = {  # of a weight
+    "missing": lambda weight: GONE,
+    "0-d": lambda weight: weight.sum(),
+    "one row more": lambda weight: torch.cat([weight, weight[:1]]),
+    "a column less": lambda weight: weight[..., :-1].contiguous(),
+    "transposed": lambda weight: weight[None].mT.contiguous().squeeze(),
+    "NaN": lambda weight: weight * torch.nan,
+}
+DTYPES = [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool]
+COPIES = {r"\.\d+\.": ".9.", r"experts\.\d+": "experts.8", r"weight$": "bias2", "^": "x."}  # a weight is there twice
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Settings and weights of a small model of each class."""
+    out = {}
+    for kind in OWN:
+        place = tmp_path_factory.mktemp(kind)
+        (make_gpt2() if kind == "gpt2" else make_model(kind)).save_pretrained(place)
+        out[kind] = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+    return out
+
+
+def find_settings(tiny, place, overrides):
+    """The Config under which `place` fits and changes nothing, and its notes; or which refuses it, and the message."""
+    config, needed = tiny(*overrides, f"train.init_from={place}"), []
+    try:
+        words = "; ".join(read_initial_weights(config).notes)
+        needed = [f"model.{key}={old}" for key, old in re.findall(r"model\.(\w+) changes from (\S+) to", words)]
+    except RunError as error:
+        words, needed = str(error), remedy(str(error))
+    return find_settings(tiny, place, [*overrides, *needed]) if needed else (config, words)
+
+
+def assert_agreement(tiny, place, kind):
+    """Refused with a remedy in one line, or the logits of transformers, if that reads the folder."""
+    from transformers import AutoModelForCausalLM
+
+    config, words = find_settings(tiny, place, OWN[kind])
+    if words.startswith(f"train.init_from = {place}: "):
+        assert re.search(r"; (use|download) |Prepare the text", words) and "\n" not in words, words
+        return
+    idx = ids(min(32, config.model.block_size)) % config.model.vocab_size
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(idx).logits
+    except Exception:  # a key that plays no role here has a type that it refuses
+        return
+    model, _ = start(config)
+    limit = 5e-3 if "computed as exact GELU" in words else LOGITS
+    assert_near(logits(model, idx)[..., : theirs.shape[-1]], theirs, limit, kind)
+
+
+def change_folder(kind, folders, draw):
+    """The settings and weights of `kind` with one key or one tensor changed."""
+    table, state = folders[kind]
+    if draw(st.booleans()):
+        key = draw(st.sampled_from(KEYS) | st.sampled_from(sorted(table)))
+        return table | {key: draw(st.sampled_from(VALUES))}, state
+    name, harm = draw(st.sampled_from(sorted(state))), draw(st.sampled_from([*HARMS, *DTYPES, *COPIES]))
+    if harm in COPIES:
+        return table, state | {re.sub(harm, COPIES[harm], name, count=1): state[name].clone()}
+    return table, state | {name: state[name].to(harm) if harm in DTYPES else HARMS[harm](state[name])}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
+    @settings(fuzz, max_examples=examples)
+    @given(st.data(), st.sampled_from(sorted(OWN)))
+    def check(data, kind):
+        table, state = change_folder(kind, folders, data.draw)
+        table, state = ({key: value for key, value in part.items() if value is not GONE} for part in (table, state))
+        write_folder(tmp_path / "theirs", table, state)
+        assert_agreement(tiny, tmp_path / "theirs", kind)
+
+    check()
