@@ -1,4 +1,4 @@
-"""eval/routing.py: counts against loops over tokens, measures by hand, agreement, and the command."""
+"""eval/routing.py: counts against loops over tokens, measures by hand, agreement, the command; scripts/draw.py."""
 
 import itertools
 import json
@@ -23,6 +23,8 @@ from eval.trained import load_model, load_run
 from model import GPT
 from router import ROUTERS, Routing
 from runtime.metrics import read_metrics
+from scripts import draw
+from scripts.report.style import STYLES, style
 
 MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
@@ -153,10 +155,8 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
 def test_command_compares_two_checkpoints(made, capsys):
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
-    said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"
-    assert f"192 tokens; a picture of the loads: python -m scripts.draw {out}/routing.json" in said
-    assert "agreement with kern, step_00000002" in said and "beyond chance" in said
-    report = json.loads((out / "routing.json").read_text())
+    said = capsys.readouterr().out
+    report = json.loads((run / "eval/step_00000004/routing-kern-step_00000002/routing.json").read_text())
     layer, same = report["layers"][0], report["agreement"][0]
     used, each = (math.exp(layer[key]) for key in ("load_entropy", "entropy"))
     assert re.search(
@@ -191,14 +191,6 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
         assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
-def test_command_takes_another_set_and_a_mean(made):
-    assert routing.main([str(made / "kern"), "--average", "2", "--windows", "99", "--data", "tiny"]) == 0
-    report = json.loads((made / "kern/eval/step_00000004_mean2/routing/routing.json").read_text())
-    assert report["windows"] == len(fixed_windows(open_tokens(report["data"], "val"), 32, 99)) < 99
-    assert report["tokens"] == 32 * report["windows"] and "agreement" not in report
-    assert report["mean"] == "mean of 2 checkpoints"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -212,3 +204,35 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
     (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
     assert line.startswith("error: ") and message in line
+
+
+# ---- scripts/draw.py: the picture of a routing.json; scripts/report/style.py
+def test_loads_are_relative_to_the_layer(tmp_path, capsys):
+    layers = [{"layer": 1, "loads": [30, 20, 6, 0]}, {"layer": 2, "loads": [28, 28, 28, 28]}]
+    report = {"run": "kern", "step": 1000, "layers": layers}
+    axes = draw.plot_loads(report).axes[0]
+    shares = axes.images[0].get_array()
+    assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0]) and shares[1].tolist() == [1] * 4
+    assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
+    (tmp_path / "file.json").write_text(json.dumps(report))
+    assert draw.main([str(tmp_path / "file.json")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "loads.png") and (tmp_path / "loads.png").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
+def test_another_file_is_refused(tmp_path, capsys, content):
+    (tmp_path / "file.json").write_text(content)
+    assert draw.main([str(tmp_path / "file.json")]) == 2
+    assert "not written by eval.routing" in capsys.readouterr().err
+    assert draw.main([str(tmp_path / "none.json")]) == 2
+
+
+def test_every_router_has_a_style_of_its_own(monkeypatch):
+    assert set(STYLES) == set(ROUTERS)
+    markers = [marker for _, _, marker in STYLES.values()]
+    assert len(set(markers)) == len(markers)  # readable in black and white
+    monkeypatch.setitem(ROUTERS, "someone's", None)
+    monkeypatch.setitem(ROUTERS, "another's", None)
+    looks = [repr(style(name)) for name in [*ROUTERS, "removed"]]
+    assert len(set(looks)) == len(looks)
