@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import column, content, run, steps
+from runs import content, steps
 
 import train
 from configure import is_name_chosen, load
@@ -149,16 +149,6 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
             run.find_changes(changed)
         assert f"\n  {key}: {old!r} -> {new!r}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
         assert not run.holds(changed)
-
-
-def test_changed_config_resumes_and_is_saved(tiny, capsys):
-    run(tiny())
-    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
-    lines = run(tiny(*more))
-    output = capsys.readouterr().out
-    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
-    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
-    assert load(path_of(tiny()) / "config.toml") == tiny(*more)
 
 
 def test_micro_batches_of_their_own_balance_loss_stay(tiny):
