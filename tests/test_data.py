@@ -96,15 +96,6 @@ def test_shards_read_as_one_array(tmp_path):
             tokens.read(start, count)
 
 
-def test_a_set_that_is_not_finished_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "set", BYTES, 2) as writer:
-        writer.write("train", np.arange(5, dtype=np.uint16))
-        with pytest.raises(DataError, match="set: half-prepared. Resume with the command that began it: .*--name set"):
-            check_dataset(tmp_path / "set", 257)
-        raise KeyboardInterrupt
-    assert not list(tmp_path.iterdir())
-
-
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     """Which is read from tiktoken's cache, and then from the set alone."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))

@@ -199,17 +199,6 @@ def test_a_mixture_in_a_file(tmp_path):
         configure.load(file)
 
 
-def test_a_sweep_over_mixtures(tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text('[sweep]\n"data.mix" = [{books = 0.5, arxiv = 0.5}, {books = 0.75, arxiv = 0.25}]\n')
-    points = configure.sweep_points(file)
-    configs = [configure.load(file, point) for point in points]
-    assert [config.run.name for config in configs] == ["x-kern-arxiv-0.5-books-0.5", "x-kern-arxiv-0.25-books-0.75"]
-    assert [config.data.sets["books"] for config in configs] == [0.5, 0.75]
-    with pytest.raises(configure.ConfigError, match=re.escape("""'--data.mix={"books" = 0.5, "arxiv" = 0.5}'""")):
-        configure.load(file)  # the remedy, as a shell takes it
-
-
 def test_val_loss_of_each_set(trained, call):
     said = call(val_loss.main, path_of(trained))
     last = metrics(trained)[-1]

@@ -101,18 +101,6 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
 
 
-def test_source_files_changed_since_are_noticed(run, books, tmp_path):
-    run(*books)
-    changed = tmp_path / "in/b.jsonl"
-    content = changed.read_bytes()
-    for other in (content.replace(b"green", b"white"), content + b"\n"):
-        changed.write_bytes(other)
-        out = run(*books, code=2)
-        assert "its files have changed (the input files differ)" in out and "--force" in out
-    shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
-    assert "already there" in run(*books)
-
-
 def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "HASHED_BYTES", 99)
     monkeypatch.setattr(prepare, "END_BYTES", 10)
@@ -259,14 +247,6 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
     assert "OfflineModeIsEnabled" in out
     command = "hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include 'sample/10BT/*.parquet' --local-dir"
     assert command in out and "--source FOLDER" in out and not [*(tmp_path / "out").iterdir()]
-
-
-@pytest.mark.parametrize("fraction, empty", [(1e-6, "validation"), (0.999999, "training")])
-def test_a_split_of_the_hubs_files_without_documents(run, hub, tmp_path, fraction, empty):
-    upload(hub, "emozilla/pg19", ["data/train-0.parquet"], corpus_texts(), parquet)
-    out = run("pg19", "--val-fraction", fraction, code=2)
-    assert f"none of 38 documents fell into {empty} at --val-fraction {fraction}: --val-fraction 0.026 makes" in out
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
