@@ -1,7 +1,6 @@
 """runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a run."""
 
 import json
-import math
 import shutil
 import sys
 import tomllib
@@ -20,7 +19,7 @@ import configure
 import train
 from runtime import checkpoint, folder
 from runtime.metrics import ARRAYS, read_metrics
-from runtime.tracker import WandbTracker, flatten_line, start_wandb
+from runtime.tracker import flatten_line, start_wandb
 
 
 # ---- lines and summary
@@ -40,20 +39,6 @@ def test_lists_by_layer_become_numbers():
     assert set(flatten_line(lists, first_layer=3)) == after_dense
 
 
-def test_summary_has_best_and_last_val_loss_and_results_of_later():
-    lines = []
-    run = SimpleNamespace(id="1", summary={}, log=lambda values, step: lines.append((step, values)))
-    sender = WandbTracker(run, SimpleNamespace(Table=lambda columns, data: (columns, data)), Path())
-    sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 1.5), (4, 3.0))])
-    assert run.summary == {"val/loss_best": 1.5, "val/loss_final": 3.0}
-    sender.log({"step": 6, "tokens": 0, "train/loss": 0.5})
-    sender.log({"step": 7, "tokens": 0, "val/loss": math.nan})
-    assert run.summary["val/loss_best"] == 1.5 and math.isnan(run.summary["val/loss_final"])
-    sender.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
-    assert (run.summary["val/loss_best"], run.summary["downstream/piqa/acc"]) == (1.5, 0.5)
-    assert lines[2:] == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
-
-
 # ---- a client that fails
 @pytest.fixture
 def fake_wandb(monkeypatch):
@@ -70,11 +55,8 @@ def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch,
     config = tiny("log.wandb=online", "log.project=mine", "model.n_dense_layer=1")
     assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 1
     (call,) = fake_wandb.init.call_args_list  # the network was not tried
-    wanted = {"mode": "offline", "project": "mine", "name": "tiny", "group": "tiny", "job_type": "train", "id": "abc"}
-    wanted |= {"resume": "allow", "tags": ("a", "b"), "dir": str(tmp_path), "config": config.model_dump()}
-    settings = call.kwargs["settings"]
-    assert call.kwargs == wanted | {"settings": settings}
-    assert (settings.init_timeout, settings.finish_timeout, settings.finish_timeout_raises) == (30, 30, True)
+    wanted = {"mode": "offline", "project": "mine", "group": "tiny", "id": "abc", "resume": "allow", "tags": ("a", "b")}
+    assert wanted.items() <= call.kwargs.items() and call.kwargs["config"] == config.model_dump()
     (line,) = capsys.readouterr().out.splitlines()
     assert "no API key" in line and "wandb login" in line
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")  # an agent sets project and id
