@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from corpora import jsonl, write_ids
 from numerics import SEED, assert_near, tolerance
-from runs import column
 from runs import run as train_run
 
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
@@ -129,20 +127,6 @@ def test_windows_overlap_from_the_start_of_a_set(trained, score, corpus):
     assert line["bytes"] == line["tokens"] - tokens.count(EOT)
 
 
-def test_all_windows_of_a_split(trained, score, corpus):
-    tokens = np.fromfile(corpus / "tiny/train-00000.bin", "<u2")
-    lines, out = score("--data", "tiny", corpus / "tiny", "--split", "train", "--windows", "all")
-    assert [line["data"] for line in lines] == [str(corpus / "tiny")] * 2
-    assert lines[0]["windows"] == (len(tokens) - 1) // 32
-    assert out.count("tiny (train)") == 2
-    assert main([str(trained), "--windows", "6", "--stride", "16"]) == 0
-    kept = (trained / "eval/step_00000004/val_loss.json").read_text().splitlines()  # results are added
-    assert [*map(json.loads, kept[:2])] == lines and [json.loads(line)["stride"] for line in kept] == [None, None, 16]
-    (few,), _ = score("--windows", 3)
-    losses = column(read_metrics(trained / "metrics.jsonl", ARRAYS), "val/window_losses")[-1]
-    assert few["windows"] == 3 and few["loss"] != pytest.approx(np.mean(losses[:3]))  # spread, not the first
-
-
 def test_standard_error_of_unequal_windows():
     """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
     nats, counts, each = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3]), np.arange(3)
@@ -172,15 +156,6 @@ def test_documents_of_scored_windows(trained, tmp_path, score, corpus):
     (tmp_path / "two.jsonl").write_bytes(jsonl([TEXT, "x" * 40]))
     scored = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None))
     assert scored.documents.tolist() == [0] * 6 + [1] * 2
-
-
-def test_changed_data_set_is_noted(trained, score, call, corpus, tmp_path):
-    assert "no longer" not in score()[1]
-    run, data = tmp_path / "run", tmp_path / "data"
-    shutil.copytree(trained, run)
-    write_set(data / "tiny", ByteTokenizer())
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(corpus), str(data)))
-    assert f"note: {data}/tiny is no longer the data that tiny was trained on" in call(main, run)
 
 
 def write_set(path, tokenizer, length=99):
