@@ -395,10 +395,3 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     for override, names in (('[0, "x"]', "run.seed = 'x': "), ("[]", "run.seed = []: expected a list of values")):
         text = refuse(sweep_points, file, [f"--run.seed={override}"])
         assert text.startswith("command line: ") and names in text
-
-
-def test_values_of_axes_are_in_the_name_also_where_the_file_has_them(write):
-    axes = SWEEP + 'data.name = ["arxiv", "books3"]\nrun.seed = [0, 1]'
-    file = write(f'data.name = "arxiv"\nrun.seed = 1\n{axes}')
-    names = [load(file, point).run.name for point in sweep_points(file, ["--model.router=kern", "--optim.lr=1"])]
-    assert names == [f"x-kern-lr1-{text}{end}" for text in ("arxiv", "books3") for end in ("-seed0", "-seed1")]

@@ -116,7 +116,6 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     ("damage", "message"),
     [
         (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
-        (lambda data: data[:12], r"expected 14 bytes \(7 tokens\), found 12"),
         (lambda data: data[:2] + b"\7" + data[3:], "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
         (lambda data: data[:2] + b"\7\1" + data[4:], r"id 263 at token 1, expected below 257"),
         (lambda data: np.frombuffer(data, "<u2").astype(">u2").tobytes(), "id 5632 at token 0, expected below 257"),
@@ -136,11 +135,9 @@ def test_check_finds_damage(tmp_path, damage, message):
     [
         (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
         (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
-        (lambda meta: meta["splits"]["train"]["files"][0].update(tokens=7.0), "splits.train.files.0.tokens: Input"),
         (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
         (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
         (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
-        (lambda meta: meta.update(dtype="int32"), "dtype: Input should be 'uint16'"),
     ],
 )
 def test_meta_of_another_form(tmp_path, change, says):

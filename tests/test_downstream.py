@@ -14,7 +14,7 @@ from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
-from runs import meet_in, modules_in, start_ranks
+from runs import modules_in
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -248,23 +248,6 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
         call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
     assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
     assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == ["piqa", "sciq", "winogrande"]
-
-
-def evaluate_as_a_rank(meeting, arguments):
-    meet_in(Path(meeting))
-    raise SystemExit(downstream.main(arguments))
-
-
-@pytest.mark.integration
-def test_results_are_the_same_on_two_ranks(run, tmp_path):
-    folder = write_tasks(tmp_path / "tasks", 9)
-    assert call(run, "--tasks-dir", folder) == 0
-    alone = results(run)
-    (run / "eval").rename(run / "alone")
-    arguments = [str(run), "--tasks-dir", str(folder)]
-    ends = [rank.wait(120) for rank in start_ranks(2, evaluate_as_a_rank, str(tmp_path / "meeting"), arguments)]
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
 
 
 def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluated):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from numerics import assert_near, tolerance
-from runs import column, modules_in, run, steps
+from runs import column, run, steps
 
 import train
 from eval import downstream, val_loss
@@ -95,11 +95,8 @@ def test_commands_take_the_mean(trained, tmp_path, call, capsys):
     logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
     assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
     assert "step 4, EMA of decay 0.99" in out
-    with modules_in(tmp_path / "modules"):
-        assert export.main([str(trained), str(tmp_path / "out"), "--ema", "--check"]) == 0
+    assert export.main([str(trained), str(tmp_path / "out"), "--ema"]) == 0
     assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
     keys = [downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None) for ema in (False, True)]
     assert keys[1].pop("ema") and keys[0] == keys[1]
-    assert "--ema with --average 2: the weights can be one mean" in call(
-        sample.main, trained, "--ema", "--average", 2, code=2
-    )
+    assert "--ema with --average 2" in call(sample.main, trained, "--ema", "--average", 2, code=2)

@@ -158,12 +158,6 @@ def test_micro_batches_of_their_own_balance_loss_stay(tiny):
         assert run.holds(tiny(*own, "train.micro_batch_size=4")) != refused
 
 
-def test_mixtures_of_equal_parts_are_one_run(config_of):
-    one, other, third = (f"data.mix={{a={a}, b=3, c=1}}" for a in ("6", "6.0", "5"))
-    assert begin(config_of(one)) == begin(config_of(other)) == begin(config_of("data.mix={a=0.6, b=0.3, c=0.1}"))
-    assert begin(config_of(third)) != begin(config_of(one))
-
-
 def test_what_a_resume_keeps(config_of):
     """The type that "auto" stood for, and checkpoints of steps that the shorter run still reaches."""
     own = ["train.keep_steps=3,7,9", "train.max_steps=9"]

@@ -17,7 +17,7 @@ import train
 from data import DataError, prepare
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
+from data.mixture import UNIT, assign_rows, check_sets, identify, to_shares
 from eval import val_loss
 from runtime import RunError
 from runtime.folder import path_of
@@ -95,12 +95,6 @@ def test_where_rows_are_from():
     assert mixture.count_epochs(40).tolist() == [3, 4.5]  # 60 rows of 20 windows, 180 of 40
     alone = Loader(parts[0], 4, 6, seed=0)
     assert [4 * window for window in alone.locate(3)] == alone.batch(3)[0][:, 0].tolist()
-
-
-def test_windows_are_shared_out():
-    assert split_windows(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
-    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
-    assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
 
 
 def test_validation_windows_are_those_of_each_set(sets):

@@ -214,13 +214,6 @@ def test_losses_of_another_function_are_printed(tiny, capsys):
     assert_near(mine * gate_sum("kern", 4, 1, 1.0) / 2**0.5, theirs, 0.02)
 
 
-def test_biases_that_experts_lack_are_named(tiny, tmp_path):
-    make_gpt2().save_pretrained(tmp_path)
-    _, words = start(tiny(f"train.init_from={tmp_path}", "model.bias=true", *SLICES))
-    before, after = re.findall(r"\d\.\d{5}", words)
-    assert words.endswith("because experts lack the biases of the MLPs") and before != after
-
-
 CONFLICTS = {  # with a dense model of width 16: what makes it fit
     "model.expert_hidden=5": "expert_hidden=8",  # K slices
     "model.expert_hidden=5 model.top_k=3": "expert_hidden=16",

@@ -139,7 +139,6 @@ def test_what_does_not_fit_is_refused(made, words, call):
     [
         ({"tokenizer": "another"}, "its tokenizer is not that of ids; trace a run on data with the same tokenizer"),
         ({"tokens": np.zeros((6, 31), np.uint16)}, "of 192 tokens, are not those of 6 windows of 30; write it again"),
-        ({"tokens": np.full((6, 33), 257, np.uint16)}, "are not those of 6 windows of 32"),
         ({"experts": np.full((2, 192, 2), 8, np.int16)}, "are not those of 6 windows of 32"),
         ({"experts": np.array(1)}, "is not a routing trace (not enough values to unpack"),
         (None, "is not a routing trace ("),

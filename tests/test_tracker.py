@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import tomllib
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,14 +10,13 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import wandb
-import yaml  # a dependency of wandb
-from runs import REPO_ROOT, checkpoints, column, run, steps
+from runs import checkpoints, column, run, steps
 
-import configure
 import train
 from runtime import checkpoint, folder
-from runtime.metrics import ARRAYS, read_metrics
+from runtime.metrics import ARRAYS, load_metrics, read_metrics
 from runtime.tracker import flatten_line, start_wandb
 
 
@@ -35,6 +33,7 @@ def test_lists_by_layer_become_numbers():
     wanted = {"entropy": (0.25, 0.75), "gamma": (1.5, 2.5), "load_imbalance": (4.0, 2.0), "dead_experts": (3, 1)}
     layers = {f"router/{name}/layer_0{i}": value for name, values in wanted.items() for i, value in enumerate(values)}
     assert flatten_line(numbers | lists) == numbers | layers
+    assert load_metrics(torch.tensor(lists["router/loads"])) == {"load_imbalance": 3, "dead_experts": 4}
     after_dense = {f"router/{name}/layer_0{i}" for name in wanted for i in (3, 4)}
     assert set(flatten_line(lists, first_layer=3)) == after_dense
 
@@ -142,17 +141,6 @@ def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
     assert "wandb: " not in capsys.readouterr().out
     files = [*folder.path_of(config).glob("wandb/offline-run-*/run-*.wandb")]
     assert [file.stem for file in files] == [f"run-{wandb_id(config)}"] * 2
-
-
-# ---- agents
-def test_wandb_sweep_equals_the_sweep_of_small_toml():
-    sweep = yaml.safe_load((REPO_ROOT / "config/wandb_sweep.yaml").read_text())
-    file = REPO_ROOT / "config/small.toml"
-    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == tomllib.loads(
-        file.read_text()
-    )["sweep"]
-    log = configure.load(file, configure.sweep_points(file, [])[0]).log
-    assert (sweep["project"], sweep["name"]) == (log.project, log.group)
 
 
 # ---- TensorBoard's files, read by TensorBoard's own reader; a stand-in where it is not installed

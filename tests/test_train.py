@@ -2,10 +2,8 @@
 
 import math
 import os
-import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, assert_same_columns, column, metrics, run, run_with_margin, steps, untimed
+from runs import REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
 import train
@@ -211,20 +209,6 @@ router/load_imbalance router/dead_experts router/zero_gates router/loads router/
 router/gate_norm router/gate_norm_of_layers router/gate_sum router/gate_sum_of_layers
 router/gamma router/gamma_of_layers perf/tokens_per_sec perf/step_ms
 """
-
-
-def test_the_end_says_the_result_and_what_comes_next(tiny, tiny_file, capsys):
-    """For a run that ends now, and again for one that ended before; its commands are real ones."""
-    for ended in ("finished, ", "finished already, "):
-        assert train.main([str(tiny_file)]) == 0
-        result, head, *commands = capsys.readouterr().out.splitlines()[-5:]
-        lines = metrics(tiny())
-        speed = np.median(column(lines, "perf/tokens_per_sec"))
-        assert f"{ended}4 steps, val loss {column(lines, 'val/loss')[-1]:.4f}, {speed:,.0f} tokens/s" in result
-        assert head == "next:" and len(commands) == 3
-        for command in commands:
-            module, run = shlex.split(command)[2:4]
-            assert find_spec(module) and Path(run, "config.toml").is_file()
 
 
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
