@@ -130,12 +130,6 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
     assert rows[1]["router ms"] == pytest.approx(3)
 
 
-def test_peers_in_a_step(tiny_file, run_bench, timed):
-    timed(lambda name: {"dense": 0.1, "kern": 0.2, "nanochat": 0.3, "torchtitan": 0.4}[name])
-    rows, _ = run_bench("step", tiny_file, "--peers", "--model.router=dense", "--model.router=kern")
-    assert [row["ratio"] for row in rows] == pytest.approx([1, 2, 3, 4])
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("name, gated", [("nanochat", False), ("torchtitan", True)])
 def test_peers_compute_experts(name, gated):

@@ -316,14 +316,6 @@ def test_table_of_results():
     assert rows == [["group", "", "0.2500"], ["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
 
 
-@pytest.mark.integration
-def test_tasks_that_do_not_exist_or_cannot_read_local_files(tmp_path):
-    manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
-    with pytest.raises(ValueError, match="task ai2_arc: a group of tasks"):
-        downstream.check_tasks(manager, ["ai2_arc"], tmp_path)
-    downstream.check_tasks(manager, ["ai2_arc", "mmlu", "gsm8k", "lambada_openai"], None)
-
-
 # ---- eval/scoring.py
 MARGIN = 1e-3  # of logits and router scores: more than rounding can change, so ranks are certain
 

@@ -269,15 +269,10 @@ def break_positions(out):
     (out / "modeling_nanokern.py").write_text(code)
 
 
-def cut(out):
-    (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-10])
-
-
 HARMS = {
     break_weights: ("in one pass: at most", "missing_keys: model.layers.0.mlp.router.gamma"),
     break_positions: ("generated with a cache: at most",),
     break_tokenizer: ("the tokenizer gives other ids",),
-    cut: ("cannot be loaded or run",),
 }
 
 

@@ -40,17 +40,13 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     run("text", main=verify.main, code=2)
     unfinished = snapshot(tmp_path / "out")
 
-    def refuse(what, *changed):
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    for what, *changed in (("val_fraction", "--val-fraction", 0.5), ("the input files differ",)):
+        (tmp_path / "in/b.jsonl").write_bytes(rows if changed else jsonl(["another"]))
         out = run(*books, *changed, code=2)
         assert "text.partial holds an unfinished set made with other arguments" in out
         assert all(words in out for words in (what, "--force", "--name"))
         assert snapshot(tmp_path / "out") == unfinished
-
-    refuse("val_fraction", "--val-fraction", 0.5)
-    refuse("shard_tokens", "--shard-tokens", 500)
-    rows = (tmp_path / "in/b.jsonl").read_bytes()
-    (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
-    refuse("the input files differ")
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     out = run(*books)

@@ -322,26 +322,6 @@ def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeyp
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
-def test_dynamo_compiles_all_that_a_run_needs(tiny, monkeypatch):
-    """Blocks of two kinds in evaluations, whose last batch is smaller, for loads of a whole step, and in training."""
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
-    torch._dynamo.reset()
-    model, dtype = GPT(tiny("model.backend=triton", "model.n_dense_layer=1").model), torch.bfloat16
-    autocast = torch.autocast("cpu", dtype)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
-        parallel.compile_blocks(model)
-        for rows in (4, 3):
-            with torch.no_grad(), autocast:
-                model.eval()(*torch.zeros(2, rows, 8, dtype=torch.int64))
-        x = torch.zeros(4, 8, dtype=torch.int64)
-        with model.train().cast_once(dtype), autocast:
-            with torch.no_grad():
-                model(x, x)
-            model(x, x).loss.backward()
-
-
 @pytest.mark.parametrize("router, more", [("kern", ["model.n_dense_layer=1"]), ("dense", [])])
 def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
     """It runs with gradients and without, with a block of each kind."""
