@@ -14,7 +14,7 @@ from runs import column, content, end, metrics, run
 
 import configure
 import train
-from data import DataError, prepare
+from data import DataError
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
 from data.mixture import UNIT, assign_rows, check_sets, identify, to_shares
@@ -173,12 +173,6 @@ def test_sets_of_different_tokenizers(mixed, sets, tmp_path):
     with pytest.raises(DataError, match=f"{folder}/edu: its tokenizer 'bytes' is not that of .*--tokenizer"):
         train.train(mixed(f"data.dir={folder}"))
     check_sets([folder / "arxiv", folder / "books"], 257)
-
-
-def test_sets_that_are_listed(sets, call, tmp_path):
-    listed = call(prepare.main, "--list", "--out", sets)
-    assert all(re.search(rf"^    {name}: tokenizer bytes, [\d,]+ train", listed, re.M) for name in WEIGHTS)
-    assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
 
 
 def test_a_mixture_in_a_file(tmp_path):

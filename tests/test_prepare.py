@@ -101,18 +101,6 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
 
 
-def test_ends_of_large_source_files_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "HASHED_BYTES", 99)
-    monkeypatch.setattr(prepare, "END_BYTES", 10)
-    write_tree(tmp_path, {"large.txt": bytes(95), "small.txt": bytes(5)})
-    inputs = sources.local_inputs([tmp_path])
-    last = prepare.hash_inputs(inputs)
-    for name, position, noticed in [("large", at, at in (9, 85)) for at in (9, 10, 84, 85)] + [("small", 4, True)]:
-        edit(tmp_path / f"{name}.txt", position, b"1")
-        before, last = last, prepare.hash_inputs(inputs)
-        assert (last != before) == noticed, (name, position)
-
-
 @pytest.mark.parametrize("folder", ["text", "text.partial"])
 def test_a_foreign_folder_is_not_changed(run, books, tmp_path, folder):
     write_tree(tmp_path / "out" / folder, {"thesis.txt": b"mine", "meta.json": b"{}"})

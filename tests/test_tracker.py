@@ -131,6 +131,9 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
     assert any("router/load_imbalance/layer_01" in values for _, values in sent)
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
+    start_wandb(config, path).summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9)
+    assert run.summary["downstream/piqa/acc"] == 0.5 and run.summary["val/loss_best"] == 0.125
+    assert run.log.call_args.args[0].keys() == {"downstream/table"} and run.log.call_args.kwargs == {"step": 9}
 
 
 def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
