@@ -119,7 +119,6 @@ def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch)
 
 
 def test_router_beside_a_step(tiny_file, run_bench, timed):
-    """Without a name all; the step of the first alone."""
     seconds = {"softmax": 0.002, "kern": 0.003}
     timed(lambda kind, name: seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1}[name])
     assert [row["alternative"] for row in run_bench("router", tiny_file)[0]] == [*ROUTERS][1:]

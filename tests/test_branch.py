@@ -123,7 +123,6 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
 
 
 def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
-    """And deletes no kept checkpoint, though the command names others."""
     shutil.rmtree(checkpoints(trunk) / "step_00000016")
     longer = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]  # also the last
     alone = tiny(*longer, "run.name=alone")

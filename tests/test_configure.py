@@ -203,7 +203,6 @@ def test_settings_that_are_just_valid(write):
     + [("..x", "x-kern"), ("-x", "x-kern"), ("a\nb", "a-b-kern"), ("caf\udce9", "caf-kern")],
 )
 def test_name_and_group_from_any_file_name_can_be_written_and_read(write, stem, name):
-    """The name is a safe folder."""
     config = load(write(name=f"{stem}.toml"))
     assert config.run.name == name and config.log.group and load(write(dumps(config), "config.toml")) == config
 

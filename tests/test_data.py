@@ -97,7 +97,6 @@ def test_shards_read_as_one_array(tmp_path):
 
 
 def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
-    """Which is read from tiktoken's cache, and then from the set alone."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(requests, "head", None)  # no network
     monkeypatch.setattr(tokenizer, "RANKS_SHA256", hashlib.sha256(fake_ranks).hexdigest())

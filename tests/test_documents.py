@@ -91,7 +91,6 @@ def test_documents_of_a_window_equal_each_alone(pos, router, n_kv_head):
 @blocks
 @routers
 def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
-    """With ends in the prompt, in later columns, and as padding."""
     masked = build(pos=pos, router=router, n_kv_head=n_kv_head).eval()
     plain = build(None, pos=pos, router=router, n_kv_head=n_kv_head).eval()
     idx, documents = make_windows()

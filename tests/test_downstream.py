@@ -361,7 +361,6 @@ def assert_as_by_hand(got, wanted, name):
     [("kern", "rope", 1), ("kern", "learned", 64), ("softmax", "rope", 100_000), ("dense", "learned", 100_000)],
 )
 def test_scores_equal_one_pass_per_pair(router, pos, tokens):
-    """Contexts of all lengths, some of them too long."""
     model, rng, pairs = small_model(**{"model.router": router, "model.pos": pos}), random.Random(SEED), []
     while len(pairs) < 60:
         context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]

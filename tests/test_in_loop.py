@@ -88,7 +88,6 @@ def be_a_rank(file, folder):
 
 @pytest.mark.integration
 def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, folder):
-    """Split across ranks; under FSDP2 and ZeRO-2 of full weights that each gathers."""
     for process in start_ranks(2, be_a_rank, tiny_file, folder):
         code, printed = process.wait(300)
         assert code == 0, printed

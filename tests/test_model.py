@@ -278,7 +278,6 @@ def test_rotation_is_computed_in_float32(dtype):
 
 @pytest.mark.parametrize("router", ["dense", "softmax"])
 def test_dropout_drops_its_share_of_each_branch(router):
-    """Of the embedding, of attention's output and of the MLP's; none in evaluation."""
     model = build(router=router, n_layer=1, n_embd=64, block_size=32, dropout=0.25)
     block, x, idx = model.blocks[0], torch.randn(8, 32, 64), torch.zeros(8, 32, dtype=torch.int64)
     torch.nn.init.zeros_(block.attn.proj.weight)

@@ -66,7 +66,6 @@ def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatc
 
 
 def test_python_sources_below_other_roots(run, tmp_path):
-    """All of them, those of tests too; of two roots each under its own name."""
     files = {"one/a.py": "# a", "one/test/b.py": "# b", "two/a.py": "# c", "two/d.txt": "d", "two/e/f.py": "# f"}
     write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
     (tmp_path / "none").mkdir()

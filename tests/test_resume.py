@@ -204,7 +204,6 @@ INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
     ],
 )
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, fault, least):
-    """In a process of its own, as it forks."""
     code, printed = Forked(stop_everywhere, tmp_path, scenario, fault).wait(1200)
     assert code == 0, printed[-3000:]
     assert int(printed.split()[-1]) >= least
@@ -257,7 +256,6 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
 
 @pytest.mark.integration
 def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
-    """By the kernel, for instance, when memory is short."""
     cuts, cut = itertools.count(1), workers.cut_batches
 
     def kill_workers(*args):

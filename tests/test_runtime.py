@@ -81,7 +81,6 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
 
 
 def test_what_is_known_of_devices(gpus):
-    """Whether they compile, and how fast they are."""
     gpus(1)
     for device, auto in ((CPU, False), (torch.device("cuda"), True)):
         assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [auto, True, False]

@@ -397,7 +397,6 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, cor
 # ---- micro-batches, changed
 @pytest.mark.numerics
 def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_right(tiny):
-    """Sums of one micro-batch a step, then of four."""
     own = ["log.interval=4", "train.checkpoint_interval=2", "model.router=kern-norelu"]
     seed, at_once = runs.run_with_margin(tiny, *own)
     own += [seed, "run.name=parts"]

@@ -101,7 +101,6 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
 
 
 def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(sweep_file, fake_trainer, monkeypatch, capfd):
-    """In sequence, output goes to the terminal."""
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
@@ -144,7 +143,6 @@ def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep
 # ---- totals
 @pytest.mark.parametrize("branch_step, done, left", [(0, 0, 1), (0, 20_000, 0.6), (30_000, 0, 0.4), (5, 20_000, 0.6)])
 def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
-    """Of a run that was interrupted, and of a branch, which begins at its trunk's step."""
     file = str(REPO_ROOT / "config/paper/books3_512.toml")
     (point,) = sweep.list_points(file, ["--model.router=kern"])
     train = point.config.train.model_copy(update={"branch_step": branch_step})

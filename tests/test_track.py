@@ -175,7 +175,6 @@ def test_tasks_follow_from_losses(contest):
 
 
 def test_verdicts_are_those_of_scipy():
-    """Four words; t by scipy, Holm by hand."""
     protocol, draw = load_protocol(CPU), np.random.default_rng(0)
     base = draw.normal(1.6, 0.02, 10)
     shifts = {"kern": -0.05, "tanh": 0.05, "sigmoid": 0.0, "softmax": -0.008}

@@ -238,7 +238,6 @@ def test_fake_router_is_as_the_real_one(name):
 
 @on_cpu
 def test_where_the_kernel_does_not_run(monkeypatch):
-    """There the router computes with torch operators."""
     inputs = (torch.randn(4, 6), torch.zeros(6), torch.ones(1), None, ("exp", "none", "l1 over all"), 2, 1)
     assert route(*inputs, "auto") is None and route(*inputs, "torch") is None  # on a CPU
     assert route(*inputs, "triton") is not None

@@ -19,7 +19,7 @@ from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.muon import COEFFICIENTS, Muon
 from runtime.state import build_optimizer
-from runtime.updates import WINDOW, Updates, is_spike
+from runtime.updates import WINDOW, Updates
 
 # ---- against torch in float64
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
@@ -265,39 +265,30 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
 
 
 # ---- spikes of the loss
-def test_spike_by_hand():
-    def spikes(losses, loss, sigma):
-        ring = torch.zeros(WINDOW, dtype=torch.float64)
-        ring[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
-        spike, mean = is_spike(ring, torch.tensor(float(len(losses))), torch.tensor(loss).double(), sigma)
-        assert mean.item() == pytest.approx(statistics.fmean(losses))
-        return spike.item()
-
-    losses = [1.0, 3.0] * 32
-    limit = 2 + 6 * statistics.stdev(losses)
-    assert limit == pytest.approx(8.047, abs=1e-3)
-    assert spikes(losses, limit + 1e-5, 6) and not spikes(losses, limit - 1e-5, 6)
-    assert spikes(losses, limit - 1e-5, 5)
-    assert not spikes(losses[1:], 1e9, 6)  # too few to tell
-    assert not spikes(losses, -1e9, 6)
-    assert spikes([2.0] * 128, 2.1, 6) and not spikes([2.0] * 128, 2.0, 6)
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_spikes_are_measured_against_the_steps_that_were_taken(monkeypatch, compile):
-    """Compiled once for all steps after the first, the decision is the same."""
+def test_spikes_are_those_by_hand(monkeypatch, compile):
+    """Against the steps that were taken. Compiled once for all steps after the first, the decision is the same."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
-    adamw = torch.optim.AdamW([p], fused=True)
-    updates = Updates(adamw, "cpu", scaled=False, grad_clip=1.0, loss_spike="skip", compile=compile)
-    losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
+    options = {"scaled": False, "grad_clip": 1.0, "loss_spike": "skip", "spike_sigma": 5.0, "compile": compile}
+    updates, taken, spikes = Updates(torch.optim.AdamW([p], fused=True), "cpu", **options), [], []
+    from_limit = {63: 1e-5, 64: 1e-5, 65: -1e-5, 110: -1e3, 200: 1e-5, 230: -1e-5, 290: 1e-5}  # 63 are too few to tell
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        for step, loss in enumerate(losses):
+        for step in range(300):
+            last, loss = taken[-WINDOW:], 1.0 + step % 3
+            if step in from_limit:
+                loss = statistics.fmean(last) + 5 * statistics.stdev(last) + from_limit[step]
             updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
+            if step in (64, 200, 290):
+                spikes.append((step, loss, pytest.approx(statistics.fmean(last), rel=1e-12)))
+            else:
+                taken.append(loss)
     state = updates.read()
-    assert (state.spikes, state.skipped, state.taken, state.spike_step, state.spike_loss) == (3, 3, 151, 153, 1e4)
-    assert state.spike_mean == pytest.approx(statistics.fmean([*losses[23:150], 2.0]), rel=1e-12)
+    assert (state.spikes, state.skipped, state.taken) == (3, 3, 297)
+    assert (state.spike_step, state.spike_loss, state.spike_mean) == spikes[-1]
 
 
 LONG = ["train.max_steps=8", "eval.interval=100", "train.keep_checkpoints=9"]
