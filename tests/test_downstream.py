@@ -311,9 +311,9 @@ def test_table_of_results():
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
-    gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    gaps = {"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
     rows = [row[:3] for row in downstream.tabulate_results(gaps, config)[1]]
-    assert rows == [["group", "", "0.2500"], ["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
+    assert rows == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
 
 
 # ---- eval/scoring.py

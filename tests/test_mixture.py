@@ -115,7 +115,8 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
 
 
-def test_metrics_have_the_loss_of_each_set_and_their_mean(trained, sets):
+def test_losses_are_those_of_each_set_and_their_mean(trained, call):
+    """In the metrics, and of eval.val_loss."""
     last = metrics(trained)[-1]
     losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
     assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
@@ -123,6 +124,10 @@ def test_metrics_have_the_loss_of_each_set_and_their_mean(trained, sets):
     windows, weights = np.array(last["val/window_losses"]), np.array(last["val/window_weights"])
     assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
     assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
+    said = call(val_loss.main, path_of(trained))
+    assert all(re.search(rf"/{name} \(val\) .* {loss:.4f}", said) for name, loss in zip(WEIGHTS, losses, strict=True))
+    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said and "no longer" not in said
+    assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
 
 
 def test_a_mixture_of_one_set_is_that_set(mixed):
@@ -185,13 +190,3 @@ def test_a_mixture_in_a_file(tmp_path):
     file.write_text("[data.mix]\nbooks = 0\n")
     with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")):
         configure.load(file)
-
-
-def test_val_loss_of_each_set(trained, call):
-    said = call(val_loss.main, path_of(trained))
-    last = metrics(trained)[-1]
-    for name in WEIGHTS:
-        assert re.search(rf"/{name} \(val\) .* {last[f'val/{name}/loss']:.4f}", said)
-    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
-    assert "no longer" not in said
-    assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")

@@ -144,6 +144,14 @@ def test_activations_are_what_autograd_keeps(router, more, dtype):
 SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
 
 
+def test_the_first_parallelism_that_fits_is_chosen():
+    plans = {"ddp": SMALL, "hsdp": SMALL._replace(activations=2**31), "fsdp": SMALL._replace(activations=0)}
+    # 92% of a device are usable
+    for capacity, chosen in ((9, "ddp"), (8.6, "hsdp"), (7, "hsdp"), (6.4, "fsdp"), (1, "fsdp")):
+        assert memory.select_fitting(plans, int(capacity * 2**30)) == chosen
+    assert memory.select_fitting(plans, None) == "ddp"
+
+
 @pytest.mark.parametrize("file, device, ranks, batch_size, chosen", [
     ("125m", "cuda", 8, 256, "zero2"), ("125m", "cuda", 8, 512, "ddp"), ("125m", "cpu", 8, 256, "ddp"),
     ("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2"),
@@ -151,7 +159,7 @@ SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0,
 ])  # fmt: skip
 def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
     """Eight a node."""
-    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9 if device.type == "cuda" else None)
+    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
     overrides = ["data.name=any", f"train.batch_size={batch_size}"]
     config = configure.load(REPO_ROOT / "config" / f"{file}.toml", overrides, ranks)
     shapes = parameter_shapes(config.model)

@@ -274,8 +274,6 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     assert "books: intact. Tokenizer bytes, made by: python -m data.prepare text --source" in out
     for split, texts in documents_of(prepared).items():
         assert f"{sum(len(text.encode()) + 1 for text in texts):,} {split}" in out
-        begin = "".join(f"{text}<|endoftext|>" for text in texts).encode()[:40].decode(errors="ignore")
-        assert f"{split} begins: {begin!r}"[:-1] in out
     good = (prepared / "train-00001.bin").read_bytes()
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")

@@ -123,13 +123,8 @@ def test_sweep_refuses_bad_input(sweep_file, call, words, says):
     assert "one config file is needed, found none" in call(sweep.main, code=2)
 
 
-def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call):
+def test_missing_data_and_trunks_are_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
     assert "the model's vocab_size is 100" in call(sweep.main, sweep_file, "--model.vocab_size=100", code=2)
-    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
-    assert "absent" in call(sweep.main, sweep_file, code=2) and fake_trainer() == []
-
-
-def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
     trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
     words = [*(f"--{word}" for word in same), f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
@@ -137,7 +132,8 @@ def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep
     assert "no config.toml there, so not a run; train it first" in call(sweep.main, sweep_file, *words, code=2)
     train_run(trunk)
     assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
-    assert fake_trainer() == []
+    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
+    assert "absent" in call(sweep.main, sweep_file, code=2) and fake_trainer() == []
 
 
 # ---- totals
@@ -316,8 +312,7 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
     assert f"sbatch {script}" in out
     head = script.read_text().partition("\ncase ")[0].splitlines()
     assert all(line.startswith("#") for line in head)  # sbatch reads options up to the first command
-    wanted = {"signal=B:USR1@120", "array=0-3%3", "output=nanokern-%A_%a.out"}
-    assert {f"#SBATCH --{option}" for option in wanted} <= {*head} and sum("--output" in line for line in head) == 1
+    assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3"} <= {*head}
     for i, point in enumerate(configure.sweep_points(sweep_file, ["--train.max_steps=3"])):
         task = slurm | {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "4"}
         subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)

@@ -337,9 +337,8 @@ def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
     lines = pages[0].read_text().splitlines()
     assert (lines[0], lines[-1]) == ("above", "below") and "old" not in lines
     kern = [cell.strip() for cell in lines[4].split("|")[1:-1]]
-    settings = protocol.draw_settings()[0]
     assert kern[:4] == ["kern", "1.5000", "-0.2000 [-0.2000, -0.2000] **lower**", ""]
-    assert kern[5:8] == ["1.00 → 2.00", "3.0", "0.5"] and float(kern[8]) == settings["optim.lr"]
+    assert kern[5:8] == ["1.00 → 2.00", "3.0", "0.5"] and float(kern[8]) == protocol.draw_settings()[0]["optim.lr"]
     assert len(build_tables(protocol, rows)) == 2 and (tmp_path / "contest.png").stat().st_size > 5000
     pages[1].write_text("no marks")
     with pytest.raises(ValueError, match=r"front\.md lacks the lines"):
