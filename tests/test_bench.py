@@ -3,7 +3,9 @@
 import json
 import re
 import subprocess
+from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from data import prepare
 from kernels.reference import expert_mlp
 from router import ROUTERS
 from runtime import distributed
+from scripts.bench import harness
 from scripts.bench import moe as bench_moe
 from scripts.bench import steps as bench_steps
 from scripts.bench.harness import Benchmark
@@ -51,6 +54,19 @@ def timed(monkeypatch):
         monkeypatch.setattr(Benchmark, "time", time_in_turn)
 
     return fake
+
+
+def test_functions_are_timed_in_turn_and_what_fails_is_skipped(monkeypatch):
+    called, times = [], iter([100.0] * 4 + [1.0, 10.0, 5.0, 30.0, 2.0, 20.0])
+    monkeypatch.setattr(harness, "time_once", lambda function, cold: function() or next(times))
+    benchmark = Benchmark(Namespace(what="moe", json=None, command="python", rounds=3), CPU, "title")
+    functions = {
+        ("a",): lambda: called.append("a"),
+        ("large", "both"): mock.Mock(side_effect=torch.OutOfMemoryError("x")),
+    }
+    assert benchmark.time(functions | {("b",): lambda: called.append("b")}) == {("a",): 2.0, ("b",): 20.0}
+    assert "".join(called) == "ab" * 5  # two rounds of warm-up
+    assert benchmark.data["skipped"] == {"large both": "OutOfMemoryError: x"}
 
 
 # ---- moe

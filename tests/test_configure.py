@@ -72,16 +72,6 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
     assert not capsys.readouterr().err  # ranks other than 0
 
 
-def test_two_settings_of_a_branch_give_the_third(write):
-    file = write("[train]\nmax_steps = 777\n[optim]\nschedule = 'wsd'\ndecay_fraction = 0.15\nwarmup_steps = 0\n")
-    for override, step, fraction in (("max_steps=777", 660, 0.15), ("branch_step=600", 600, 177 / 777)):
-        config = load(file, ["--train.branch_from=runs/x/", f"--train.{override}", "--run.seed=3"])
-        assert (config.train.branch_step, config.optim.decay_fraction) == (step, fraction)
-        assert config.train.branch_from == "runs/x"  # with and without a slash: one trunk
-        assert config.run.name == f"x-{step}to777" and config.optim.decay_start(777) == step
-        assert load(write(dumps(config), "again.toml")) == config
-
-
 # ---- one setting wrong
 @pytest.mark.parametrize(("line", "names"), [
     ("train.lr = 1e-3", "train.lr = 0.001: unknown key; did you mean 'optim.lr'?"),

@@ -268,6 +268,8 @@ def test_loss_equals_the_logged_one(dense_run, score):
     (line,), _ = score()
     losses = np.array(steps[4]["val/window_losses"])
     assert_close(line["loss"], losses.mean(), "loss")
+    assert main([str(dense_run)]) == 0
+    assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2  # results are added
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
     labels = np.unique(steps[4]["val/window_documents"], return_inverse=True)[1]
     apart = losses - losses.mean()  # windows of equal length: the variance of a mean over documents
