@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -60,11 +61,9 @@ def test_functions_are_timed_in_turn_and_what_fails_is_skipped(monkeypatch):
     called, times = [], iter([100.0] * 4 + [1.0, 10.0, 5.0, 30.0, 2.0, 20.0])
     monkeypatch.setattr(harness, "time_once", lambda function, cold: function() or next(times))
     benchmark = Benchmark(Namespace(what="moe", json=None, command="python", rounds=3), CPU, "title")
-    functions = {
-        ("a",): lambda: called.append("a"),
-        ("large", "both"): mock.Mock(side_effect=torch.OutOfMemoryError("x")),
-    }
-    assert benchmark.time(functions | {("b",): lambda: called.append("b")}) == {("a",): 2.0, ("b",): 20.0}
+    functions = {(name,): partial(called.append, name) for name in "ab"}
+    functions["large", "both"] = mock.Mock(side_effect=torch.OutOfMemoryError("x"))
+    assert benchmark.time(functions) == {("a",): 2.0, ("b",): 20.0}
     assert "".join(called) == "ab" * 5  # two rounds of warm-up
     assert benchmark.data["skipped"] == {"large both": "OutOfMemoryError: x"}
 

@@ -118,6 +118,7 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     "model_type is 'llama'": {"model_type": "llama"},
+    "sliding_window is 16, and": {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False},
     "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
@@ -141,13 +142,6 @@ def test_damage_is_refused(tiny, tmp_path, qwen3, words):
         table[key] = value
     write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
     assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
-
-
-def test_the_window_of_a_mixtral_is_refused(tiny, tmp_path):
-    """Which it uses, whatever use_sliding_window says."""
-    more = {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False}
-    write_folder(tmp_path, SIZES | THEIRS["mixtral"] | more, {})
-    assert "sliding_window is 16, and model.py computes None only" in refused(tiny(f"train.init_from={tmp_path}"))
 
 
 def write_folder(place, settings, state):
