@@ -5,12 +5,12 @@ import re
 import subprocess
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
+from runs import REPO_ROOT
 from test_kernels import assert_equals_reference
 
 import configure
@@ -26,7 +26,6 @@ from scripts.bench import steps as bench_steps
 from scripts.bench.harness import Benchmark
 from scripts.bench.peers import PEERS
 
-REPO_ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 

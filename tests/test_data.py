@@ -11,16 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import requests
-from corpora import edit_meta, write_ids
+from corpora import BYTES, REPO_ROOT, edit_meta, write_ids
 
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import windows
-from data.tokenizer import ByteTokenizer, identity, load_tokenizer
+from data.tokenizer import identity, load_tokenizer
 from data.writer import Writer
 
-BYTES = ByteTokenizer()
-REPO_ROOT = Path(__file__).parents[1]
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken")
 
 

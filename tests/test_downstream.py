@@ -5,7 +5,6 @@ import math
 import os
 import random
 import shutil
-from pathlib import Path
 
 import lm_eval
 import pytest
@@ -14,7 +13,7 @@ from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
-from runs import modules_in
+from runs import REPO_ROOT, modules_in
 from test_generation import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -29,8 +28,6 @@ from hf.names import from_gpt2
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
 from scripts.export import export_run, load_source
-
-REPO_ROOT = Path(__file__).parents[1]
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 

@@ -286,7 +286,6 @@ def test_loss_equals_the_logged_one(dense_run, score):
 @pytest.mark.numerics
 @pytest.mark.parametrize("stride, at_once", [(None, 8192), (8, 40)])
 def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stride, at_once):
-    """Documents of several windows, one token and none, in batches with and without padding."""
     monkeypatch.setattr(val_loss, "Scorer", partial(Scorer, tokens=at_once))
     monkeypatch.setattr(val_loss, "WINDOWS", 4)
     texts = [TEXT, "x", " \n", "kestrels dance", "é" * 20]

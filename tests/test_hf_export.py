@@ -160,7 +160,6 @@ def test_routers_stay_in_fp32(exported, dtype):
 @pytest.mark.numerics
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_export_is_trained_as_the_run(exported, checkpointing):
-    """Loss and gradients, also through gradient checkpointing."""
     trained, out = exported("model.router=kern")
     own, theirs = trained.model.double().requires_grad_(True), load(out).double().train()
     if checkpointing:

@@ -190,7 +190,6 @@ def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
 
 
 def test_arrays_on_a_full_disk(tmp_path, capsys):
-    """An error with its remedy, or a warning; then they wait for room."""
     metrics, warned = log_run(tmp_path / "stop", steps=[1]), log_run(tmp_path / "warn", steps=[1], on_error="warn")
     with largest_file(150):
         with pytest.raises(RunError, match=r"router_00000001\.npz cannot be written \(File too large\)\. Make"):

@@ -216,11 +216,8 @@ def test_loads_are_relative_to_the_layer(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
-def test_another_file_is_refused(tmp_path, capsys, content):
-    (tmp_path / "file.json").write_text(content)
-    assert draw.main([str(tmp_path / "file.json")]) == 2
-    assert "not written by eval.routing" in capsys.readouterr().err
-    assert draw.main([str(tmp_path / "none.json")]) == 2
+def test_another_file_is_refused(write, call, content):
+    assert "not written by eval.routing" in call(draw.main, write(content, "file.json"), code=2)
 
 
 def test_every_router_has_a_style_of_its_own(monkeypatch):

@@ -259,7 +259,6 @@ def test_what_the_reference_is_compared_by(contest):
 
 
 def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
-    """An entry that is resumed elsewhere has runs of both."""
     protocol = load_protocol(str(contest))
     record, names = new_record(protocol, "kern", "kern"), ["first", "second", "first"]
     for task, name in zip(missing_tasks(protocol, record), names, strict=True):
@@ -360,7 +359,6 @@ def test_text_is_what_the_protocol_pins():
 
 
 def test_records_of_the_repository_are_right():
-    """At most 20 s; the tables of both pages are those of the records."""
     protocol = load_protocol(CPU)
     paths = sorted(protocol.records.glob("*.json"))
     records = [read_record(path) for path in paths]

@@ -164,7 +164,6 @@ def read():
 
 
 def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    """A run that dies between checkpoints, and resumes; its first layer is dense."""
     config = tiny(*ON, "model.n_dense_layer=1")
     before_steps(lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
