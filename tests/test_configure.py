@@ -1,14 +1,13 @@
-"""configure/: values and their precedence, errors and their remedies, writing a Config as TOML, help."""
+"""configure/: values and their precedence, errors and their remedies, writing a Config as TOML, help, [sweep]."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from configure import Config, ConfigError, differences, dumps, from_command_line, is_name_chosen, load
+from configure import ConfigError, dumps, from_command_line, load, sweep_points
 from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
@@ -73,30 +72,16 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
     assert not capsys.readouterr().err  # ranks other than 0
 
 
-def test_two_settings_of_a_branch_give_the_third(write):
-    file = write("[train]\nmax_steps = 777\n[optim]\nschedule = 'wsd'\ndecay_fraction = 0.15\nwarmup_steps = 0\n")
-    for override, step, fraction in (("max_steps=777", 660, 0.15), ("branch_step=600", 600, 177 / 777)):
-        config = load(file, ["--train.branch_from=runs/x/", f"--train.{override}", "--run.seed=3"])
-        assert (config.train.branch_step, config.optim.decay_fraction) == (step, fraction)
-        assert config.train.branch_from == "runs/x"  # with and without a slash: one trunk
-        assert config.run.name == f"x-{step}to777" and config.optim.decay_start(777) == step
-        assert load(write(dumps(config), "again.toml")) == config
-
-
 # ---- one setting wrong
 @pytest.mark.parametrize(("line", "names"), [
     ("train.lr = 1e-3", "train.lr = 0.001: unknown key; did you mean 'optim.lr'?"),
     ("model.n_heads = 8", "model.n_heads = 8: unknown key; did you mean 'model.n_head'?"),
-    ("optim.learning_rate = 1", "did you mean 'optim.lr'?"),
     ("evall.interval = 8", "did you mean 'eval.interval'?"),
     ("n_layer = 8", "did you mean 'model.n_layer'?"),
     ("train = 3", "train = 3: is a section"),
     ("model.n_layer = true", "model.n_layer = True: Input should be a valid integer"),
-    ("model.n_layer = 0", "model.n_layer = 0: Input should be greater than or equal to 1"),
-    ('optim.lr = "1e-3"', "optim.lr = '1e-3': Input should be a valid number"),
     ('model.router = "kernel"', "did you mean 'kern'?"),
     ('run.name = "a/b"', "run.name = 'a/b': String should match"),
-    ("eval.tasks = [1]", "eval.tasks = [1]: "),
     ("data.mix.a = -1", "data.mix = {'a': -1}: 'a': Input should be greater than 0"),
     ('data.mix."/" = 1', "data.mix = {'/': 1}: '/': '[key]': String should match"),
     ('run.dir = "a\\u0000b"', r"run.dir = 'a\x00b': expected printable text"),
@@ -114,9 +99,7 @@ def test_a_wrong_line_of_a_file(write, line, names):
 @pytest.mark.parametrize(("override", "names"), [
     ("--train.max_steps=1e3", "train.max_steps = 1000.0: Input should be a valid integer"),
     ("--train.max_steps=" + "9" * 5000, "…: Input should be a valid integer"),
-    ("--run.seed=[0, 1]", "run.seed = [0, 1]: "),
     ("--data.mix={b = inf}", "data.mix = {'b': inf}: 'b': "),
-    ("--data.mix={b = true}", "data.mix = {'b': True}: 'b': "),
     ("--data.mix={b: 1}", "data.mix = '{b: 1}': "),
     ("--train.max_steps=1\nrun.seed = 2", r"train.max_steps = '1\nrun.seed = 2': "),
     ("--run.dir=caf\udce9", r"run.dir = 'caf\udce9': "),  # an argument that is not UTF-8
@@ -161,7 +144,6 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     ("--model.n_hash_layer=12 --model.n_dense_layer=1", 1, "model.n_hash_layer = 12 is more than the 11 with", 1),
     ("--model.n_hash_layer=1 --model.router=dense", 1, "model.n_hash_layer = 1: a dense model has no experts", 1),
     ("--model.n_hash_layer=12 --train.balance_loss_coef=1", 1, "model.n_hash_layer = 12 leaves no loads that", 1),
-    ("--model.n_hash_layer=12 --train.bias_update=quantile", 1, "model.n_hash_layer = 12 leaves no loads that", 1),
     ("--train.bias_update=quantile --train.bias_update_rate=0.1", 1, "train.bias_update_rate = 0.1 is no setting", 2),
     ("--train.bias_update=quantile --model.top_k=64", 1, "train.bias_update = quantile: each token takes all", 1),
     ("--train.batch_size=24 --train.micro_batch_size=8", 4, "train.batch_size = 24 is not a multiple of", 2),
@@ -174,7 +156,6 @@ BRANCH = "--train.branch_from=x --optim.schedule=wsd"
     (f"{BRANCH} --optim.decay_fraction=0.0", 1, "optim.decay_fraction = 0: a branch decays a part", 1),
     (f"{BRANCH} --optim.decay_fraction=1 --optim.warmup_steps=0", 1, "a branch decays a part", 1),
     (f"{BRANCH} --train.branch_step=50_000", 1, "is not step 40000, where the decay begins", 1),
-    (f"{BRANCH} --train.branch_step=45_000 --optim.decay_fraction=0.2", 1, "is not step 40000", 1),
     ("--data.mix={a=1} --data.name=b", 1, "data.name = b would change nothing beside data.mix = a 1", 1),
 ])  # fmt: skip
 def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size, names, remedies):
@@ -204,12 +185,6 @@ def test_settings_that_are_just_valid(write):
 
 
 # ---- names of runs
-def test_router_and_seed_are_in_the_name(write):
-    file = write("run.seed = 5")
-    assert load(file).run.name == "x-kern" and not is_name_chosen(file)
-    assert load(file, ["--model.router=softmax", "--run.seed=0", "--optim.lr=1"]).run.name == "x-softmax-seed0"
-    assert load(file, ["--run.name=mine", "--run.seed=1"]).run.name == "mine"
-    assert is_name_chosen(file, ["--run.name=mine"]) and is_name_chosen(write("run.name = 'a'", "y.toml"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +193,6 @@ def test_router_and_seed_are_in_the_name(write):
     + [("..x", "x-kern"), ("-x", "x-kern"), ("a\nb", "a-b-kern"), ("caf\udce9", "caf-kern")],
 )
 def test_name_and_group_from_any_file_name_can_be_written_and_read(write, stem, name):
-    """The name is a safe folder."""
     config = load(write(name=f"{stem}.toml"))
     assert config.run.name == name and config.log.group and load(write(dumps(config), "config.toml")) == config
 
@@ -237,17 +211,6 @@ def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
         assert load(write(old, "config.toml")).train.balance_loss_scope == scope
 
 
-# ---- back to text
-def test_dumps_gives_every_value_again():
-    run = {"name": "a.b-1", "dir": "caf\u00e9 \"漢\" \\n '#'", "seed": 2**32 - 1}
-    assert Config(data={"mix": {"b": 3, "a": 1}}).data.label == "a 1 + b 3"
-    config = Config(run=run, data={"mix": {"b": 1e-300, "a.b": 3}}, optim={"lr": 5e-324, "eps": 0.1 + 0.2})
-    assert Config.model_validate(tomllib.loads(dumps(config))) == config
-    changed = ["run.name", "run.dir", "run.seed", "data.mix", "optim.lr", "optim.eps"]
-    assert [line.split(": ")[0] for line in differences(Config(), config)] == changed
-    assert differences(Config(), Config(model={"router": "tanh"})) == ["model.router: 'kern' -> 'tanh'"]
-
-
 # ---- help and the command line
 def test_help_lists_every_key_with_type_default_range_and_meaning(capsys):
     with pytest.raises(SystemExit) as caught:
@@ -258,7 +221,6 @@ def test_help_lists_every_key_with_type_default_range_and_meaning(capsys):
     for key, schema in KEYS.items():
         assert schema["description"] and " ".join(schema["description"].split()) in flat
         assert len(re.findall(rf"^  --{re.escape(key)} +\S", text, re.MULTILINE)) == 1
-    assert re.search(r"^  --optim.lr +0.0006 +peak learning rate \(number > 0\)$", text, re.MULTILINE)
     assert "(one of learned, rope)" in flat and "(integer >= 2, <= 65536)" in flat and "(boolean)" in flat
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120
@@ -307,3 +269,100 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys,
         assert says in err if rank == "0" else err == ""
         assert says.removeprefix("error: ") in str(ProcessFailure(1, 7, 2, str(tmp_path / "error.json")).message)
         (tmp_path / "error.json").unlink()
+
+
+# ---- the [sweep] of a config file: its points, their names, linked axes, and what is wrong with one
+SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
+LINKED = 'sweep."model.n_expert, model.top_k,model.expert_hidden" = [[32, 4, 768], [64, 8, 384], [256, 32, 96]]\n'
+
+
+def refuse(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def test_points_are_the_product_in_file_order(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=1"])
+    pairs = [("dense", "0.001"), ("dense", "1"), ("kern", "0.001"), ("kern", "1")]
+    assert points == [["--run.seed=1", f"--model.router={router}", f"--optim.lr={lr}"] for router, lr in pairs]
+    config = load(file, points[1])
+    assert (config.run.name, config.log.group) == ("x-dense-lr1-seed1", "x")
+    assert (config.model.router, config.optim.lr, config.run.seed) == ("dense", 1.0, 1)
+    assert load(write(dumps(config), "config.toml")) == config
+    assert load(file, [*points[0], "--log.group=mine"]).log.group == "mine"
+
+
+def test_load_refuses_open_axes_and_names_the_commands(write):
+    """That train and plan the first point."""
+    file = write(SWEEP)
+    text = refuse(load, file)
+    assert "sweeps model.router, optim.lr" in text and f"python -m scripts.sweep {file}" in text
+    commands = re.findall(r"python (?:train.py|-m scripts.plan) (.*)", text)
+    assert commands == [f"{file} --model.router=dense --optim.lr=0.001"] * 2
+    load(file, commands[0].split()[1:])
+    assert "sweeps optim.lr," in refuse(load, file, ["--model.router=kern"])
+
+
+@pytest.mark.parametrize(("axis", "names"), [
+    ("sweep = 3", "sweep = 3: expected a list of values"),
+    ("sweep.model = [{}]", "model = {}: is a section"),
+    ('sweep."model.router" = []', "model.router = []: expected a list of values"),
+    ('sweep.router = ["kern"]', "unknown key; did you mean 'model.router'?"),
+    ('sweep."model.router" = ["kern", "kernn"]', "model.router = 'kernn'"),
+    ('sweep."model.n_expert, model.top_k" = [[32, 4], [64]]', "expected a list of rows of 2 values"),
+    ('sweep."model.n_expert, model.top_k" = 32', " = 32: expected a list of rows of 2 values"),
+    ('sweep."model.n_expert, model.top_k" = [[32, "4"]]', "model.top_k = '4': "),
+    ('sweep."model.n_expert," = [[32, 4]]', "'' = 4: unknown key"),
+    ('sweep."model.top_k, run.seed" = [[4, 4]]\nsweep.run.seed = [1]', "run.seed: is in the axes more than once"),
+])  # fmt: skip
+def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
+    file = write(axis)
+    for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
+        assert text.startswith(str(file)) and names in text
+    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more")
+
+
+@pytest.mark.parametrize(("text", "overrides"), [
+    ("sweep.run.seed = [1, 1]", []),
+    ("", ["--optim.lr=[1e-3,2e-3]"]),
+    ("run.name = 'x'\nsweep.run.seed = [1, 2]", []),
+    ('sweep."model.n_expert, model.top_k" = [[64, 16], [64, 16]]', []),
+])  # fmt: skip
+def test_points_never_share_a_folder(write, text, overrides):
+    message = refuse(sweep_points, write(text), overrides)
+    assert "two points would write to runs/" in message and "leave run.name unset" in message
+    assert len(sweep_points(write("run.name = 'x'\nsweep.run.dir = ['a', 'b']"))) == 2
+
+
+def test_linked_keys_take_their_values_row_by_row(write):
+    file = write(LINKED + 'sweep.data.name = ["books3", "arxiv"]', "g.toml")
+    configs = [load(file, point) for point in sweep_points(file)]
+    shapes = [(c.model.n_expert, c.model.top_k, c.model.expert_hidden) for c in configs[::2]]
+    assert shapes == [(32, 4, 768), (64, 8, 384), (256, 32, 96)]
+    names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
+    assert [c.run.name for c in configs] == names
+    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 4], [64, 8]]', "g.toml")  # the first repeats
+    names = [load(file, point).run.name for point in sweep_points(file)]
+    assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 4), (64, 8))]
+    file = write(LINKED, "g.toml")
+    text = refuse(load, file, ["--model.top_k=2"])  # they are overridden together
+    assert "are linked, set all of them or none; add " in text
+    given = ["--model.top_k=2", *re.findall(r"--\S+=", text.replace("VALUE", ""))]
+    given[1:] = [f"{override}16" for override in given[1:]]
+    assert [load(file, point).model.n_expert for point in sweep_points(file, given)] == [16]
+
+
+def test_a_list_on_the_command_line_is_an_axis(write):
+    file = write(SWEEP)
+    points = sweep_points(file, ["--run.seed=[0, 1]", "--optim.lr=[0.5]", "--log.interval=3"])
+    rows = [("dense", 0), ("dense", 1), ("kern", 0), ("kern", 1)]
+    point = "--log.interval=3 --model.router={} --optim.lr=0.5 --run.seed={}"
+    assert [" ".join(overrides) for overrides in points] == [point.format(*row) for row in rows]
+    names = [load(file, point).run.name for point in points]
+    assert names == [f"x-{router}-lr0.5-seed{seed}" for router, seed in rows]
+    assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
+    for override, names in (('[0, "x"]', "run.seed = 'x': "), ("[]", "run.seed = []: expected a list of values")):
+        text = refuse(sweep_points, file, [f"--run.seed={override}"])
+        assert text.startswith("command line: ") and names in text

@@ -1,11 +1,10 @@
-"""eval/downstream.py and eval/harness.py: against HFLM, the harness' own client, and as a command."""
+"""eval/scoring.py against one pass per pair; eval/downstream.py and eval/harness.py against the harness' own client."""
 
 import json
 import math
 import os
 import random
 import shutil
-from pathlib import Path
 
 import lm_eval
 import pytest
@@ -14,9 +13,8 @@ from conftest import WORDS as BASIC
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from numerics import SEED, assert_near, tolerance
-from runs import meet_in, modules_in, start_ranks
+from runs import REPO_ROOT, modules_in
 from test_generation import small_model
-from test_scoring import assert_same_scores, by_hand
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import configure
@@ -24,13 +22,12 @@ import train
 from data.tokenizer import ByteTokenizer
 from eval import downstream, tasks
 from eval.harness import Adapter
-from eval.scoring import Scorer
+from eval.routing import record_routing
+from eval.scoring import Scorer, batch_by_length
 from hf.names import from_gpt2
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
 from scripts.export import export_run, load_source
-
-REPO_ROOT = Path(__file__).parents[1]
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
@@ -250,23 +247,6 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == ["piqa", "sciq", "winogrande"]
 
 
-def evaluate_as_a_rank(meeting, arguments):
-    meet_in(Path(meeting))
-    raise SystemExit(downstream.main(arguments))
-
-
-@pytest.mark.integration
-def test_results_are_the_same_on_two_ranks(run, tmp_path):
-    folder = write_tasks(tmp_path / "tasks", 9)
-    assert call(run, "--tasks-dir", folder) == 0
-    alone = results(run)
-    (run / "eval").rename(run / "alone")
-    arguments = [str(run), "--tasks-dir", str(folder)]
-    ends = [rank.wait(120) for rank in start_ranks(2, evaluate_as_a_rank, str(tmp_path / "meeting"), arguments)]
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert results(run) == alone and "average" in ends[0][1] and "average" not in ends[1][1]
-
-
 def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluated):
     """Only for a finished run that logs to wandb; a failure there is one printed line."""
     kept = []
@@ -328,14 +308,83 @@ def test_table_of_results():
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
-    gaps = {"group": {"acc": 0.25, "documents": None}, "text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
+    gaps = {"text": {"nll": 1.0, "nll_stderr": 0.1, "documents": 3}}
     rows = [row[:3] for row in downstream.tabulate_results(gaps, config)[1]]
-    assert rows == [["group", "", "0.2500"], ["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
+    assert rows == [["text", "3", ""], ["text: nll", "", "1.0000 ± 0.1000"]]
 
 
-@pytest.mark.integration
-def test_tasks_that_do_not_exist_or_cannot_read_local_files(tmp_path):
-    manager = downstream.build_task_manager(["arc_easy", "ai2_arc"])
-    with pytest.raises(ValueError, match="task ai2_arc: a group of tasks"):
-        downstream.check_tasks(manager, ["ai2_arc"], tmp_path)
-    downstream.check_tasks(manager, ["ai2_arc", "mmlu", "gsm8k", "lambada_openai"], None)
+# ---- eval/scoring.py
+MARGIN = 1e-3  # of logits and router scores: more than rounding can change, so ranks are certain
+
+
+def by_hand(model, context, continuation):
+    """One forward pass over the pair; a pair that is too long loses its first tokens.
+
+    Returns:
+        The log-likelihood, whether the model would write the continuation, and the smallest margin of a rank.
+    """
+    ids = torch.tensor([[*context, *continuation][-(model.config.block_size + 1) :]])
+    n = len(continuation)
+    with torch.no_grad():
+        logits = model.logits(model.hidden(ids[:, :-1])[0])[0, -n:].double()
+        routings = record_routing(model, ids[:, :-1])
+    targets = torch.tensor(continuation)[:, None]
+    target, best = logits.gather(1, targets), logits.scatter(1, targets, -torch.inf).amax(1, keepdim=True)
+    margins = [(target - best).abs().min().item()]
+    for routing in routings:
+        k = routing.experts.shape[1]
+        last, next_ = routing.scores.topk(k + 1).values[:, -2:].T
+        margins += (last - next_)[last > 0].tolist()  # a gate of 0 is the same for any expert
+    logp = logits.gather(1, targets) - logits.logsumexp(1, keepdim=True)
+    return logp.sum().item(), bool((target > best).all()), min(margins)
+
+
+def assert_same_scores(got, wanted, margins, name):
+    """Equal log-likelihoods and greedy flags of pairs, where the margins are large enough for both to be certain."""
+    sure = [i for i, margin in enumerate(margins) if margin > MARGIN]
+    assert len(sure) > len(margins) / 2
+    sums = (torch.tensor([rows[i][0] for i in sure], dtype=torch.float64) for rows in (got, wanted))
+    assert_near(*sums, tolerance(torch.float32, 32), name)
+    assert [got[i][1] for i in sure] == [wanted[i][1] for i in sure]
+
+
+def assert_as_by_hand(got, wanted, name):
+    assert_same_scores(got, wanted, [margin for *_, margin in wanted], name)
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("router", "pos", "tokens"),
+    [("kern", "rope", 1), ("kern", "learned", 64), ("softmax", "rope", 100_000), ("dense", "learned", 100_000)],
+)
+def test_scores_equal_one_pass_per_pair(router, pos, tokens):
+    model, rng, pairs = small_model(**{"model.router": router, "model.pos": pos}), random.Random(SEED), []
+    while len(pairs) < 60:
+        context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            pairs.append((context, [rng.randrange(64) for _ in range(rng.randint(1, 8))]))
+    rng.shuffle(pairs)
+    with torch.no_grad():
+        best = [model.logits(model.hidden(torch.tensor([c[-16:]]))[0])[0, -1].argmax().item() for c, _ in pairs]
+    pairs += [(context, [token]) for (context, _), token in zip(pairs, best, strict=True)]
+    pairs += [(context[-9:], [token, 1, 2]) for (context, _), token in zip(pairs[:9], best, strict=False)]
+    wanted = [by_hand(model, *pair) for pair in pairs]
+    assert_as_by_hand(Scorer(model, tokens=tokens).score(pairs), wanted, router)
+    assert {greedy for _, greedy, _ in wanted} == {True, False}
+
+
+@pytest.mark.numerics
+def test_continuation_longer_than_the_block():
+    """Every token is scored after at least half a block, or after all tokens before it."""
+    model, rng = small_model(**{"model.router": "dense"}), random.Random(SEED)
+    context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
+    ends = range(0, 37, 8)
+    parts = [by_hand(model, (context + continuation)[: 5 + at], continuation[at : at + 8]) for at in ends]
+    wanted = [(sum(part[0] for part in parts), False, 1.0), by_hand(model, context, continuation[:3])]
+    assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
+
+
+def test_batches_hold_at_most_the_tokens_asked_for():
+    lengths = [3, 9, 1, 40, 8, 8, 2]
+    batches = [*batch_by_length(lengths, 16)]
+    assert batches == [[3], [1], [4, 5], [0, 6, 2]]  # one too long stands alone; the longest first

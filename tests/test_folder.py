@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import column, content, run, steps
+from runs import content, steps
 
 import train
 from configure import is_name_chosen, load
@@ -151,27 +151,11 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
         assert not run.holds(changed)
 
 
-def test_changed_config_resumes_and_is_saved(tiny, capsys):
-    run(tiny())
-    more = ["train.max_steps=6", "log.interval=2", "train.micro_batch_size=4", "train.activation_checkpointing=true"]
-    lines = run(tiny(*more))
-    output = capsys.readouterr().out
-    assert "changed: train.micro_batch_size: 8 -> 4; train.max_steps: 4 -> 6; " in output and "from step 4" in output
-    assert column(lines, "step") == [0, 1, 2, 2, 3, 4, 4, 6, 6]
-    assert load(path_of(tiny()) / "config.toml") == tiny(*more)
-
-
 def test_micro_batches_of_their_own_balance_loss_stay(tiny):
     for scope, coef, refused in (("micro_batch", 0.1, True), ("micro_batch", 0, False), ("global", 0.1, False)):
         own = [f"train.balance_loss_scope={scope}", f"train.balance_loss_coef={coef}"]
         run = leave_config(path_of(tiny()), tiny(*own))
         assert run.holds(tiny(*own, "train.micro_batch_size=4")) != refused
-
-
-def test_mixtures_of_equal_parts_are_one_run(config_of):
-    one, other, third = (f"data.mix={{a={a}, b=3, c=1}}" for a in ("6", "6.0", "5"))
-    assert begin(config_of(one)) == begin(config_of(other)) == begin(config_of("data.mix={a=0.6, b=0.3, c=0.1}"))
-    assert begin(config_of(third)) != begin(config_of(one))
 
 
 def test_what_a_resume_keeps(config_of):

@@ -32,19 +32,6 @@ def test_a_gpu_gives_the_golden_losses(router, folder):
     assert max(golden.compare_losses(losses, LOSSES[router]).values()) < golden.DEVICE_TOLERANCE
 
 
-def test_another_device_is_compared_with_the_cpu(tmp_path, monkeypatch):
-    """Here the same one; then one that computes something else."""
-    monkeypatch.setattr(golden, "DEVICE_STEPS", 2)
-    monkeypatch.setattr(golden, "PAPER_ROUTERS", ["dense", "kern"])
-    assert golden.main(["--device", "cpu", "--json", str(tmp_path / "losses.json")]) == 0
-    written = json.loads((tmp_path / "losses.json").read_text())
-    assert written["kern"]["cpu"]["train 1"] == pytest.approx(LOSSES["kern"]["train 1"], rel=golden.TOLERANCE)
-    monkeypatch.setattr(
-        golden, "train_router", lambda *words: {"val 0": 2.01 if "--train.device=cuda" in words else 2.0}
-    )
-    assert golden.main(["--device", "cuda"]) == 1
-
-
 def test_a_loss_that_is_missing_or_not_finite_differs():
     row = LOSSES["kern"]
     assert set(golden.compare_losses(row, row).values()) == {0}

@@ -17,7 +17,7 @@ import train
 from eval.trained import load_model
 from hf.init_from import read_initial_weights
 from model import GPT
-from runtime import RankError, RunError, checkpoint, distributed, folder
+from runtime import RunError, checkpoint, distributed, folder
 from runtime.metrics import read_metrics
 from scripts import export
 
@@ -95,16 +95,6 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
     model, words = start(config)
     assert_near(logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
     assert words == f"{folder.path_of(config)}: starts from {place}, a model of class GPT2LMHeadModel"
-
-
-@pytest.mark.numerics
-def test_more_ids_and_fewer_positions(tiny, gpt2):
-    config = tiny(f"train.init_from={gpt2}", *DENSE, "model.vocab_size=320", "model.block_size=20", "run.seed=3")
-    model, words = start(config)
-    assert_near(logits(model, ids(20))[..., :257], make_gpt2()(ids(20)).logits, LOGITS, "logits")
-    torch.manual_seed(3)
-    assert torch.equal(model.wte.weight[257:], GPT(config.model).wte.weight[257:])
-    assert "; only the first 20 of 32 positions are used; ids 257 to 319 are missing" in words
 
 
 @pytest.mark.numerics
@@ -189,11 +179,7 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
     assert "; " not in words  # nothing changes
     if kind in ("modern", "modern dense"):
         default = [place, "model.router=dense"] if kind == "modern dense" else [place]
-        needed = remedy(refused(tiny(*default)))
-        keys = "activation=silu gated=true norm=rmsnorm pos=rope n_head=4 n_kv_head=2 rope_base=500.0 "
-        keys += "expert_hidden=20" if kind == "modern dense" else "qk_norm=all n_shared_expert=1 n_dense_layer=1"
-        assert {word.removeprefix("--model.") for word in needed} >= {*keys.split()}
-        _, words = start(tiny(*default, *needed))
+        _, words = start(tiny(*default, *remedy(refused(tiny(*default)))))
         assert ("model.norm_eps changes from 0.001 to 1e-05" in words) == (kind == "modern dense")
     if kind == "hash":
         assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
@@ -214,10 +200,13 @@ def test_another_router_takes_the_weights_in_common(tiny, source):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, wanted[name]) != name.endswith(("router.c", "selection_bias")), name
         assert not (name.endswith("selection_bias") and tensor.any())
-    assert words.endswith(
-        "a run at step 4; model.router changes from kern to sigmoid; model.top_k changes from 2 to 1; model.gate_scale "
-        "changes from 2.0 to 1.5; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
-    )
+    for change in (
+        "router changes from kern to sigmoid",
+        "top_k changes from 2 to 1",
+        "gate_scale changes from 2.0 to 1.5",
+    ):
+        assert f"; model.{change}; " in words
+    assert words.endswith("; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias")
     run(plain := tiny("run.name=plain", "model.router=softmax"))
     _, words = start(start_from(tiny, plain, "model.gate_scale=1.0"))
     missing = "missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
@@ -263,11 +252,8 @@ def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
     wrong = "router=dense n_layer=1 n_head=4 n_embd=16 block_size=40 tie_embeddings=false top_k=3 expert_hidden=9"
     other = [f"model.{word}" for word in wrong.split()] + [f"train.init_from={gpt2}"]
     text = refused(tiny(*other))
-    assert text.endswith(
-        "a model of class GPT2LMHeadModel, whose weights do not fit this model. Add --model.n_layer=2 --model.n_head=2 "
-        "--model.n_embd=32 --model.tie_embeddings=true --model.top_k=1 --model.expert_hidden=16 --model.block_size=32 "
-        "--model.bias=true"
-    )
+    right = "n_layer=2 n_head=2 n_embd=32 tie_embeddings=true top_k=1 expert_hidden=16 block_size=32 bias=true"
+    assert remedy(text) == [f"--model.{word}" for word in right.split()]
     start(tiny(*other, *remedy(text)))
     assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == ["--model.bias=true"]
     make_gpt2(vocab_size=300).save_pretrained(tmp_path / "gpt2")
@@ -315,15 +301,6 @@ def test_place_without_weights_is_refused(tiny, source):
     assert "damaged, " in refused(start_from(tiny, source))
     shutil.rmtree(checkpoints(source))
     assert "a run without a checkpoint; train it first" in refused(start_from(tiny, source))
-
-
-def test_one_rank_per_node_reports_missing_weights(tiny, monkeypatch):
-    """Other nodes may have the folder, so its error is that rank's alone."""
-    for local_rank, kind in (("0", RankError), ("1", RunError)):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        with pytest.raises(RunError) as caught:
-            read_initial_weights(tiny("train.init_from=gone"))
-        assert caught.type is kind
 
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):

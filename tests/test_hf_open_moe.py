@@ -1,19 +1,30 @@
-"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral as initial weights and as exports, beside transformers."""
+"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral, and any change of them, as initial weights and exports; tokenizers."""
 
 import json
+import re
 
 import pytest
 import torch
+from conftest import fuzz
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import edit, refused, start
+from test_hf_init_from import DENSE, LOGITS, edit, logits, make_gpt2, refused, remedy, start
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import configure
+import train
+from data import DataError, prepare
+from data.bins import open_tokenizer, open_tokens, read_meta
+from data.tokenizer import load_tokenizer, token_bytes
 from eval.trained import load_model
 from hf.formats import FORMATS
+from hf.init_from import read_initial_weights
 from hf.names import to_hf
 from model import count_parameters
+from runtime import RunError
 from runtime.folder import path_of
 from scripts import export
 
@@ -94,7 +105,6 @@ def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
     assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
 
 
-Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
     "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
@@ -107,15 +117,13 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "tie_word_embeddings is true, and lm_head.weight differs from": {"tie_word_embeddings": True},
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
-    f"{Q_NORM} is missing, expected (8,)": {Q_NORM: None},
     "model_type is 'llama'": {"model_type": "llama"},
+    "sliding_window is 16, and": {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False},
     "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
-    "experts.3.w9.weight is (16, 32), expected none": {GATE.replace("gate_proj", "w9"): torch.ones(16, 32)},
     "experts.8.gate_proj.weight is (16, 32), expected none": {GATE.replace(".3.", ".8."): torch.ones(16, 32)},
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
-    f"{GATE} (torch.float8_e4m3fn) is not floating": {GATE: torch.ones(16, 32).to(torch.float8_e4m3fn)},
 }
 
 
@@ -134,13 +142,6 @@ def test_damage_is_refused(tiny, tmp_path, qwen3, words):
         table[key] = value
     write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
     assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
-
-
-def test_the_window_of_a_mixtral_is_refused(tiny, tmp_path):
-    """Which it uses, whatever use_sliding_window says."""
-    more = {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False}
-    write_folder(tmp_path, SIZES | THEIRS["mixtral"] | more, {})
-    assert "sliding_window is 16, and model.py computes None only" in refused(tiny(f"train.init_from={tmp_path}"))
 
 
 def write_folder(place, settings, state):
@@ -174,3 +175,170 @@ def test_the_preset_has_the_shape_of_olmoe():
     written = FORMATS["olmoe"].make_config(model)
     shared = written.keys() & SIZES.keys()
     assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}
+
+
+# ---- a folder with any one setting or weight changed is refused with a remedy, or computed as transformers does
+OWN = {kind: ["model.norm_eps=1e-4", *SHAPE, *more] for kind, more in OURS.items()} | {"gpt2": DENSE}
+GONE = object()
+VALUES = [GONE, None, -1, 0, 1, 2, 4, 16, 33, 300, 2**70, 1e-5, 0.5, 1.0, 500.0, True, False, "true", "", "gelu_new"]
+VALUES += ["silu", "default", "yarn", [], [0], ["full_attention", "sliding_attention"], {}, {"a": 1}]
+VALUES += [{"rope_theta": 500.0, "rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": "1"}]
+KEYS = ["sliding_window", "use_sliding_window", "rope_scaling", "rope_theta", "head_dim", "quantization_config"]
+KEYS += ["partial_rotary_factor", "clip_qkv", "mlp_only_layers", "num_experts", "layer_types", "n_inner", "n_ctx"]
+HARMS = {  # of a weight
+    "missing": lambda weight: GONE,
+    "0-d": lambda weight: weight.sum(),
+    "one row more": lambda weight: torch.cat([weight, weight[:1]]),
+    "a column less": lambda weight: weight[..., :-1].contiguous(),
+    "transposed": lambda weight: weight[None].mT.contiguous().squeeze(),
+    "NaN": lambda weight: weight * torch.nan,
+}
+DTYPES = [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool]
+COPIES = {r"\.\d+\.": ".9.", r"experts\.\d+": "experts.8", r"weight$": "bias2", "^": "x."}  # a weight is there twice
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Settings and weights of a small model of each class."""
+    out = {}
+    for kind in OWN:
+        place = tmp_path_factory.mktemp(kind)
+        (make_gpt2() if kind == "gpt2" else make_model(kind)).save_pretrained(place)
+        out[kind] = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+    return out
+
+
+def find_settings(tiny, place, overrides):
+    """The Config under which `place` fits and changes nothing, and its notes; or which refuses it, and the message."""
+    config, needed = tiny(*overrides, f"train.init_from={place}"), []
+    try:
+        words = "; ".join(read_initial_weights(config).notes)
+        needed = [f"model.{key}={old}" for key, old in re.findall(r"model\.(\w+) changes from (\S+) to", words)]
+    except RunError as error:
+        words, needed = str(error), remedy(str(error))
+    return find_settings(tiny, place, [*overrides, *needed]) if needed else (config, words)
+
+
+def assert_agreement(tiny, place, kind):
+    """Refused with a remedy in one line, or the logits of transformers, if that reads the folder."""
+    from transformers import AutoModelForCausalLM
+
+    config, words = find_settings(tiny, place, OWN[kind])
+    if words.startswith(f"train.init_from = {place}: "):
+        assert re.search(r"; (use|download) |Prepare the text", words) and "\n" not in words, words
+        return
+    idx = ids(min(32, config.model.block_size)) % config.model.vocab_size
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(idx).logits
+    except Exception:  # a key that plays no role here has a type that it refuses
+        return
+    model, _ = start(config)
+    limit = 5e-3 if "computed as exact GELU" in words else LOGITS
+    assert_near(logits(model, idx)[..., : theirs.shape[-1]], theirs, limit, kind)
+
+
+def change_folder(kind, folders, draw):
+    """The settings and weights of `kind` with one key or one tensor changed."""
+    table, state = folders[kind]
+    if draw(st.booleans()):
+        key = draw(st.sampled_from(KEYS) | st.sampled_from(sorted(table)))
+        return table | {key: draw(st.sampled_from(VALUES))}, state
+    name, harm = draw(st.sampled_from(sorted(state))), draw(st.sampled_from([*HARMS, *DTYPES, *COPIES]))
+    if harm in COPIES:
+        return table, state | {re.sub(harm, COPIES[harm], name, count=1): state[name].clone()}
+    return table, state | {name: state[name].to(harm) if harm in DTYPES else HARMS[harm](state[name])}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
+    @settings(fuzz, max_examples=examples)
+    @given(st.data(), st.sampled_from(sorted(OWN)))
+    def check(data, kind):
+        table, state = change_folder(kind, folders, data.draw)
+        table, state = ({key: value for key, value in part.items() if value is not GONE} for part in (table, state))
+        write_folder(tmp_path / "theirs", table, state)
+        assert_agreement(tiny, tmp_path / "theirs", kind)
+
+    check()
+
+
+# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, from text to an export and back
+TEXTS = [f"The {word} of page {i} is naïve, isn't it? 日本語 🙂\n" for i in range(40) for word in ("kernel", "router")]
+SPECIAL = ["<pad>", "<|end|>"]
+
+
+@pytest.fixture(scope="module", params=["bytes", "words"])
+def folder(request, tmp_path_factory):
+    """Byte-level pieces as OLMoE's, or words with ▁ and single bytes as Mixtral's; both add a token to each text."""
+    place, size = tmp_path_factory.mktemp("models") / "their-model", {"vocab_size": 400, "special_tokens": SPECIAL}
+    place.mkdir()
+    made = Tokenizer(models.BPE(byte_fallback=request.param == "words", unk_token=None))
+    if request.param == "bytes":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        size["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        fallback = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence(fallback)
+        size["special_tokens"] = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+    made.train_from_iterator(TEXTS[:60], trainers.BpeTrainer(**size, show_progress=False))
+    made.post_processor = processors.TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    made.save(str(place / "tokenizer.json"))
+    (place / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    return place
+
+
+@pytest.fixture
+def prepared(folder, tmp_path):
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = ["text", "--source", source, "--tokenizer", folder, "--out", tmp_path / "data", "--val-fraction", "0.2"]
+    assert prepare.main([*map(str, words)]) == 0
+    return tmp_path / "data/text"
+
+
+def test_texts_come_back(folder, prepared):
+    tokenizer, meta = open_tokenizer(prepared), read_meta(prepared)
+    assert (tokenizer.name, tokenizer.eot) == ("their-model", 1) == (meta.tokenizer["name"], meta.tokenizer["eot"])
+    tokens = open_tokens(prepared, "train")
+    ids = tokens.read(0, len(tokens)).tolist()
+    assert ids[-1] == 1 and 0 not in ids and ids.count(1) == meta.splits["train"].documents
+    texts = tokenizer.decode(ids).split("<|end|>")
+    assert set(texts[:-1]) <= set(TEXTS)
+    ids = tokenizer.encode("a <|end|> b \ud800")
+    assert 1 not in ids and tokenizer.decode(ids) == "a <|end|> b \ufffd"  # as text
+    of_ids = token_bytes(tokenizer)
+    assert of_ids[0] == of_ids[1] == b"" and len(of_ids) == tokenizer.vocab_size
+    for text in TEXTS[::9]:
+        assert b"".join(of_ids[i] for i in tokenizer.encode(text)) == text.encode()
+
+
+def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_path, capsys):
+    size = open_tokenizer(prepared).vocab_size
+    make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
+    (tmp_path / "olmoe/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    own = [f"data.dir={prepared.parent}", "data.name=text", f"model.vocab_size={size}", *SHAPE, *OURS["olmoe"]]
+    config = tiny(f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own)
+    train.train(config)
+    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
+    again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
+    start(again)
+    other = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    vocab = other["model"]["vocab"]
+    one, two = [*vocab][-2:]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (tmp_path / "out/tokenizer.json").write_text(json.dumps(other))
+    assert "its tokenizer is one whose id" in refused(again)
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"), ("tokenizer.json", "{}", "cannot be read")],
+)
+def test_bad_folders(folder, tmp_path, file, content, words):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DataError, match=words):
+        load_tokenizer(str(tmp_path))

@@ -1,9 +1,12 @@
-"""Imports point down: nothing below imports what stands above it. Tests that the documentation names exist."""
+"""Imports point down; tests that the documentation names exist; notebooks/first_run.ipynb runs in a checkout."""
 
 import ast
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
+import pytest
 from runs import REPO_ROOT
 
 LEVELS = [  # a file may import its own level and those before
@@ -43,3 +46,30 @@ def test_the_tests_that_the_documentation_names_exist():
     for file, name, end in named:
         text = tests[file] if file else "".join(tests.values())
         assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), f"{file}::{name}"
+
+
+# ---- notebooks/first_run.ipynb: from top to bottom, committed with its outputs
+def outputs_of(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+@pytest.mark.integration
+def test_the_notebook_runs_in_a_checkout(tmp_path, monkeypatch):
+    import nbformat  # the other tests do without
+    from nbclient import NotebookClient
+
+    def leave_out(folder, names):
+        sets = [name for name in names if Path(folder, name, "meta.json").exists()]
+        return {".git", ".venv", "runs", "shared", "wandb", "tests", *sets} & {*names}
+
+    shutil.copytree(REPO_ROOT, tmp_path / "checkout", ignore=leave_out)
+    notebook = nbformat.read(REPO_ROOT / "notebooks/first_run.ipynb", 4)
+    committed, settings = outputs_of(notebook), notebook.cells[1]
+    settings.source = settings.source.replace("STEPS = 500", "STEPS = 10")
+    monkeypatch.chdir(tmp_path / "checkout/notebooks")  # where Jupyter starts it
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()  # raises what a cell raises
+    for outputs, steps in ((outputs_of(notebook), 10), (committed, 500)):
+        assert sum("image/png" in output.get("data", ()) for output in outputs) == 2
+        text = "".join(output.get("text", "") for output in outputs)
+        assert "error" not in text and "Traceback" not in text
+        assert text.count(f"finished, {steps} steps") == 2 and "undecided (1 seed)" in text

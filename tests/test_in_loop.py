@@ -21,7 +21,6 @@ from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.signals import Stop
 
-GPU = torch.cuda.is_available()
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 
@@ -89,7 +88,6 @@ def be_a_rank(file, folder):
 
 @pytest.mark.integration
 def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, folder):
-    """Split across ranks; under FSDP2 and ZeRO-2 of full weights that each gathers."""
     for process in start_ranks(2, be_a_rank, tiny_file, folder):
         code, printed = process.wait(300)
         assert code == 0, printed
@@ -135,16 +133,3 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
     monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
     assert scores(model, 0, ONE_RANK, stop) is None and model.training and random.getstate() == state
     assert scores(model, 0, ONE_RANK, stop) is None and len(batches) == 1  # asked before
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("--eval.tasks=sciqq", "eval.tasks: task sciqq: no such task; nearest: sciq"),
-        pytest.param("--train.device=cuda", "torch finds no CUDA device", marks=pytest.mark.skipif(GPU, reason="GPU")),
-    ],
-)
-def test_a_finished_run_is_not_started_with_what_cannot_be(tiny_file, override, said, capsys):
-    assert train.main([str(tiny_file)]) == 0 and train.main([str(tiny_file)]) == 0
-    assert train.main([str(tiny_file), override]) == 2
-    assert said in capsys.readouterr().err

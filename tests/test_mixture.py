@@ -14,10 +14,10 @@ from runs import column, content, end, metrics, run
 
 import configure
 import train
-from data import DataError, prepare
+from data import DataError
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
+from data.mixture import UNIT, assign_rows, check_sets, identify, to_shares
 from eval import val_loss
 from runtime import RunError
 from runtime.folder import path_of
@@ -97,12 +97,6 @@ def test_where_rows_are_from():
     assert [4 * window for window in alone.locate(3)] == alone.batch(3)[0][:, 0].tolist()
 
 
-def test_windows_are_shared_out():
-    assert split_windows(128, [0.5, 0.3, 0.2], [999] * 3) == [64, 38, 26]
-    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
-    assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
-
-
 def test_validation_windows_are_those_of_each_set(sets):
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
     chosen = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
@@ -121,7 +115,8 @@ def test_validation_windows_are_those_of_each_set(sets):
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
 
 
-def test_metrics_have_the_loss_of_each_set_and_their_mean(trained, sets):
+def test_losses_are_those_of_each_set_and_their_mean(trained, call):
+    """In the metrics, and of eval.val_loss."""
     last = metrics(trained)[-1]
     losses = [last[f"val/{name}/loss"] for name in WEIGHTS]
     assert last["val/loss"] == pytest.approx(np.dot(losses, [*WEIGHTS.values()]), rel=1e-12)
@@ -129,6 +124,10 @@ def test_metrics_have_the_loss_of_each_set_and_their_mean(trained, sets):
     windows, weights = np.array(last["val/window_losses"]), np.array(last["val/window_weights"])
     assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
     assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
+    said = call(val_loss.main, path_of(trained))
+    assert all(re.search(rf"/{name} \(val\) .* {loss:.4f}", said) for name, loss in zip(WEIGHTS, losses, strict=True))
+    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said and "no longer" not in said
+    assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
 
 
 def test_a_mixture_of_one_set_is_that_set(mixed):
@@ -181,12 +180,6 @@ def test_sets_of_different_tokenizers(mixed, sets, tmp_path):
     check_sets([folder / "arxiv", folder / "books"], 257)
 
 
-def test_sets_that_are_listed(sets, call, tmp_path):
-    listed = call(prepare.main, "--list", "--out", sets)
-    assert all(re.search(rf"^    {name}: tokenizer bytes, [\d,]+ train", listed, re.M) for name in WEIGHTS)
-    assert call(prepare.main, "--list", "--out", tmp_path).endswith("\n    none\n")
-
-
 def test_a_mixture_in_a_file(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[data.mix]\n"fineweb-edu" = 0.5\nbooks = 2\n')
@@ -197,24 +190,3 @@ def test_a_mixture_in_a_file(tmp_path):
     file.write_text("[data.mix]\nbooks = 0\n")
     with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")):
         configure.load(file)
-
-
-def test_a_sweep_over_mixtures(tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text('[sweep]\n"data.mix" = [{books = 0.5, arxiv = 0.5}, {books = 0.75, arxiv = 0.25}]\n')
-    points = configure.sweep_points(file)
-    configs = [configure.load(file, point) for point in points]
-    assert [config.run.name for config in configs] == ["x-kern-arxiv-0.5-books-0.5", "x-kern-arxiv-0.25-books-0.75"]
-    assert [config.data.sets["books"] for config in configs] == [0.5, 0.75]
-    with pytest.raises(configure.ConfigError, match=re.escape("""'--data.mix={"books" = 0.5, "arxiv" = 0.5}'""")):
-        configure.load(file)  # the remedy, as a shell takes it
-
-
-def test_val_loss_of_each_set(trained, call):
-    said = call(val_loss.main, path_of(trained))
-    last = metrics(trained)[-1]
-    for name in WEIGHTS:
-        assert re.search(rf"/{name} \(val\) .* {last[f'val/{name}/loss']:.4f}", said)
-    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
-    assert "no longer" not in said
-    assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")

@@ -2,7 +2,6 @@
 
 import gzip
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -137,20 +136,3 @@ def test_linked_folders_are_read_and_loops_end(tmp_path):
     for root in ("in", "folder"):
         names = [file.name for file in local_inputs([tmp_path / root])]
         assert names == ["a.txt", "e.txt", "k/c.txt", "k/d/d.txt", "m/b.txt"]
-
-
-def test_links_in_a_tar_count_as_skipped_and_devices_as_nothing(run, tmp_path):
-    (tmp_path / "a.tar").write_bytes(tar({f"{i}.txt": b"document number %02d" % i for i in range(20)}))
-    with tarfile.open(tmp_path / "a.tar", "a") as archive:
-        kinds = {"hard.txt": tarfile.LNKTYPE, "soft.md": tarfile.SYMTYPE, "no.pdf": tarfile.LNKTYPE}
-        for name, kind in (kinds | {"pipe.txt": tarfile.FIFOTYPE, "folder.txt": tarfile.DIRTYPE}).items():
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "3.txt"
-            archive.addfile(member)
-        for name in ("../out.txt", "in/../../out.txt", "/out.txt"):
-            archive.addfile(tarfile.TarInfo(name))
-    args = ("text", "--source", tmp_path / "a.tar", "--val-fraction", 0.4)
-    assert "left out: 0 empty documents, 0 that cannot be read, 5 links or paths out of archives" in run(*args)
-    assert sum(map(len, documents_of(tmp_path / "out/text").values())) == 20
-    assert read_meta(tmp_path / "out/text").source["links"] == 5
-    assert "already there" in run(*args)

@@ -98,7 +98,6 @@ def parameters(model):
 
 @pytest.mark.parametrize("stem", FILES)
 def test_runs_are_those_of_the_paper(stem):
-    """Settings, length on 8 GPUs, parameters, and all combinations of the experiment's table."""
     configs = runs(stem)
     for config in configs:
         model, train, optim = config.model, config.train, config.optim

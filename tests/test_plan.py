@@ -1,16 +1,13 @@
 """scripts.plan and runtime/memory.py: sizes and hours by hand, activations against autograd, the parallelism chosen."""
 
-import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from runs import REPO_ROOT
 
 import configure
-import train
-from model import GPT, count_parameters, flops_per_token, parameter_shapes
+from model import GPT, flops_per_token, parameter_shapes
 from runtime import RunError, distributed, memory
 from runtime import state as train_state
 from scripts import plan
@@ -143,13 +140,6 @@ def test_activations_are_what_autograd_keeps(router, more, dtype):
     assert planned == pytest.approx(kept, rel=0.05)
 
 
-@pytest.mark.parametrize("router", ["kern-mc", "dense"])
-def test_shapes_without_the_model(router):
-    model = configure.load(REPO_ROOT / "config/quickstart.toml", [f"--model.router={router}"]).model
-    shapes = {name: tuple(p.shape) for name, p in GPT(model).named_parameters()}
-    assert parameter_shapes(model) == shapes and count_parameters(model)[0] == sum(map(math.prod, shapes.values()))
-
-
 # ---- the choice of a parallelism
 SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
 
@@ -193,14 +183,6 @@ def test_device_known_to_be_too_small_is_refused(capacity, gpus):
         memory.check_state_fits(SMALL, int(capacity * 2**30), shapes)
     memory.check_state_fits(SMALL, 4 * 2**30, shapes)
     memory.check_state_fits(SMALL, None, shapes)
-
-
-@pytest.mark.parametrize("overrides, words", [([], "--train.parallel=fsdp"), (["train.parallel=fsdp"], "1 rank")])
-def test_run_that_cannot_start_is_refused_before_anything_is_made(tiny, monkeypatch, overrides, words):
-    monkeypatch.setattr(distributed, "memory_bytes", lambda device: 1000)
-    with pytest.raises(RunError, match=words):
-        train.train(tiny(*overrides))
-    assert not Path(tiny().run.dir).exists()
 
 
 # ---- on a GPU

@@ -78,7 +78,6 @@ def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp
 
 
 def test_text_field_bom_blank_lines_and_crlf(run, tmp_path):
-    """The field of JSON lines and parquet alike."""
     texts = ["one", "two", "three", "four"]
     rows = b"".join(json.dumps({"text": "no", "body": text}).encode() + b"\n" for text in texts)
     lines = b"\xef\xbb\xbf" + rows.replace(b"\n", b"\r\n\r\n \n") + b'{"body": "no end of line\\r\\n"}'

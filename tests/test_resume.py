@@ -40,17 +40,13 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     run("text", main=verify.main, code=2)
     unfinished = snapshot(tmp_path / "out")
 
-    def refuse(what, *changed):
+    rows = (tmp_path / "in/b.jsonl").read_bytes()
+    for what, *changed in (("val_fraction", "--val-fraction", 0.5), ("the input files differ",)):
+        (tmp_path / "in/b.jsonl").write_bytes(rows if changed else jsonl(["another"]))
         out = run(*books, *changed, code=2)
         assert "text.partial holds an unfinished set made with other arguments" in out
         assert all(words in out for words in (what, "--force", "--name"))
         assert snapshot(tmp_path / "out") == unfinished
-
-    refuse("val_fraction", "--val-fraction", 0.5)
-    refuse("shard_tokens", "--shard-tokens", 500)
-    rows = (tmp_path / "in/b.jsonl").read_bytes()
-    (tmp_path / "in/b.jsonl").write_bytes(jsonl(["another"]))
-    refuse("the input files differ")
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     out = run(*books)
@@ -208,7 +204,6 @@ INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
     ],
 )
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, fault, least):
-    """In a process of its own, as it forks."""
     code, printed = Forked(stop_everywhere, tmp_path, scenario, fault).wait(1200)
     assert code == 0, printed[-3000:]
     assert int(printed.split()[-1]) >= least
@@ -261,7 +256,6 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
 
 @pytest.mark.integration
 def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_workers, monkeypatch):
-    """By the kernel, for instance, when memory is short."""
     cuts, cut = itertools.count(1), workers.cut_batches
 
     def kill_workers(*args):

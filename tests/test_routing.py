@@ -1,4 +1,4 @@
-"""eval/routing.py: counts against loops over tokens, measures by hand, agreement, and the command."""
+"""eval/routing.py: counts against loops, measures by hand, agreement, the command; eval/traces.py; scripts/draw.py."""
 
 import itertools
 import json
@@ -10,19 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
-from runs import column
+from runs import REPO_ROOT, column
+from test_router import GATES
 
+import configure
 import train
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
-from eval import routing
+from eval import routing, traces
 from eval.routing import compare_choices, count_routing, describe_layer, record_routing, route_text, shuffled_baseline
 from eval.trained import load_model, load_run
 from model import GPT
-from router import ROUTERS, Routing
+from router import ROUTERS, Router, Routing
 from runtime.metrics import read_metrics
+from scripts import draw
+from scripts.report.style import STYLES, style
 
 MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
@@ -150,20 +155,10 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     assert all(layer["matched"] < 0.9 for layer in agreement_of(model, apart, tokens))
 
 
-def test_command_compares_two_checkpoints(made, capsys):
+def test_command_compares_two_checkpoints(made):
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
-    said, out = capsys.readouterr().out, run / "eval/step_00000004/routing-kern-step_00000002"
-    assert f"192 tokens; a picture of the loads: python -m scripts.draw {out}/routing.json" in said
-    assert "agreement with kern, step_00000002" in said and "beyond chance" in said
-    report = json.loads((out / "routing.json").read_text())
-    layer, same = report["layers"][0], report["agreement"][0]
-    used, each = (math.exp(layer[key]) for key in ("load_entropy", "entropy"))
-    assert re.search(
-        rf"^0 +{layer['load_imbalance']:.2f} +{layer['dead_experts']} +{used:.1f} +{each:.1f} ", said, re.M
-    )
-    beyond = (same["matched"] - same["matched_by_chance"]) / (1 - same["matched_by_chance"])
-    assert re.search(rf"^0 .*\({same['matched_by_chance']:.0%}\) +{beyond:.2f}$", said, re.M)
+    report = json.loads((run / "eval/step_00000004/routing-kern-step_00000002/routing.json").read_text())
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
     assert [layer["loads"] for layer in report["layers"]] == logged  # what training saw in the same six windows
     assert (report["step"], report["windows"], report["tokens"], report["router"]) == (4, 6, 192, "kern")
@@ -191,14 +186,6 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
         assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
-def test_command_takes_another_set_and_a_mean(made):
-    assert routing.main([str(made / "kern"), "--average", "2", "--windows", "99", "--data", "tiny"]) == 0
-    report = json.loads((made / "kern/eval/step_00000004_mean2/routing/routing.json").read_text())
-    assert report["windows"] == len(fixed_windows(open_tokens(report["data"], "val"), 32, 99)) < 99
-    assert report["tokens"] == 32 * report["windows"] and "agreement" not in report
-    assert report["mean"] == "mean of 2 checkpoints"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -212,3 +199,171 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
     (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
     assert line.startswith("error: ") and message in line
+
+
+# ---- scripts/draw.py: the picture of a routing.json; scripts/report/style.py
+def test_loads_are_relative_to_the_layer(tmp_path, capsys):
+    layers = [{"layer": 1, "loads": [30, 20, 6, 0]}, {"layer": 2, "loads": [28, 28, 28, 28]}]
+    report = {"run": "kern", "step": 1000, "layers": layers}
+    axes = draw.plot_loads(report).axes[0]
+    shares = axes.images[0].get_array()
+    assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0]) and shares[1].tolist() == [1] * 4
+    assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
+    (tmp_path / "file.json").write_text(json.dumps(report))
+    assert draw.main([str(tmp_path / "file.json")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "loads.png") and (tmp_path / "loads.png").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
+def test_another_file_is_refused(write, call, content):
+    assert "not written by eval.routing" in call(draw.main, write(content, "file.json"), code=2)
+
+
+def test_every_router_has_a_style_of_its_own(monkeypatch):
+    assert set(STYLES) == set(ROUTERS)
+    markers = [marker for _, _, marker in STYLES.values()]
+    assert len(set(markers)) == len(markers)  # readable in black and white
+    monkeypatch.setitem(ROUTERS, "someone's", None)
+    monkeypatch.setitem(ROUTERS, "another's", None)
+    looks = [repr(style(name)) for name in [*ROUTERS, "removed"]]
+    assert len(set(looks)) == len(looks)
+
+
+# ---- eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand, traces that do not fit
+NEAR = tolerance(torch.float32, 257, roundings=8)  # as in test_train.py
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, corpus):
+    """A folder of runs that differ in routers, K, E, layers and the length of windows, and softmax's trace."""
+    file = write_tiny(folder := tmp_path_factory.mktemp("sources"), corpus)
+    changes = {"softmax": "gate_scale=2.0", "kern": "init_std=0.05", "top_k": "top_k=3", "experts": "n_expert=4"}
+    changes |= {"layers": "n_dense_layer=1", "ids": "block_size=32"}
+    for name, change in changes.items():
+        router = f"model.router={name if name in ('softmax', 'kern') else 'tanh'}"
+        train.train(configure.load(file, [f"run.name={name}", f"model.{change}", router, "train.max_steps=2"]))
+    assert routing.main([str(folder / "runs/softmax"), "--trace", str(folder / "soft.npz"), "--windows", "6"]) == 0
+    return folder
+
+
+def read_windows(sources):
+    trained = load_model(sources / "runs/softmax")
+    tokens = open_tokens(trained.config.data.folders[0], "val")
+    return map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 6), 32))
+
+
+def test_trace_has_experts_gates_and_tokens_by_layer(sources):
+    x, y = read_windows(sources)
+    model, trace = load_model(sources / "runs/softmax").model, np.load(sources / "soft.npz")
+    assert trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist() and trace["n_expert"] == 8
+    assert trace["experts"].shape == trace["gates"].shape == (2, 6 * 32, 2)
+    for layer, decided in enumerate(record_routing(model, x)):
+        assert trace["experts"][layer].tolist() == decided.experts.tolist()
+        assert_near(torch.from_numpy(trace["gates"][layer]), decided.weights, NEAR, "gates")
+    assert_near(torch.from_numpy(trace["losses"]), model(x, y).losses.double(), NEAR, "losses")
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["kern", "softmax"])
+def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch):
+    monkeypatch.setattr(traces, "BATCH_TOKENS", 64)  # several passes
+    said = call(routing.main, sources / "runs" / name, "--replay", sources / "soft.npz").splitlines()
+    (file,) = (sources / f"runs/{name}/eval").rglob("replay-soft.json")
+    report, trace = json.loads(file.read_text()), np.load(sources / "soft.npz")
+    (x, y), model, experts = (
+        read_windows(sources),
+        load_model(sources / "runs" / name).model,
+        torch.from_numpy(trace["experts"]),
+    )
+    own = (torch.stack([r.experts for r in record_routing(model, x)])[..., None] == experts[..., None, :]).any(-1)
+    wanted = {"source_loss": trace["losses"].mean(), "loss": model(x, y).loss.item()}
+    for chosen, router in zip(experts.long(), traces.find_routers(model), strict=True):
+
+        def by_hand(module, inputs, routing, chosen=chosen):
+            s, gamma = routing.logits, 1 if module.gamma is None else module.gamma
+            gates = module.c * gamma * GATES[name](s, s.gather(1, chosen))
+            return routing._replace(experts=chosen, weights=gates)
+
+        router.register_forward_hook(by_hand)
+    wanted["replayed_loss"] = model(x, y).loss.item()
+    for key, value in wanted.items():
+        assert_near(torch.tensor(report[key]), torch.tensor(value, dtype=torch.float64), NEAR, key)
+    assert report["same_choice"] == pytest.approx(own.float().mean().item())
+    assert (report["same_choice"] == 1) == (report["replayed_loss"] == report["loss"]) == (name == "softmax")
+    assert [line.split()[1] for line in said] == [f"{report[key]:.4f}" for key in routing.LOSSES]
+
+
+def test_a_training_step_replays(sources):
+    """Another's choice reaches the router through the gates; then it is over."""
+    x, y = read_windows(sources)
+    model = load_model(sources / "runs/kern").model.requires_grad_(True)
+    own = torch.stack([decided.experts for decided in record_routing(model, x)])
+
+    def gradients():
+        model.zero_grad()
+        model(x, y).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    before = gradients()
+    with traces.replay_routing(model, (own + 1) % 8):
+        idle = (own[1] + 1) % 8
+        assert model.blocks[1].mlp.router(torch.randn(192, 32)).experts.equal(idle)
+        gradients()
+        assert all(router.weight.grad.any() for router in traces.find_routers(model))
+        with pytest.raises(
+            ValueError, match=r"are \(192, 2\), \(tokens, top_k\) are \(160, 2\); take the trace of these"
+        ):
+            model(x[:5], y[:5])
+    assert all(router.replay is None for router in model.modules() if isinstance(router, Router))
+    assert [p.tolist() for p in gradients()] == [p.tolist() for p in before]
+    with pytest.raises(ValueError, match="of 1 layers, the model has 2"), traces.replay_routing(model, own[:1]):
+        pass
+
+
+def test_the_loop_in_the_documentation_runs(sources, monkeypatch):
+    """Its gradients are those of the text, of a model that chose the same itself."""
+    (code,) = re.findall("```python\n(.*?)```", (REPO_ROOT / "docs/traces.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(sources)
+    (sources / "a.npz").write_bytes((sources / "soft.npz").read_bytes())
+    exec(code.replace("runs/B", "runs/softmax"), names := {})
+    own, (x, y) = load_model(sources / "runs/softmax").model.requires_grad_(True), read_windows(sources)
+    own(x, y).loss.backward()
+    for mine, theirs in zip(names["model"].parameters(), own.parameters(), strict=True):
+        assert_near(mine.grad, theirs.grad, 10 * NEAR, "gradient")
+
+
+SHAPE = "soft.npz has (2, 8, 2) layers with experts, n_expert and top_k"
+FAULTS = {
+    "top_k": f"{SHAPE}, top_k (2, 8, 3); trace a run with these",
+    "experts": f"{SHAPE}, experts (2, 4, 2)",
+    "layers": f"{SHAPE}, layers (1, 8, 2)",
+    "softmax --data tiny": "--replay, whose text is the trace's, no --data or --windows",
+    "softmax --other {}/runs/kern": "--trace takes no --other",
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_what_does_not_fit_is_refused(sources, words, call):
+    name, *more = words.format(sources).split()
+    said = call(routing.main, sources / "runs" / name, "--replay", sources / "soft.npz", *more, code=2)
+    assert FAULTS[words] in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokenizer": "another"}, "its tokenizer is not that of ids; trace a run on data with the same tokenizer"),
+        ({"tokens": np.zeros((6, 31), np.uint16)}, "of 192 tokens, are not those of 6 windows of 30; write it again"),
+        ({"experts": np.full((2, 192, 2), 8, np.int16)}, "are not those of 6 windows of 32"),
+        ({"experts": np.array(1)}, "is not a routing trace (not enough values to unpack"),
+        (None, "is not a routing trace ("),
+    ],
+)
+def test_damaged_traces_are_refused(sources, changes, says, call, tmp_path):
+    file = tmp_path / "bad.npz"
+    if changes is None:
+        file.write_text("no trace")
+    else:
+        np.savez(file, **{**np.load(sources / "soft.npz"), **changes})
+    assert says in call(routing.main, sources / "runs/ids", "--replay", file, code=2)

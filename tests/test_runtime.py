@@ -1,24 +1,31 @@
-"""runtime/: devices and compute types, ranks that agree, evaluation split across ranks, the memory plan."""
+"""runtime/: devices, compute types, ranks that agree, evaluation split across ranks, memory, sharding, compiling."""
 
+import copy
 import os
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from numerics import SEED, assert_near, tolerance
-from runs import run
+import torch.distributed as dist
+from numerics import Operators
+from runs import column, run
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import train
 from common import cores
 from configure import Config
 from configure.schema import Model, Train
-from model import GPT
-from runtime import RunError, distributed, memory
+from model import GPT, parameter_shapes
+from runtime import RunError, distributed, memory, parallel
+from runtime import state as train_state
 from runtime.distributed import Ranks
-from runtime.preflight import preflight
-from runtime.signals import Stop
-from runtime.validation import measure_loss
+from runtime.parallel import local_part
 
 CPU = torch.device("cpu")
 
@@ -71,7 +78,6 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
 
 
 def test_what_is_known_of_devices(gpus):
-    """Whether they compile, and how fast they are."""
     gpus(1)
     for device, auto in ((CPU, False), (torch.device("cuda"), True)):
         assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [auto, True, False]
@@ -90,23 +96,6 @@ def test_ranks_that_disagree_are_refused(monkeypatch):
         distributed.check_agreement("train.parallel = ddp", ranks)
 
 
-@pytest.mark.numerics
-def test_evaluation_is_split_across_ranks(tiny):
-    """5 windows: the second of two ranks has none in the last round, takes another's, and counts it nowhere."""
-    plan = preflight(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
-    torch.manual_seed(SEED)
-    model = GPT(plan.config.model)
-    alone, *parts = (measure_loss(model, plan, Ranks(rank, n, CPU), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
-    assert torch.equal(parts[0]["val/loads"] + parts[1]["val/loads"], alone["val/loads"])
-    total = parts[0]["val/window_losses"] + parts[1]["val/window_losses"]
-    assert_near(total, alone["val/window_losses"], tolerance(torch.float32, 257), "windows")
-    squares = [part["val/gate_norm_of_layers"] ** 2 for part in (*parts, alone)]
-    assert_near(squares[0] + squares[1], squares[2], tolerance(torch.float32, 257), "squared gate norms")
-    sums = [part["val/gate_sum_of_layers"] for part in (*parts, alone)]
-    assert_near(sums[0] + sums[1], sums[2], tolerance(torch.float32, 257), "sums of gates")
-    assert (parts[1]["val/window_losses"] != 0).tolist() == [False, True, False, True, False] and model.training
-
-
 SIZES = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_expert": 4, "top_k": 2, "expert_hidden": 6, "vocab_size": 10}
 MODEL = Model(block_size=16, **SIZES)
 CONFIG = Config(model=MODEL, train=Train(micro_batch_size=2))
@@ -119,21 +108,12 @@ LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer 
 @pytest.mark.parametrize(
     "parallel, shards, checkpointing, parameters, copies, activations",
     [
-        ("ddp", 1, False, 1904, 2 * 1904, 3 * LAYER),
         ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),  # casts of one block; inputs
         # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
         # what is outside of blocks twice.
         ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
         # All gathered; of a block what arrives, its gradients and those that are reduced.
-        (
-            "zero2",
-            2,
-            False,
-            952,
-            2 * (80 + 3 * 192) + 3 * (2 * 416 + 4 * 192) + (2 * 2 + 4) * 416 + 3 * 4 * 192 + 2 * 4 * 80,
-            3 * LAYER,
-        ),
-        ("hsdp", 2, True, 952, 2 * (80 + 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3072 + LAYER),
+        ("zero2", 2, False, 952, 2 * 656 + 3 * (2 * 416 + 4 * 192) + 8 * 416 + 3 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
     ],
 )
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
@@ -195,3 +175,170 @@ def test_a_resumed_run_keeps_its_number_of_threads(tiny, monkeypatch):
     for steps in (2, 4):
         run(tiny(f"train.max_steps={steps}", "train.checkpoint_interval=2"))
     assert asked == [None, 3]
+
+
+# ---- runtime/parallel.py on rank 0 of a fake process group, in which nothing is sent
+@contextmanager
+def fake_ranks_of(world_size, per_node):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield Ranks(0, world_size, torch.device("cpu"), per_node)
+    finally:
+        dist.destroy_process_group()
+
+
+SHARDED = [
+    ("zero2", 2, 2, 2, "adamw"),
+    ("fsdp", 2, 2, 2, "muon"),
+    ("fsdp", 4, 4, 4, "adamw"),
+    ("hsdp", 6, 2, 2, "adamw"),
+    ("hsdp", 6, 3, 3, "muon"),
+]
+
+
+@pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
+def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
+    """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
+    config = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}")
+    shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
+    plan = memory.estimate_memory(config, shapes, "float32", way, possible[way], False)
+    with fake_ranks_of(world_size, per_node) as ranks:
+        model = GPT(config.model)
+        parallel.distribute(model, way, ranks, torch.float32)
+        optimizer = train_state.build_optimizer(model, config.optim)
+        experts = model.blocks[0].mlp.experts.w_in
+        assert possible[way] == shards and experts.to_local().shape[0] == -(-6 // shards)
+        assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == []
+        weights = sum(local_part(p).nbytes for p in model.parameters())
+        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        assert (weights, sum(local_part(value).nbytes for value in states)) == (plan.weights, plan.optimizer)
+        assert plan.gradients == plan.weights < 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in_fp32(tiny):
+    with fake_ranks_of(2, 2) as ranks:
+        model, dtypes = GPT(tiny("model.n_shared_expert=1").model), {}
+        parallel.distribute(model, "fsdp", ranks, torch.float16)
+        block = model.blocks[0]
+        mlp = block.mlp
+        parts = {"ln_1": block.ln_1, "router": mlp.router, "experts": mlp.experts, "shared": mlp.shared}
+        for name, module in parts.items():
+            module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: next(m.parameters()).dtype}))
+        x = torch.zeros(2, 8, dtype=torch.int64)
+        with torch.autocast("cpu", torch.float16):
+            model(x, x)
+        half, full = torch.float16, torch.float32
+        assert dtypes == {"ln_1": full, "router": full, "experts": half, "shared": half}
+        for module in (model, block, mlp.experts, mlp.shared):
+            assert module._get_fsdp_state()._mp_policy.reduce_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "way, passes, gathers",
+    [("fsdp", 2, 2 * 2 * 5 - 2), ("hsdp", 2, 2 * 2 * 5 - 2), ("zero2", 2, 5), ("fsdp", 1, 2 * 5 - 1), ("hsdp", 1, 5)],
+)
+def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gathers):
+    """FSDP2 gathers the five groups (blocks, their experts, the rest) in each forward and each backward pass.
+
+    The rest stays gathered from a forward pass to its backward one. HSDP keeps all where a step is one micro-batch.
+    """
+    with fake_ranks_of(4, 2) as ranks:
+        model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
+        parallel.distribute(model, way, ranks, torch.float32, accumulates=passes > 1)
+        for _ in range(2):
+            with Operators() as operators:
+                for last in [*[False] * (passes - 1), True]:
+                    parallel.set_gradient_sync(model, way, last)
+                    model(x, x).loss.backward()
+            assert operators.names.count("_allgather_base_") == gathers
+
+
+def compile_by(backend, fails=False):
+    """In place of Module.compile: dynamo with `backend`, or a forward pass that fails."""
+
+    def compile(module):
+        if fails:
+            module.forward = mock.Mock(side_effect=RuntimeError("no C compiler\nset CC"))
+        else:
+            module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)
+
+    return compile
+
+
+def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
+    """As eager ones. torch would trace a backward pass under the forward pass's autocast."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    model, x = GPT(tiny().model), torch.arange(64).view(2, 32)
+    gradients = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x, x).loss
+        gradients += torch.autograd.grad(loss, model.blocks[0].mlp.router.weight)
+        parallel.compile_blocks(model)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
+    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
+
+    def refuse(self, graph, *_, **__):
+        raise NotImplementedError("DDPOptimizer backend: Found a higher order op in the graph")
+
+    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer.compile_fn", refuse)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=True), fake_ranks_of(2, 2) as ranks:
+        model = GPT(tiny("model.router=kern").model)
+        for block in model.blocks:
+            block.checkpointing = checkpointing
+        runner = parallel.distribute(model, "ddp", ranks, torch.bfloat16, compile=True)
+        x = torch.zeros(1, 8, dtype=torch.int64)
+        parallel.set_gradient_sync(runner, "ddp", last=False)  # a fake group cannot average
+        with torch.autocast("cpu", torch.bfloat16):
+            runner(x, x).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("router, more", [("kern", ["model.n_dense_layer=1"]), ("dense", [])])
+def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsys, router, more):
+    """It runs with gradients and without, with a block of each kind."""
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager"))
+    model = GPT(tiny(f"model.router={router}", "model.dropout=0.5", *more).model)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    torch._dynamo.reset()  # another test's graphs would be taken
+    torch._dynamo.utils.counters.clear()
+    one = Ranks(0, 1, torch.device("cpu"))
+    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), one)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_compiling_that_fails_on_any_rank_leaves_all_eager(tiny, monkeypatch, capsys, rank):
+    """With one warning, and the losses of a run that does not try; rank 1 is another's, of which this one hears."""
+    eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
+    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails=rank == 0))
+    others = ["RuntimeError: no C compiler"] if rank else []
+    monkeypatch.setattr(parallel, "gather", lambda problem, group: [problem, *others])
+    torch._dynamo.reset()
+    capsys.readouterr()
+    assert column(run(tiny("run.name=auto")), "train/loss") == eager
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert f"compiling failed on rank {rank}" in warning and warning.endswith("RuntimeError: no C compiler")
+
+
+def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):
+    def fail(graph, inputs):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by(fail))
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
+        train.main([str(tiny_file), "--train.compile=on"])
+    assert error.value.__notes__ == ["torch cannot compile the model: set --train.compile=off and start again"]

@@ -17,8 +17,6 @@ from runs import run as train_run
 import configure
 from model import count_parameters, flops_per_token
 from runtime import folder
-from runtime.folder import RunFolder
-from runtime.metrics import read_metrics
 from runtime.signals import EXIT_CODE, Stop
 from scripts import sweep
 
@@ -98,21 +96,11 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     assert points[0].steps_done() == 3  # its last evaluation is left to do
     assert sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]) == 1
     assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # of another config: it trains
-
-
-def test_points_of_an_edited_config_have_folders_of_their_own(sweep_file):
-    point, *_ = sweep.list_points(str(sweep_file), [])
-    point.folder.mkdir(parents=True)
-    RunFolder(point.folder).write_config(point.config)
-    assert sweep.list_points(str(sweep_file), [])[0] == point
-    other, *others = sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
-    assert other.folder.name == f"{point.folder.name}-lr0.0001"
-    assert configure.load(str(sweep_file), other.overrides) == other.config
-    assert not any("--run.name" in word for another in others for word in another.overrides)
+    (*_, name), *_ = (point.overrides for point in sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"]))
+    assert name == f"--run.name={points[0].folder.name}-lr0.0001"
 
 
 def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(sweep_file, fake_trainer, monkeypatch, capfd):
-    """In sequence, output goes to the terminal."""
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
@@ -135,13 +123,8 @@ def test_sweep_refuses_bad_input(sweep_file, call, words, says):
     assert "one config file is needed, found none" in call(sweep.main, code=2)
 
 
-def test_missing_data_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call):
+def test_missing_data_and_trunks_are_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
     assert "the model's vocab_size is 100" in call(sweep.main, sweep_file, "--model.vocab_size=100", code=2)
-    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
-    assert "absent" in call(sweep.main, sweep_file, code=2) and fake_trainer() == []
-
-
-def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
     trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
     words = [*(f"--{word}" for word in same), f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
@@ -149,13 +132,13 @@ def test_a_branch_without_its_trunk_is_found_before_the_first_point_starts(sweep
     assert "no config.toml there, so not a run; train it first" in call(sweep.main, sweep_file, *words, code=2)
     train_run(trunk)
     assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
-    assert fake_trainer() == []
+    sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
+    assert "absent" in call(sweep.main, sweep_file, code=2) and fake_trainer() == []
 
 
 # ---- totals
 @pytest.mark.parametrize("branch_step, done, left", [(0, 0, 1), (0, 20_000, 0.6), (30_000, 0, 0.4), (5, 20_000, 0.6)])
 def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
-    """Of a run that was interrupted, and of a branch, which begins at its trunk's step."""
     file = str(REPO_ROOT / "config/paper/books3_512.toml")
     (point,) = sweep.list_points(file, ["--model.router=kern"])
     train = point.config.train.model_copy(update={"branch_step": branch_step})
@@ -299,28 +282,6 @@ def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number,
     assert process.returncode == code and [note["point"] for note in fake_trainer()] == ["dense 0"]
 
 
-@pytest.mark.integration
-def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
-    """With the real train.py: 75 and checkpoints; the same command finishes."""
-    runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
-    long = ["--train.max_steps=1000_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
-    process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-    metrics = [runs / f"tiny-{router}-seed0" / "metrics.jsonl" for router in ("dense", "kern")]
-    deadline = time.time() + HANG
-    while not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics):
-        assert time.time() < deadline and process.poll() is None
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.wait(timeout=HANG) == EXIT_CODE
-    saved = [sweep.checkpoint.steps(file.parent / "checkpoints") for file in metrics]
-    assert all(len(steps) == 1 and steps[0] > 2 for steps in saved)
-    stop = max(saved)[0] + 5
-    assert sweep.main([*command[3:], "--eval.interval=1000_000", f"--train.max_steps={stop}"]) == 0
-    for file, (step,) in zip(metrics, saved, strict=True):
-        assert f"from step {step}" in (file.parent / "train.log").read_text()
-
-
 # ---- Slurm
 
 
@@ -351,8 +312,7 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
     assert f"sbatch {script}" in out
     head = script.read_text().partition("\ncase ")[0].splitlines()
     assert all(line.startswith("#") for line in head)  # sbatch reads options up to the first command
-    wanted = {"signal=B:USR1@120", "array=0-3%3", "output=nanokern-%A_%a.out"}
-    assert {f"#SBATCH --{option}" for option in wanted} <= {*head} and sum("--output" in line for line in head) == 1
+    assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3"} <= {*head}
     for i, point in enumerate(configure.sweep_points(sweep_file, ["--train.max_steps=3"])):
         task = slurm | {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "4"}
         subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)

@@ -175,7 +175,6 @@ def test_tasks_follow_from_losses(contest):
 
 
 def test_verdicts_are_those_of_scipy():
-    """Four words; t by scipy, Holm by hand."""
     protocol, draw = load_protocol(CPU), np.random.default_rng(0)
     base = draw.normal(1.6, 0.02, 10)
     shifts = {"kern": -0.05, "tanh": 0.05, "sigmoid": 0.0, "softmax": -0.008}
@@ -196,16 +195,6 @@ def test_verdicts_are_those_of_scipy():
     assert rows["tanh"].mean == pytest.approx(losses["tanh"].mean())
 
 
-def test_a_diverged_run_is_higher_and_listed():
-    protocol = load_protocol(CPU)
-    records = [make_record(protocol, "softmax-renorm", [1.6, 1.61] * 5)]
-    records.append(make_record(protocol, "tanh", [1.5] * 9 + [None]))
-    low, high = judge_entries(protocol, records)
-    assert high.record["name"] == "tanh" and high.against["softmax-renorm"].verdict == "higher"
-    assert high.mean == math.inf and high.speedup is None
-    assert judge_entries(protocol.model_copy(update={"reference": "tanh"}), records)[0].against == {}
-
-
 def test_speedup_is_tokens_times_step_times():
     """The reference's loss falls by 0.1 with each doubling: 0.05 lower is worth √2, a 1.5 times longer step 2/3."""
     protocol = load_protocol(CPU)
@@ -220,6 +209,12 @@ def test_speedup_is_tokens_times_step_times():
         entry = make_record(protocol, "kern", [loss] * 10, {"reference": 10.0, "entry": 15.0})
         rows = {row.record["name"]: row for row in judge_entries(protocol, [reference, entry])}
         assert rows["kern"].speedup[0] == text
+    diverged = make_record(protocol, "tanh", [1.5] * 9 + [None])  # is higher, and listed last
+    *_, row = judge_entries(protocol, [diverged, reference])
+    assert (row.record["name"], row.against["softmax-renorm"].verdict) == ("tanh", "higher")
+    assert row.mean == math.inf and row.speedup is None
+    rows = judge_entries(protocol.model_copy(update={"reference": "tanh"}), [reference, diverged])
+    assert rows[0].against == {}
 
 
 @pytest.mark.slow
@@ -264,7 +259,6 @@ def test_what_the_reference_is_compared_by(contest):
 
 
 def test_a_run_names_the_machine_that_made_it(contest, tmp_path):
-    """An entry that is resumed elsewhere has runs of both."""
     protocol = load_protocol(str(contest))
     record, names = new_record(protocol, "kern", "kern"), ["first", "second", "first"]
     for task, name in zip(missing_tasks(protocol, record), names, strict=True):
@@ -342,9 +336,8 @@ def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
     lines = pages[0].read_text().splitlines()
     assert (lines[0], lines[-1]) == ("above", "below") and "old" not in lines
     kern = [cell.strip() for cell in lines[4].split("|")[1:-1]]
-    settings = protocol.draw_settings()[0]
     assert kern[:4] == ["kern", "1.5000", "-0.2000 [-0.2000, -0.2000] **lower**", ""]
-    assert kern[5:8] == ["1.00 → 2.00", "3.0", "0.5"] and float(kern[8]) == settings["optim.lr"]
+    assert kern[5:8] == ["1.00 → 2.00", "3.0", "0.5"] and float(kern[8]) == protocol.draw_settings()[0]["optim.lr"]
     assert len(build_tables(protocol, rows)) == 2 and (tmp_path / "contest.png").stat().st_size > 5000
     pages[1].write_text("no marks")
     with pytest.raises(ValueError, match=r"front\.md lacks the lines"):
@@ -366,7 +359,6 @@ def test_text_is_what_the_protocol_pins():
 
 
 def test_records_of_the_repository_are_right():
-    """At most 20 s; the tables of both pages are those of the records."""
     protocol = load_protocol(CPU)
     paths = sorted(protocol.records.glob("*.json"))
     records = [read_record(path) for path in paths]

@@ -1,10 +1,8 @@
 """runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a run."""
 
 import json
-import math
 import shutil
 import sys
-import tomllib
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,15 +10,14 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import wandb
-import yaml  # a dependency of wandb
-from runs import REPO_ROOT, checkpoints, column, run, steps
+from runs import checkpoints, column, run, steps
 
-import configure
 import train
 from runtime import checkpoint, folder
-from runtime.metrics import ARRAYS, read_metrics
-from runtime.tracker import WandbTracker, flatten_line, start_wandb
+from runtime.metrics import ARRAYS, load_metrics, read_metrics
+from runtime.tracker import flatten_line, start_wandb
 
 
 # ---- lines and summary
@@ -36,22 +33,9 @@ def test_lists_by_layer_become_numbers():
     wanted = {"entropy": (0.25, 0.75), "gamma": (1.5, 2.5), "load_imbalance": (4.0, 2.0), "dead_experts": (3, 1)}
     layers = {f"router/{name}/layer_0{i}": value for name, values in wanted.items() for i, value in enumerate(values)}
     assert flatten_line(numbers | lists) == numbers | layers
+    assert load_metrics(torch.tensor(lists["router/loads"])) == {"load_imbalance": 3, "dead_experts": 4}
     after_dense = {f"router/{name}/layer_0{i}" for name in wanted for i in (3, 4)}
     assert set(flatten_line(lists, first_layer=3)) == after_dense
-
-
-def test_summary_has_best_and_last_val_loss_and_results_of_later():
-    lines = []
-    run = SimpleNamespace(id="1", summary={}, log=lambda values, step: lines.append((step, values)))
-    sender = WandbTracker(run, SimpleNamespace(Table=lambda columns, data: (columns, data)), Path())
-    sender.recall([{"step": step, "tokens": 0, "val/loss": loss} for step, loss in ((0, 4.0), (2, 1.5), (4, 3.0))])
-    assert run.summary == {"val/loss_best": 1.5, "val/loss_final": 3.0}
-    sender.log({"step": 6, "tokens": 0, "train/loss": 0.5})
-    sender.log({"step": 7, "tokens": 0, "val/loss": math.nan})
-    assert run.summary["val/loss_best"] == 1.5 and math.isnan(run.summary["val/loss_final"])
-    sender.summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task", "acc"], [["piqa", "0.5000"]], 9)
-    assert (run.summary["val/loss_best"], run.summary["downstream/piqa/acc"]) == (1.5, 0.5)
-    assert lines[2:] == [(9, {"downstream/table": (["task", "acc"], [["piqa", "0.5000"]])})]
 
 
 # ---- a client that fails
@@ -70,11 +54,8 @@ def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch,
     config = tiny("log.wandb=online", "log.project=mine", "model.n_dense_layer=1")
     assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 1
     (call,) = fake_wandb.init.call_args_list  # the network was not tried
-    wanted = {"mode": "offline", "project": "mine", "name": "tiny", "group": "tiny", "job_type": "train", "id": "abc"}
-    wanted |= {"resume": "allow", "tags": ("a", "b"), "dir": str(tmp_path), "config": config.model_dump()}
-    settings = call.kwargs["settings"]
-    assert call.kwargs == wanted | {"settings": settings}
-    assert (settings.init_timeout, settings.finish_timeout, settings.finish_timeout_raises) == (30, 30, True)
+    wanted = {"mode": "offline", "project": "mine", "group": "tiny", "id": "abc", "resume": "allow", "tags": ("a", "b")}
+    assert wanted.items() <= call.kwargs.items() and call.kwargs["config"] == config.model_dump()
     (line,) = capsys.readouterr().out.splitlines()
     assert "no API key" in line and "wandb login" in line
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")  # an agent sets project and id
@@ -150,6 +131,9 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
     assert any("router/load_imbalance/layer_01" in values for _, values in sent)
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
+    start_wandb(config, path).summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9)
+    assert run.summary["downstream/piqa/acc"] == 0.5 and run.summary["val/loss_best"] == 0.125
+    assert run.log.call_args.args[0].keys() == {"downstream/table"} and run.log.call_args.kwargs == {"step": 9}
 
 
 def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
@@ -160,17 +144,6 @@ def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
     assert "wandb: " not in capsys.readouterr().out
     files = [*folder.path_of(config).glob("wandb/offline-run-*/run-*.wandb")]
     assert [file.stem for file in files] == [f"run-{wandb_id(config)}"] * 2
-
-
-# ---- agents
-def test_wandb_sweep_equals_the_sweep_of_small_toml():
-    sweep = yaml.safe_load((REPO_ROOT / "config/wandb_sweep.yaml").read_text())
-    file = REPO_ROOT / "config/small.toml"
-    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == tomllib.loads(
-        file.read_text()
-    )["sweep"]
-    log = configure.load(file, configure.sweep_points(file, [])[0]).log
-    assert (sweep["project"], sweep["name"]) == (log.project, log.group)
 
 
 # ---- TensorBoard's files, read by TensorBoard's own reader; a stand-in where it is not installed
@@ -191,7 +164,6 @@ def read():
 
 
 def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
-    """A run that dies between checkpoints, and resumes; its first layer is dense."""
     config = tiny(*ON, "model.n_dense_layer=1")
     before_steps(lambda step: 1 / (step - 3))
     with pytest.raises(ZeroDivisionError):
@@ -215,17 +187,12 @@ def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, t
     assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
 
 
-@pytest.mark.parametrize("broken", ["SummaryWriter", "add_scalar"])
-def test_a_failure_costs_one_line(tiny, monkeypatch, capsys, broken):
-    def fail(*args, **options):
-        raise OSError("disk full\nand more")
-
-    writer = SimpleNamespace(add_scalar=fail, flush=fail, close=fail)
-    make = fail if broken == "SummaryWriter" else lambda *args, **options: writer
+def test_files_that_cannot_be_made_cost_one_line(tiny, monkeypatch, capsys):
     package = ModuleType("tensorboard")
     package.__spec__ = ModuleSpec("tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard", package)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
+    writer = mock.Mock(side_effect=OSError("disk full\nand more"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
     assert column(run(tiny(*ON)), "train/loss")[3:]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")]
     assert "disk full): continuing without" in line and "has every number" in line

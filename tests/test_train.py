@@ -1,12 +1,11 @@
-"""The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals."""
+"""The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals, the mean of weights."""
 
+import json
 import math
 import os
-import shlex
-import shutil
+import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, assert_same_columns, column, metrics, run, run_with_margin, steps, untimed
+from runs import REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
 import train
 from configure.schema import Model, Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
+from eval import downstream, val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
 from model import GPT, Stats, flops_per_token
@@ -29,7 +29,10 @@ from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics, read_metrics
+from runtime.preflight import preflight
 from runtime.signals import Stop
+from runtime.validation import measure_loss
+from scripts import export, sample
 
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
 
@@ -214,20 +217,6 @@ router/expert_signal router/expert_signal_of_layers router/gamma router/gamma_of
 """
 
 
-def test_the_end_says_the_result_and_what_comes_next(tiny, tiny_file, capsys):
-    """For a run that ends now, and again for one that ended before; its commands are real ones."""
-    for ended in ("finished, ", "finished already, "):
-        assert train.main([str(tiny_file)]) == 0
-        result, head, *commands = capsys.readouterr().out.splitlines()[-5:]
-        lines = metrics(tiny())
-        speed = np.median(column(lines, "perf/tokens_per_sec"))
-        assert f"{ended}4 steps, val loss {column(lines, 'val/loss')[-1]:.4f}, {speed:,.0f} tokens/s" in result
-        assert head == "next:" and len(commands) == 3
-        for command in commands:
-            module, run = shlex.split(command)[2:4]
-            assert find_spec(module) and Path(run, "config.toml").is_file()
-
-
 def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     lines = run(tiny("train.dtype=float16"))
     assert "warning: float16 on a CPU" in capsys.readouterr().out
@@ -246,21 +235,12 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
 
 @pytest.mark.numerics
 def test_metrics_are_means_over_the_log_interval(tiny):
-    """In float64, of the losses of the very same steps."""
     first, second, third, fourth = column(run(tiny("run.name=each", f"run.seed={SEED}")), "train/loss")
     pairs = run(tiny("run.name=pairs", "log.interval=2", f"run.seed={SEED}"))
     wanted = torch.tensor([first + second, third + fourth], dtype=torch.float64) / 2
     losses = torch.tensor(column(pairs, "train/loss"), dtype=torch.float64)
     assert_near(losses, wanted, tolerance(torch.float64, 2), "train/loss")
     assert [line["step"] for line in pairs if "train/loss" in line] == [2, 4]
-
-
-def test_numbers_of_a_run_that_lost_its_checkpoints_are_kept(tiny):
-    train.train(config := tiny("train.max_steps=2"))
-    before = read_metrics(path_of(config) / "metrics.jsonl")
-    shutil.rmtree(path_of(config) / "checkpoints")
-    train.train(config)
-    assert read_metrics(path_of(config) / "metrics.old.jsonl") == before
 
 
 # ---- refusals, before anything is made
@@ -297,6 +277,7 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
         del caught
     before_steps(None)
     assert run(tiny())[-1]["step"] == 4 and codes == [1, 0]
+    assert read_metrics(path_of(tiny()) / "metrics.old.jsonl")[-1]["step"] == 2  # which no checkpoint had
 
 
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
@@ -330,3 +311,87 @@ def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, los
     with pytest.raises(RunError, match=rf"val loss {loss} at step 0, the run has diverged. .*lower optim\.lr"):
         run(config)
     assert not steps(config)
+
+
+# ---- the running mean of the weights (train.ema_decay): the formula, and every command; on ranks: test_parallel.py
+DECAY = 0.75
+EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint_interval=1"]
+# The most state beside it: selection biases that move, dropout, a loss scale.
+MOST = ["model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "model.dropout=0.1", "train.dtype=float16"]
+MOST += ["model.n_hash_layer=1"]
+CPU = torch.device("cpu")
+
+
+def means_by_hand(config, skipped):
+    """{step: {name: mean}} in fp64, from the initial weights and those of the checkpoint of each step."""
+    torch.manual_seed(config.run.seed)
+    mean = {name: tensor.double() for name, tensor in GPT(config.model).state_dict().items()}
+    means = {}
+    for step in steps(config):
+        if step not in skipped:
+            state = load_model(path_of(config), step).model.state_dict()
+            mean = {name: DECAY * mean[name] + (1 - DECAY) * state[name].double() for name in mean}
+        means[step] = mean
+    return means
+
+
+@pytest.mark.numerics
+def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
+    """Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and biases."""
+
+    def spoil(plan, state, batches):
+        result = forward_backward(plan, state, batches)
+        if next(count) in (2, 3):
+            state.updates.parameters[0].grad.fill_(torch.inf)
+        return result
+
+    forward_backward, count = train.forward_backward, iter(range(99))
+    monkeypatch.setattr(train, "forward_backward", spoil)
+    config = tiny(*EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.max_steps=6")
+    assert column(run(config), "optim/skipped_steps")[-1] == 2
+    for step, wanted in means_by_hand(config, skipped=(3, 4)).items():
+        found = load_model(path_of(config), step, ema=True).model.state_dict()
+        assert [*found] == [*wanted]
+        for name, mean in wanted.items():
+            assert_near(found[name], mean.float(), tolerance(torch.float32, 2, roundings=10), f"{step} {name}")
+    assert all(mean.any() for name, mean in wanted.items() if name.endswith("selection_bias"))
+
+
+def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
+    alone = run(tiny("run.name=alone", *MOST))
+    config = tiny(*EMA, *MOST)
+    lines = run(config)
+    losses = column(lines, "val_ema/loss")
+    words = re.findall(r"step (\d), val loss (\S+), EMA (\S+)", capsys.readouterr().out)
+    assert [word[2] for word in words] == [f"{loss:.4f}" for loss in losses]
+    for key in ("train/loss", "val/loss", "optim/grad_norm", "val/window_losses"):
+        assert column(lines, key) == column(alone, key)
+    assert column(lines, "val/loss")[0] == losses[0]  # of the initial weights
+    model = load_model(path_of(config), 4, ema=True).model
+    found = measure_loss(model, preflight(config), Ranks(0, 1, CPU), Stop())["val/loss"]
+    assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
+
+
+# ---- commands
+
+
+@pytest.fixture
+def trained(tiny):
+    config = tiny("train.ema_decay=0.99")
+    run(config)
+    return path_of(config)
+
+
+def test_commands_take_the_mean(trained, tmp_path, call, capsys):
+    prompt = (trained, "--prompt", "a", "--tokens", 20, "--seed", 1)
+    assert call(sample.main, *prompt) != call(sample.main, *prompt, "--ema")
+    out = call(val_loss.main, trained, "--ema")
+    (line,) = map(json.loads, (trained / "eval/step_00000004_ema/val_loss.json").open())
+    logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
+    assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
+    assert "step 4, EMA of decay 0.99" in out
+    assert export.main([str(trained), str(tmp_path / "out"), "--ema"]) == 0
+    assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
+    keys = [downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None) for ema in (False, True)]
+    assert keys[1].pop("ema") and keys[0] == keys[1]
+    assert "--ema with --average 2" in call(sample.main, trained, "--ema", "--average", 2, code=2)

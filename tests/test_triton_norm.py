@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
-from test_triton_router import build
 from torch import nn
 
 from kernels import add_norm
@@ -94,21 +93,6 @@ def test_fake_norm_is_as_the_real_one(y):
         out = run_and_check_fake(triton_norm.add_norm_forward, x, y, w, bias, 1e-5, exact, torch.float16, exact)
         others = 1e-5, exact, x.dtype if y is None else y.dtype, bias is not None
         run_and_check_fake(triton_norm.add_norm_backward, *out, x, w, *others)
-
-
-@pytest.mark.numerics
-def test_model_with_the_kernel_and_without():
-    """Loss and all gradients; with checkpointing bit for bit."""
-    results = []
-    for backend, checkpointing in (("torch", False), ("triton", False), ("triton", True)):
-        model, idx = build(None)
-        for block in model.blocks:
-            block.backend, block.checkpointing = backend, checkpointing
-        loss = model(idx, idx).loss
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for wanted, got, again in zip(*results, strict=True):
-        assert_near(got, wanted, tolerance(torch.float32, 64, 64), size=wanted.abs() + (wanted.shape == (1,)) * 0.1)
-        assert torch.equal(got, again)
 
 
 @pytest.mark.numerics

@@ -199,13 +199,14 @@ def build(backend, router="kern"):
     torch.manual_seed(seeded().initial_seed())
     model = GPT(Model(**sizes, router=router, n_expert=6, top_k=2, expert_hidden=8, backend="torch"))
     for block in model.blocks:
+        block.backend = backend or "torch"  # of its norms
         block.mlp.router.fused = None if backend is None else lambda *inputs: route(*inputs, backend)
     return model.to(DEVICE), torch.randint(40, (3, 6), generator=seeded(1)).to(DEVICE)
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", ["softmax", "kern"])
-def test_model_with_the_kernel_and_without(router):
+def test_model_with_the_kernels_of_router_and_norm_and_without(router):
     """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the kernel takes part."""
     results = []
     for backend, checkpointing in ((None, False), ("triton", False), ("triton", True)):
@@ -237,7 +238,6 @@ def test_fake_router_is_as_the_real_one(name):
 
 @on_cpu
 def test_where_the_kernel_does_not_run(monkeypatch):
-    """There the router computes with torch operators."""
     inputs = (torch.randn(4, 6), torch.zeros(6), torch.ones(1), None, ("exp", "none", "l1 over all"), 2, 1)
     assert route(*inputs, "auto") is None and route(*inputs, "torch") is None  # on a CPU
     assert route(*inputs, "triton") is not None

@@ -1,4 +1,4 @@
-"""Steps that are taken or skipped on the device: loss scale, clipping, spikes, runs that are halted."""
+"""Steps that are taken or skipped on the device: loss scale, clipping, spikes, runs that are halted; Muon."""
 
 import json
 import math
@@ -17,8 +17,9 @@ from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
+from runtime.muon import COEFFICIENTS, Muon
 from runtime.state import build_optimizer, measure_signal
-from runtime.updates import WINDOW, Updates, is_spike
+from runtime.updates import WINDOW, Updates
 
 # ---- against torch in float64
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
@@ -264,39 +265,30 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
 
 
 # ---- spikes of the loss
-def test_spike_by_hand():
-    def spikes(losses, loss, sigma):
-        ring = torch.zeros(WINDOW, dtype=torch.float64)
-        ring[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
-        spike, mean = is_spike(ring, torch.tensor(float(len(losses))), torch.tensor(loss).double(), sigma)
-        assert mean.item() == pytest.approx(statistics.fmean(losses))
-        return spike.item()
-
-    losses = [1.0, 3.0] * 32
-    limit = 2 + 6 * statistics.stdev(losses)
-    assert limit == pytest.approx(8.047, abs=1e-3)
-    assert spikes(losses, limit + 1e-5, 6) and not spikes(losses, limit - 1e-5, 6)
-    assert spikes(losses, limit - 1e-5, 5)
-    assert not spikes(losses[1:], 1e9, 6)  # too few to tell
-    assert not spikes(losses, -1e9, 6)
-    assert spikes([2.0] * 128, 2.1, 6) and not spikes([2.0] * 128, 2.0, 6)
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_spikes_are_measured_against_the_steps_that_were_taken(monkeypatch, compile):
-    """Compiled once for all steps after the first, the decision is the same."""
+def test_spikes_are_those_by_hand(monkeypatch, compile):
+    """Against the steps that were taken. Compiled once for all steps after the first, the decision is the same."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
-    adamw = torch.optim.AdamW([p], fused=True)
-    updates = Updates(adamw, "cpu", scaled=False, grad_clip=1.0, loss_spike="skip", compile=compile)
-    losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
+    options = {"scaled": False, "grad_clip": 1.0, "loss_spike": "skip", "spike_sigma": 5.0, "compile": compile}
+    updates, taken, spikes = Updates(torch.optim.AdamW([p], fused=True), "cpu", **options), [], []
+    from_limit = {63: 1e-5, 64: 1e-5, 65: -1e-5, 110: -1e3, 200: 1e-5, 230: -1e-5, 290: 1e-5}  # 63 are too few to tell
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        for step, loss in enumerate(losses):
+        for step in range(300):
+            last, loss = taken[-WINDOW:], 1.0 + step % 3
+            if step in from_limit:
+                loss = statistics.fmean(last) + 5 * statistics.stdev(last) + from_limit[step]
             updates.step(step, 0.0, torch.tensor(loss, dtype=torch.float64))
+            if step in (64, 200, 290):
+                spikes.append((step, loss, pytest.approx(statistics.fmean(last), rel=1e-12)))
+            else:
+                taken.append(loss)
     state = updates.read()
-    assert (state.spikes, state.skipped, state.taken, state.spike_step, state.spike_loss) == (3, 3, 151, 153, 1e4)
-    assert state.spike_mean == pytest.approx(statistics.fmean([*losses[23:150], 2.0]), rel=1e-12)
+    assert (state.spikes, state.skipped, state.taken) == (3, 3, 297)
+    assert (state.spike_step, state.spike_loss, state.spike_mean) == spikes[-1]
 
 
 LONG = ["train.max_steps=8", "eval.interval=100", "train.keep_checkpoints=9"]
@@ -387,3 +379,74 @@ def test_logged_signal_is_that_of_the_checkpoint(tiny):
         first, second = (torch.cat([m[name].flatten() for m in moments]).double() for name in ("exp_avg", "exp_avg_sq"))
         whole = (first / (1 - beta1**40)).square().sum() / (second / (1 - beta2**40)).sum()
         assert found == pytest.approx((whole.item() * (1 + beta1) - (1 - beta1)) / (2 * beta1), rel=1e-4)
+
+
+# ---- Muon: steps against an SVD in float64 and against torch's own AdamW
+SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (6, 6), "experts": (9, 4, 7), "tall experts": (3, 7, 4)}
+
+
+def exact(x):
+    """U p(S) Vᵀ by an SVD, where p repeats the quintic on singular values over their norm."""
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min(1e-30)
+    for _ in range(5):
+        s = COEFFICIENTS[0] * s + COEFFICIENTS[1] * s**3 + COEFFICIENTS[2] * s**5
+    return u * s.unsqueeze(-2) @ vt
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("scaled", [False, True])
+def test_steps_equal_an_svd_in_float64(scaled):
+    """Momentum, Nesterov's form, decay, clipping, a step that is skipped; a bias beside them follows AdamW."""
+    start = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(SHAPES.values())]
+    mine, bias = [torch.nn.Parameter(p.clone()) for p in start], torch.nn.Parameter(torch.ones(3))
+    twin = torch.nn.Parameter(bias.detach().clone())
+    groups = [{"params": mine, "weight_decay": 0.1, "momentum": 0.9}, {"params": [bias], "weight_decay": 0.0}]
+    optimizer = Muon(groups, lr=1.0, fused=True)
+    for p in (*mine, bias):
+        names = ("exp_avg", "exp_avg_sq") if p is bias else ("exp_avg",)
+        optimizer.state[p] = {"step": torch.zeros(()), **{name: torch.zeros_like(p) for name in names}}
+    updates, adamw = Updates(optimizer, "cpu", scaled=scaled, grad_clip=0.5), torch.optim.AdamW([twin], weight_decay=0)
+    weights, means = [p.double() for p in start], [torch.zeros_like(p, dtype=torch.float64) for p in start]
+    for step in range(6):
+        drawn = [torch.randn(p.shape, generator=seeded(100 * step + i)) for i, p in enumerate((*mine, bias))]
+        drawn[3][2] = 0  # an expert that is idle
+        if step == 3:
+            drawn[1][0, 0] = torch.inf
+        for p, gradient in zip((*mine, bias), drawn, strict=True):
+            p.grad = gradient * updates.scale
+        lr = 0.02 * (step + 1)
+        with Operators() as host:
+            taken = updates.step(step, lr, torch.tensor(1.0, dtype=torch.float64))
+        assert not HOST_READS & {*host.names} and taken == (step != 3)
+        if step == 3:
+            continue
+        norm = torch.cat([gradient.flatten() for gradient in drawn]).norm().double()
+        for i, gradient in enumerate(drawn[:-1]):
+            gradient = gradient.double() * min(1.0, 0.5 / (norm + 1e-6))
+            means[i] = 0.9 * means[i] + 0.1 * gradient
+            ahead = exact(0.9 * means[i] + 0.1 * gradient)
+            weights[i] = weights[i] * (1 - 0.1 * lr) - lr * 0.2 * max(gradient.shape[-2:]) ** 0.5 * ahead
+        twin.grad, adamw.param_groups[0]["lr"] = drawn[-1] * min(1.0, 0.5 / (norm + 1e-6)).float(), lr
+        adamw.step()
+    for p, weight, mean in zip(mine, weights, means, strict=True):
+        assert_near(p, weight, tolerance(torch.float32, 60, roundings=60), "weights")
+        assert_near(optimizer.state[p]["exp_avg"], mean, tolerance(torch.float32, 60, roundings=20), "means")
+        assert optimizer.state[p]["step"] == 5
+    assert_near(bias, twin, tolerance(torch.float32, 60, roundings=20), "bias")
+
+
+def test_which_parameters_muon_takes():
+    shape = Model(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_expert=4, top_k=2, bias=True, tie_embeddings=False)
+    model = GPT(shape)
+    optimizer = build_optimizer(model, Optim(name="muon", router_lr_ratio=0.5))
+    names = {p: name for name, p in model.named_parameters()}
+    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    matrices = {f"blocks.0.attn.{name}.weight" for name in ("qkv", "proj")}
+    matrices |= {f"blocks.0.mlp.experts.{name}" for name in ("w_in", "w_out")}
+    assert [names for names, group in groups.items() if "momentum" in group] == [matrices]
+    routers = frozenset(name for name in names.values() if ".router." in name)
+    assert {name for of, group in groups.items() if group["lr_ratio"] == 0.5 for name in of} == routers
+    decayed = {name for of, group in groups.items() if group["weight_decay"] for name in of}
+    assert decayed == {*matrices, "wte.weight", "wpe.weight", "lm_head.weight", "blocks.0.mlp.router.weight"}
+    assert {len(optimizer.state[p]) for p, name in names.items() if name in matrices} == {2}  # steps and one mean

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -89,15 +88,6 @@ def test_numbers_and_the_time_left(make_run):
     assert status_of(folder)["left"] == ""
 
 
-def test_a_process_of_another_user_lives(make_run, monkeypatch):
-    def refuse(pid, number):
-        raise PermissionError
-
-    folder = make_run("one", LOG, dead_process())
-    monkeypatch.setattr(os, "kill", refuse)
-    assert status_of(folder)["state"] == "running"
-
-
 SLOW = "warning: slow disk"
 BAD, GOOD = {"val/loss": NAN}, {"val/loss": 2.0}
 
@@ -119,23 +109,6 @@ def test_trouble(make_run, lines, files, state, trouble):
 
 
 # ---- the table
-
-
-def test_a_run_is_read_again_when_its_files_change(make_run, tmp_path):
-    """Also after a resume that begins earlier, and when it begins or disappears after the watch."""
-
-    def read():
-        return watch.read_runs([tmp_path / "runs"])[0]
-
-    assert read() == []
-    folder = make_run("one", [(50, TRAINING)])
-    assert read()[0] is read()[0]  # not read twice
-    (folder / "metrics.jsonl").write_text("")
-    append(folder, (20, TRAINING))
-    os.utime(folder / "metrics.jsonl", (1, time.time() + 5))
-    assert [line["step"] for line in read()[0].logs] == [20]
-    folder.rename(tmp_path / "gone")
-    assert read() == []
 
 
 def test_the_table(make_run, tmp_path, call, monkeypatch):
