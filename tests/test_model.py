@@ -172,6 +172,15 @@ def test_cache_equals_the_full_forward_pass(update):
             assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
 
 
+def test_same_seed_gives_the_same_weights_whatever_the_router():
+    first = build(router="softmax").state_dict()
+    for router in SPARSE:
+        weights = build(router=router).state_dict()
+        assert {name.rsplit(".", 1)[1] for name in weights.keys() ^ first.keys()} <= {"bias", "gamma"}
+        for name in weights.keys() & first.keys():
+            assert torch.equal(weights[name], first[name]) or name.endswith("router.c"), name
+
+
 # behaviour, for every router
 
 
