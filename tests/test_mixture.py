@@ -113,6 +113,7 @@ def test_validation_windows_are_those_of_each_set(sets):
     short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
     sums = [short.weights[short.sets == number].sum() / len(short.sets) for number in range(3)]
     assert np.allclose(sums, [0.1, 0.1, 0.8]) and np.bincount(short.sets).tolist() == [4, 4, 32]
+    assert np.bincount(choose_validation(parts, 32, 4, weights=[0.98, 0.01, 0.01]).sets).tolist() == [4, 1, 1]
 
 
 def test_losses_are_those_of_each_set_and_their_mean(trained, call):
