@@ -30,7 +30,6 @@ def message(path, *overrides, world_size=1):
 
 # ---- values and their precedence
 def test_defaults_then_file_then_overrides(write):
-    """The last override counts, with dashes or without."""
     file = write("[optim]\nlr = 1e-3\n[model]\nn_layer = 3\n")
     config = load(file, ["--model.n_layer=5", "model.router=tanh", "--model.router=sigmoid"])
     model = config.model

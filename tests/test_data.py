@@ -169,7 +169,6 @@ def test_sets_that_are_not_there(tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkeypatch):
-    """The second of three shards has an id of 257 at token 150 and of 999 at token 180."""
     ids = np.random.default_rng(0).integers(0, 257, 550)
     ids[[200 + 150, 200 + 180]] = 257, 999
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)

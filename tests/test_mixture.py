@@ -17,7 +17,7 @@ import train
 from data import DataError
 from data.bins import Tokens, check_dataset, open_tokens
 from data.loader import Loader, choose_validation, fixed_windows, window_documents
-from data.mixture import UNIT, assign_rows, check_sets, identify, to_shares
+from data.mixture import UNIT, assign_rows, check_sets, identify, split_windows, to_shares
 from eval import val_loss
 from runtime import RunError
 from runtime.folder import path_of
@@ -98,6 +98,8 @@ def test_where_rows_are_from():
 
 
 def test_validation_windows_are_those_of_each_set(sets):
+    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
+    assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
     chosen = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
     assert np.bincount(chosen.sets).tolist() == [12, 20, 8]

@@ -96,6 +96,8 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     texts = corpus_texts()[:20] + [f"{i} green bottles" for i in range(10)]
     assert documents_of(tmp_path / "out/text") == split_of(texts, 0.5)
     assert os.listdir(tmp_path / "out") == ["text"]
+    shutil.rmtree(tmp_path / "in")  # a set does not need the files that it was made of
+    assert "already there" in run(*books, "--val-fraction", 0.5)
     os.truncate(tmp_path / "out/text/train-00000.bin", 1000)
     assert "train-00000.bin: expected" in run(*books, "--val-fraction", 0.5, code=2)
 

@@ -129,7 +129,6 @@ def hashed(module_tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("n_hash", [0, 1, 2])
 def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(module_tiny, source, hashed, n_hash, capsys):
-    """By formula in fp64, on other text, for the inputs that the routers have in the old model."""
     (place, old), (x, _) = hashed, texts(source)
     more = ["model.router=kern", f"model.n_hash_layer={n_hash}", f"run.name=hash-{n_hash}", *ONCE]
     run(config := module_tiny(f"train.init_from={place}", *more))
