@@ -16,7 +16,7 @@ from configure.schema import Model, Train
 from model import GPT
 from runtime import RunError, distributed, memory
 from runtime.distributed import Ranks
-from runtime.preflight import preflight
+from runtime.preflight import Plan
 from runtime.signals import Stop
 from runtime.validation import measure_loss
 
@@ -93,7 +93,7 @@ def test_ranks_that_disagree_are_refused(monkeypatch):
 @pytest.mark.numerics
 def test_evaluation_is_split_across_ranks(tiny):
     """5 windows: the second of two ranks has none in the last round, takes another's, and counts it nowhere."""
-    plan = preflight(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
+    plan = Plan(tiny("model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5"))
     torch.manual_seed(SEED)
     model = GPT(plan.config.model)
     alone, *parts = (measure_loss(model, plan, Ranks(rank, n, CPU), Stop()) for rank, n in ((0, 1), (0, 2), (1, 2)))
