@@ -213,19 +213,17 @@ def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndar
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
-    """Two numbers that summarise expert loads (L, E), tokens per expert; empty for a dense model, L = 0.
+    """Two numbers that summarise expert loads (L, E), tokens per expert.
 
     `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
     worst. `dead_experts` is the number, over all layers, of experts that no token chose.
     """
-    if not len(loads):
-        return {}
     imbalance, dead = imbalance_and_dead(loads)
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
 
 
 def gate_metrics(zeros: "Tensor", square: "Tensor", total: "Tensor") -> "dict[str, Tensor]":
-    """The scale of the gates, by layer and as the mean over layers; empty for a dense model.
+    """The scale of the gates, by layer and as the mean over layers.
 
     Args:
         zeros: (L,) fraction of the chosen gates that are exactly 0.
@@ -235,8 +233,6 @@ def gate_metrics(zeros: "Tensor", square: "Tensor", total: "Tensor") -> "dict[st
     Returns:
         `zero_gates` (); `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`, (L,).
     """
-    if not len(square):
-        return {}
     norm = square.sqrt()
     means = {"zero_gates": zeros.mean(), "gate_norm": norm.mean(), "gate_sum": total.mean()}
     return means | {"gate_norm_of_layers": norm, "gate_sum_of_layers": total}
