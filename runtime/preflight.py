@@ -86,9 +86,8 @@ class Plan:
         self.config = replace(config, "train", dtype=str(self.dtype).removeprefix("torch."))  # a resume keeps it
         sizes = distributed.world_size(), distributed.local_size()
         # "ddp", "zero2", "fsdp" or "hsdp", and estimated bytes on each rank
-        self.parallel, self.memory = memory.choose_parallelism(
-            self.config, parameter_shapes(config.model), self.dtype, *sizes, self.device
-        )
+        shapes = parameter_shapes(config.model)
+        self.parallel, self.memory = memory.choose_parallelism(self.config, shapes, *sizes, self.device)
         self.sharded = self.parallel != "ddp"  # each rank holds a part of every tensor between steps
         train = config.train
         self.accumulation = train.batch_size // (train.micro_batch_size * sizes[0])  # micro-batches of a rank's step

@@ -137,12 +137,14 @@ LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer 
     ],
 )
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
-    plan = memory.estimate_memory(CONFIG, SHAPES, "bfloat16", parallel, shards, checkpointing)
+    train = Train(micro_batch_size=2, dtype="bfloat16", activation_checkpointing=checkpointing)
+    config = CONFIG.model_copy(update={"train": train})
+    plan = memory.estimate_memory(config, SHAPES, parallel, shards)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
     if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
-        assert memory.estimate_memory(CONFIG, SHAPES, "bfloat16", "hsdp", shards, checkpointing, False) == plan
-    averaged = CONFIG.model_copy(update={"train": Train(micro_batch_size=2, ema_decay=0.9)})
-    with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
+        assert memory.estimate_memory(config, SHAPES, "hsdp", shards, False) == plan
+    averaged = CONFIG.model_copy(update={"train": train.model_copy(update={"ema_decay": 0.9})})
+    with_mean = memory.estimate_memory(averaged, SHAPES, parallel, shards)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
 
 

@@ -42,9 +42,9 @@ SHARDED = [
 @pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
 def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
     """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}")
+    config = tiny("model.n_expert=6", "model.block_size=31", "train.dtype=float32", f"optim.name={name}")
     shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
-    plan = memory.estimate_memory(config, shapes, "float32", way, possible[way], False)
+    plan = memory.estimate_memory(config, shapes, way, possible[way])
     with fake_ranks_of(world_size, per_node) as ranks:
         model = GPT(config.model)
         parallel.distribute(model, way, ranks, torch.float32)
