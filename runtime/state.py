@@ -117,16 +117,7 @@ class TrainState:
         if plan.initial_weights:
             plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.updates = Updates(
-            self.optimizer,
-            ranks.device,
-            scaled=plan.dtype == torch.float16,
-            grad_clip=config.optim.grad_clip,
-            loss_spike=config.train.loss_spike,
-            spike_sigma=config.train.spike_sigma,
-            max_skipped_steps=config.train.max_skipped_steps,
-            compile=compile,
-        )
+        self.updates = Updates(self.optimizer, config, plan.dtype == torch.float16, compile)
         self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         joined = torch.compile(join, fullgraph=True) if compile else join
         self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device, join=joined)

@@ -5,7 +5,7 @@ import torch
 from numerics import Operators, assert_near, seeded, tolerance
 from test_updates import HOST_READS
 
-from configure.schema import Model, Optim
+from configure.schema import Config, Model, Optim
 from model import GPT
 from runtime.muon import COEFFICIENTS, Muon
 from runtime.state import build_optimizer
@@ -35,7 +35,8 @@ def test_steps_equal_an_svd_in_float64(scaled):
     for p in (*mine, bias):
         names = ("exp_avg", "exp_avg_sq") if p is bias else ("exp_avg",)
         optimizer.state[p] = {"step": torch.zeros(()), **{name: torch.zeros_like(p) for name in names}}
-    updates, adamw = Updates(optimizer, "cpu", scaled=scaled, grad_clip=0.5), torch.optim.AdamW([twin], weight_decay=0)
+    updates = Updates(optimizer, Config(optim=Optim(grad_clip=0.5)), scaled)
+    adamw = torch.optim.AdamW([twin], weight_decay=0)
     weights, means = [p.double() for p in start], [torch.zeros_like(p, dtype=torch.float64) for p in start]
     for step in range(6):
         drawn = [torch.randn(p.shape, generator=seeded(100 * step + i)) for i, p in enumerate((*mine, bias))]

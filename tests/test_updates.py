@@ -12,7 +12,7 @@ from numerics import SEED, Operators, assert_near, seeded, tolerance
 from runs import checkpoints, column, metrics, run, steps
 
 import train
-from configure.schema import Model, Optim
+from configure.schema import Config, Model, Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
@@ -45,7 +45,7 @@ def test_steps_are_those_of_adamw_in_float64(grad_clip, scaled, monkeypatch):
     model = GPT(SMALL)
     model.load_state_dict(parameters, strict=False)
     mine = dict(model.named_parameters())
-    updates = Updates(build_optimizer(model, optim), "cpu", scaled=scaled, grad_clip=grad_clip)
+    updates = Updates(build_optimizer(model, optim), Config(optim=optim), scaled)
     generator = seeded(1)
     for step in range(16):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in mine.items()}
@@ -289,7 +289,7 @@ def test_spikes_are_measured_against_the_steps_that_were_taken(monkeypatch, comp
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
     adamw = torch.optim.AdamW([p], fused=True)
-    updates = Updates(adamw, "cpu", scaled=False, grad_clip=1.0, loss_spike="skip", compile=compile)
+    updates = Updates(adamw, Config(train=Train(loss_spike="skip")), False, compile)
     losses = [1.0 + step % 3 for step in range(150)] + [1e6, 1e5, 2.0, 1e4]
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for step, loss in enumerate(losses):
