@@ -59,7 +59,6 @@ class Reporter:
             plan.branch.copy_metrics(plan.run.path)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
-        self.scaled = state.updates.scaled
         self.spikes = state.updates.read().spikes  # already reported
         parameters = count_parameters(config.model)
         _print_header(plan, ranks, state.step, *parameters)
@@ -123,7 +122,7 @@ class Reporter:
         tokens = self.plan.tokens_per_step
         values = {"train/loss": mean.loss, "train/aux_loss": mean.aux_loss, "optim/lr": lr}
         values |= {"optim/grad_norm": counters.grad_norm, "optim/skipped_steps": int(counters.skipped)}
-        if self.scaled:
+        if self.plan.dtype == torch.float16:
             values["optim/loss_scale"] = counters.scale
         if self.plan.config.train.loss_spike != "off":
             values["optim/loss_spikes"] = int(counters.spikes)
