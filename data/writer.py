@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from io import BufferedRandom
 from pathlib import Path
@@ -28,7 +28,7 @@ OF_UNITS = "begun.json|units-[0-9a-f]{12}"  # what commit 11388ef leaves of a pr
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Writes a set in <folder>.partial, which takes the place of <folder> at the end.
 
     with Writer(folder, tokenizer) as writer:
@@ -57,9 +57,6 @@ class Writer:
         self._finished = False
         (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
         self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
