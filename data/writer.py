@@ -65,10 +65,6 @@ class Writer(AbstractContextManager["Writer"]):
             shutil.rmtree(self.partial)  # after `finish` the folder may be another process's new one
         self._lock.close()
 
-    @property
-    def tokens(self) -> int:
-        return sum(split.tokens for split in self.splits.values())
-
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
         """Append complete documents: their ids, (n,), with an end-of-text token after each."""
         self.splits[split].write(ids.astype("<u2", copy=False), documents)
