@@ -53,7 +53,7 @@ from runtime.checkpoint import Saver
 from runtime.folder import RunFolder, find_or_rename, path_of, renamed
 from runtime.guard import Guard
 from runtime.parallel import set_gradient_sync
-from runtime.preflight import OpenTasks, Plan, preflight
+from runtime.preflight import OpenTasks, Plan
 from runtime.reporter import Reporter, SilentReporter
 from runtime.signals import EXIT_CODE, Stop
 from runtime.state import TrainState
@@ -170,7 +170,7 @@ def train(
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
-        open_tasks: `eval.in_loop.open_tasks`, which scores the model on eval.tasks; needed with those alone.
+        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; needed with those alone.
         notes: lines to print once nothing is left that could refuse the run.
 
     Raises:
@@ -183,7 +183,7 @@ def train(
         return distributed.print_once(line)
     if config.train.deterministic:
         distributed.make_deterministic()
-    plan = preflight(config, open_tasks)  # reads only; raises whatever is wrong with the input
+    plan = Plan(config, open_tasks)  # reads only; raises whatever is wrong with the input
     for note in notes:
         distributed.print_once(note)
     seed, max_steps = config.run.seed, config.train.max_steps
@@ -255,9 +255,10 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         distributed.pick_device(config.train.device)  # and the tasks' names: for a finished run, too
         open_tasks = None
         if config.eval.task_names:
-            from eval.in_loop import check_tasks, open_tasks
+            from eval.in_loop import TaskScores, check_tasks
 
             check_tasks(config)
+            open_tasks = TaskScores
         train(config, stop, open_tasks, notes)
         distributed.print_once(NEXT.format(run=path_of(config)))
     except Stopped as stopped:

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tqdm import tqdm
@@ -25,7 +26,7 @@ def progress_bar(every: float | None = None, **options: Any) -> Any:
     return tqdm(**options | {"disable": True}) if every is None else ProgressLines(every, **options)
 
 
-class ProgressLines:
+class ProgressLines(AbstractContextManager["ProgressLines"]):
     """What is used of a tqdm bar, for a file: a line every so many seconds and at the end, without the bar itself."""
 
     def __init__(self, every: float, desc: str, total: int, initial: int = 0, **options: Any) -> None:
@@ -34,9 +35,6 @@ class ProgressLines:
         self.options = options | {"prefix": desc, "total": total, "initial": initial, "bar_format": layout}
         self.every, self.n, self.shown = every, initial, initial
         self.started = self.shown_at = time.monotonic()
-
-    def __enter__(self) -> "ProgressLines":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

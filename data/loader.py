@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data import DataError
 from data.bins import Tokens
-from data.mixture import JoinedTokens, assign_rows, split_windows, to_shares
+from data.mixture import JoinedTokens, assign_rows, count_windows, split_windows, to_shares
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -44,9 +43,8 @@ class Loader:
         weights: Sequence[float] = (1.0,),
     ) -> None:
         parts = [tokens] if isinstance(tokens, Tokens) else tokens
-        counts = [count_windows(part, block_size) for part in parts]
-        self._tokens = JoinedTokens(parts, counts, block_size)
-        self._counts, self._shares = np.array(counts), to_shares(weights)
+        self._tokens = JoinedTokens(parts, block_size)
+        self._counts, self._shares = np.diff(self._tokens.starts), to_shares(weights)
         self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
 
     def locate(self, step: int, start: int = 0, count: int | None = None) -> list[Any]:
@@ -78,16 +76,6 @@ class Loader:
         n = self._counts[sets]
         epochs, indices = np.divmod(places, n)
         return np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
-
-
-def count_windows(tokens: Tokens, block_size: int) -> int:
-    """The number of windows in `tokens`. Raises DataError if there is none."""
-    if len(tokens) <= block_size:
-        raise DataError(
-            f"{tokens.name}: {len(tokens)} tokens, but one window of block_size {block_size} needs {block_size + 1}. "
-            f"Prepare more text, or lower model.block_size"
-        )
-    return (len(tokens) - 1) // block_size
 
 
 def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "documents") -> np.ndarray:
@@ -146,9 +134,8 @@ def choose_validation(
 
     Each set has its part of `count` by its weight, or as many as there are. T = `block_size`.
     """
-    counts = [count_windows(part, block_size) for part in parts]
-    joined = JoinedTokens(parts, counts, block_size)
-    numbers = split_windows(count, weights, counts)
+    joined = JoinedTokens(parts, block_size)
+    numbers = split_windows(count, weights, np.diff(joined.starts).tolist())
     chosen = [fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)]
     windows, documents = [], []
     for part, first, indices in zip(parts, joined.starts, chosen, strict=False):

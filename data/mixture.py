@@ -19,14 +19,25 @@ from data.bins import Meta, Tokens, check_dataset, describe_set, fingerprint, re
 UNIT = 2**30  # of weights: products of two parts fit an int64
 
 
+def count_windows(tokens: Tokens, block_size: int) -> int:
+    """The number of windows in `tokens`. Raises DataError if there is none."""
+    if len(tokens) <= block_size:
+        raise DataError(
+            f"{tokens.name}: {len(tokens)} tokens, but one window of block_size {block_size} needs {block_size + 1}. "
+            f"Prepare more text, or lower model.block_size"
+        )
+    return (len(tokens) - 1) // block_size
+
+
 class JoinedTokens:
     """A split of several sets as one: windows of the first set come first, then those of the second, and so on.
 
-    Of each set: its tokens in `parts`, its number of windows of T = `block_size` tokens in `counts`.
+    `parts` has the tokens of each set, and a window T = `block_size` of them. Raises DataError as `count_windows`.
     """
 
-    def __init__(self, parts: Sequence[Tokens], counts: Sequence[int], block_size: int) -> None:
+    def __init__(self, parts: Sequence[Tokens], block_size: int) -> None:
         self.parts, self.block_size = parts, block_size
+        counts = (count_windows(part, block_size) for part in parts)
         self.starts = [0, *itertools.accumulate(counts)]  # the first window of each set, and the end
 
     def read(self, start: int, count: int) -> np.ndarray:

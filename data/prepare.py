@@ -194,7 +194,8 @@ def _tokenize(
     writer.resume(progress.splits)
     total, saved = sum(file.size for file in inputs), 0  # bytes
     workers = min(args.workers, 1 + total // WORKER_BYTES)
-    resuming = f", resuming after {writer.tokens:,} tokens" if writer.tokens else ""
+    done = sum(split.tokens for split in progress.splits.values())
+    resuming = f", resuming after {done:,} tokens" if done else ""
     size = f"{plural(len(inputs), 'file')}, {format_bytes(total)}"
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)

@@ -59,6 +59,7 @@ class GPT2Tokenizer(_Encoder):
     """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file, whose content `ranks` is."""
 
     name = "gpt2"
+    hash = RANKS_SHA256
     vocab_size = 50257
     eot = 50256
 
@@ -141,7 +142,7 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
-TOKENIZERS = (ByteTokenizer.name, GPT2Tokenizer.name)
+TOKENIZERS = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}  # those that need no file of the user's
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
@@ -159,12 +160,9 @@ def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
     raise DataError(f"no tokenizer {name!r}: choose one of {known}")
 
 
-def identity(tokenizer: Tokenizer | str) -> dict:
-    """What meta.json says about a tokenizer, given itself or its name."""
-    if tokenizer == GPT2Tokenizer.name:
-        return {"hash": RANKS_SHA256} | {key: getattr(GPT2Tokenizer, key) for key in ("name", "vocab_size", "eot")}
-    source = ByteTokenizer if tokenizer == ByteTokenizer.name else tokenizer
-    return {key: getattr(source, key) for key in ("name", "hash", "vocab_size", "eot")}
+def identity(tokenizer: Tokenizer | type[ByteTokenizer | GPT2Tokenizer]) -> dict:
+    """What meta.json says about a tokenizer."""
+    return {key: getattr(tokenizer, key) for key in ("name", "hash", "vocab_size", "eot")}
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:

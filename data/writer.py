@@ -6,10 +6,10 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -28,7 +28,7 @@ OF_UNITS = "begun.json|units-[0-9a-f]{12}"  # what commit 11388ef leaves of a pr
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Writes a set in <folder>.partial, which takes the place of <folder> at the end.
 
     with Writer(folder, tokenizer) as writer:
@@ -58,19 +58,12 @@ class Writer:
         (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
         self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
 
-    def __enter__(self) -> "Writer":
-        return self
-
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
             split.close()
         if not self._finished and not (self.partial / PROGRESS_FILE).exists():
             shutil.rmtree(self.partial)  # after `finish` the folder may be another process's new one
         self._lock.close()
-
-    @property
-    def tokens(self) -> int:
-        return sum(split.tokens for split in self.splits.values())
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
         """Append complete documents: their ids, (n,), with an end-of-text token after each."""
@@ -118,48 +111,40 @@ class _SplitWriter:
     def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
         self.tokens = self.documents = 0
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._shards: list[Shard] = []
-        self._file: IO[bytes] | None = None
-        self._sha256 = hashlib.sha256()
-        self._filled = 0  # tokens in the open shard
+        self._shards: list[Shard] = []  # complete
+        self._file: BufferedRandom | None = None  # the next one
 
     def write(self, ids: np.ndarray, documents: int) -> None:
         self.tokens += len(ids)
         self.documents += documents
         while len(ids):
-            if self._file is None:
-                self._file, self._sha256, self._filled = self._next_path.open("wb"), hashlib.sha256(), 0
-            part, ids = np.split(ids, [self._shard_tokens - self._filled])
-            data = part.tobytes()
-            self._file.write(data)
-            self._sha256.update(data)
-            self._filled += len(part)
-            if self._filled == self._shard_tokens:
+            self._file = self._file or self._next_path.open("w+b")
+            part, ids = np.split(ids, [self._shard_tokens - self._file.tell() // 2])
+            self._file.write(part.tobytes())
+            if self._file.tell() == 2 * self._shard_tokens:
                 self._close_shard()
 
     def save(self) -> Split:
-        if self._file:
-            self._sync(self._file)
+        self._sync()
         return Split(self.tokens, self.documents, list(self._shards))
 
     def resume(self, done: Split) -> None:
         """Take the complete shards as they are; cut the next one to the tokens that it had."""
         self.tokens, self.documents, self._shards = done.tokens, done.documents, list(done.files)
         sizes = {self._folder / shard.name: 2 * shard.tokens for shard in self._shards}
-        self._filled = self.tokens - sum(shard.tokens for shard in self._shards)
-        if self._filled:
-            sizes[self._next_path] = 2 * self._filled
+        if rest := 2 * self.tokens - sum(sizes.values()):
+            sizes[self._next_path] = rest
         for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size < size:
                 raise DataError(f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force")
-        if self._filled:
+        if rest:
             self._file = self._next_path.open("r+b")
-            self._file.truncate(2 * self._filled)
-            self._sha256 = hashlib.file_digest(self._file, "sha256")  # which leaves the file at its end
+            self._file.truncate(rest)
+            self._file.seek(rest)
 
     def finish(self) -> Split:
         self._close_shard()
-        return Split(self.tokens, self.documents, self._shards)
+        return self.save()
 
     def close(self) -> None:
         if self._file:
@@ -172,14 +157,18 @@ class _SplitWriter:
 
     def _close_shard(self) -> None:
         if self._file:
-            self._sync(self._file)
+            self._sync()
+            tokens = self._file.tell() // 2
+            self._file.seek(0)
+            sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
             self._file.close()
-            self._shards.append(Shard(self._next_path.name, self._filled, self._sha256.hexdigest()))
+            self._shards.append(Shard(self._next_path.name, tokens, sha256))
             self._file = None
 
-    def _sync(self, file: IO[bytes]) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+    def _sync(self) -> None:
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def remove_leftovers(folder: Path) -> None:

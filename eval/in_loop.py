@@ -1,6 +1,6 @@
 """Scores on tasks of lm-evaluation-harness while a run trains (eval.tasks), by the code of eval.downstream.
 
-train.py imports this file only for a run that asks for tasks, and gives `open_tasks` to `train`.
+train.py imports this file only for a run that asks for tasks, and gives `TaskScores` to `train`.
 """
 
 import io
@@ -14,7 +14,6 @@ import torch
 
 from configure import Config
 from data.bins import open_tokenizer
-from data.tokenizer import Tokenizer
 from eval import tasks
 from eval.scoring import Interrupted, Scorer, scoring_dtype
 from model import GPT
@@ -27,15 +26,37 @@ if TYPE_CHECKING:  # an extra that other commands do not need
     from lm_eval.tasks import TaskManager
 
 
+@contextmanager
+def name_key() -> Iterator[None]:
+    """Name the key in errors within it. One rank per node reports a RankError: other nodes may have the documents."""
+    try:
+        yield
+    except ValueError as error:
+        raise (RunError if distributed.local_rank() else RankError)(f"eval.tasks: {error}") from error
+
+
+def check_tasks(config: Config) -> tuple["TaskManager", list[str], Path | None]:
+    """The harness' index, the tasks of a run, and the folder of their files. Loads no documents.
+
+    Raises RunError if the harness, a task or its file is missing.
+    """
+    names, folder = config.eval.task_names, Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
+    with name_key():
+        manager = tasks.build_task_manager(names)
+        tasks.check_tasks(manager, names, folder)
+    return manager, names, folder
+
+
 class TaskScores:
     """The tasks of a run, loaded with their documents. Called at each evaluation."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
-        """Check and load the tasks. Raises ValueError: the harness, a task or its documents are missing."""
-        self.config, self.tokenizer = config, tokenizer
-        manager, names, folder = find_tasks(config)
+    def __init__(self, config: Config) -> None:
+        """Load the tasks of eval.tasks. Raises RunError: the harness, a task or its documents are missing."""
+        self.config, self.tokenizer = config, open_tokenizer(config.data.folders[0])
         self._scratch = tempfile.TemporaryDirectory()  # holds documents that are mapped into memory; gone with the run
-        self.loaded = tasks.load_tasks(manager, names, folder, self._scratch.name)
+        checked = check_tasks(config)
+        with name_key():
+            self.loaded = tasks.load_tasks(*checked, self._scratch.name)
 
     def __call__(
         self, model: GPT, step: int, ranks: Ranks, stop: Stop, sharded: bool = False
@@ -71,36 +92,3 @@ class TaskScores:
         finally:
             model.train()
         return values
-
-
-def find_tasks(config: Config) -> tuple["TaskManager", list[str], Path | None]:
-    """The harness' index, the tasks of a run, and the folder of their files. Raises ValueError if one is missing."""
-    names, folder = config.eval.task_names, Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
-    manager = tasks.build_task_manager(names)
-    tasks.check_tasks(manager, names, folder)
-    return manager, names, folder
-
-
-@contextmanager
-def name_key() -> Iterator[None]:
-    """Name the key in errors within it. One rank per node reports a RankError: other nodes may have the documents."""
-    try:
-        yield
-    except ValueError as error:
-        raise (RunError if distributed.local_rank() else RankError)(f"eval.tasks: {error}") from error
-
-
-def check_tasks(config: Config) -> None:
-    """Raise RunError if lm-evaluation-harness, a task or its file is missing. Loads no documents."""
-    with name_key():
-        find_tasks(config)
-
-
-def open_tasks(config: Config) -> TaskScores:
-    """The tasks of eval.tasks, for the tokenizer of the run's data.
-
-    Raises:
-        RunError: lm-evaluation-harness, a task or its documents are missing.
-    """
-    with name_key():
-        return TaskScores(config, open_tokenizer(config.data.folders[0]))

@@ -174,9 +174,9 @@ def load_run(
         if (data / "meta.json").is_file():
             _check_tokenizer(trained, data)
             return trained, open_tokenizer(data)
-    for known in TOKENIZERS:
-        if sha256_of(identity(known)) == trained.metadata.get("tokenizer"):
-            return trained, load_tokenizer(known)
+    for name, kind in TOKENIZERS.items():
+        if sha256_of(identity(kind)) == trained.metadata.get("tokenizer"):
+            return trained, load_tokenizer(name)
     raise RunError(
         f"{', '.join(map(str, folders))}: no such data set, and no known tokenizer is that of "
         f"{trained.config.run.name}; restore the data set (data.dir, data.name, data.mix)"

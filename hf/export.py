@@ -86,7 +86,7 @@ def write_export(source: Source, folder: Path, form: str = "auto", dtype: str = 
     form = choose_form(form, model, biased)
 
     state = {}
-    for name, tensor in FORMATS[form].from_own(weights, model).items():
+    for name, tensor in FORMATS[form].from_own(weights).items():
         state[name] = (tensor if ROUTER.search(name) else tensor.to(DTYPES[dtype])).contiguous()
     save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
 

@@ -7,13 +7,12 @@ nanokern, any model with the code that computes it.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attention import kv_heads
 from configure.schema import Model
 from gate_norm import gate_scale
-from hf.names import BUFFERS, State, from_gpt2, from_hf, to_gpt2, to_hf
+from hf.names import BUFFERS, State, to_gpt2, to_hf
 from runtime import RunError
 
 Settings = Mapping[str, Any]  # of config.json
@@ -64,12 +63,11 @@ class Format:
         """Weights by the names that a file may have -> by those of `from_own`; unknown names and shapes stay."""
         return dict(state)
 
-    def to_own(self, state: State) -> dict[str, Tensor]:
-        """Weights of the format -> those of model.py. They have the names and shapes of `from_own`."""
-        return from_hf(state)
+    def from_own(self, state: State) -> dict[str, Tensor]:
+        """Weights of model.py, all those of a model -> those of the format.
 
-    def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
-        """Weights of model.py, all those of `model` -> those of the format."""
+        They are views: to read weights of the format, write into those of weights that are still empty.
+        """
         return to_hf(state)
 
 
@@ -146,10 +144,7 @@ class GPT2(Format):
             if not name.endswith(masks)
         }
 
-    def to_own(self, state: State) -> dict[str, Tensor]:
-        return from_gpt2(state)
-
-    def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
+    def from_own(self, state: State) -> dict[str, Tensor]:
         return to_gpt2(state)
 
 
@@ -201,24 +196,8 @@ class OpenMoE(Format):
         misfits = super().find_misfits(model)
         return misfits if model.router in self.routers else [*misfits, f"model.router = {model.router}"]
 
-    def to_own(self, state: State) -> dict[str, Tensor]:
-        out = {}
-        for name, tensor in state.items():
-            place, is_expert, rest = name.partition(".experts.")
-            if not is_expert:
-                out[name.replace(f".{self.mlp}.", ".mlp.").replace(".mlp.gate.", ".mlp.router.")] = tensor
-            elif rest == f"0.{self.parts[0]}.weight":  # once for each layer
-                count = sum(other.startswith(f"{place}.experts.") for other in state) // len(self.parts)
-                gate, up, down = (
-                    torch.stack([state[f"{place}.experts.{number}.{part}.weight"].mT for number in range(count)])
-                    for part in self.parts
-                )  # (E, C, H) twice, (E, H, C)
-                own = f"{place.removesuffix(self.mlp)}mlp.experts"
-                out |= {f"{own}.gate_up_proj": torch.cat([gate, up], dim=-1), f"{own}.down_proj": down}
-        return from_hf(out)
-
-    def from_own(self, state: State, model: Model) -> dict[str, Tensor]:
-        """As for any format. These classes have no constant c on gates: the experts' w_out is multiplied by it."""
+    def from_own(self, state: State) -> dict[str, Tensor]:
+        """As for any format. These classes have no constant c on gates: where there is one, it multiplies w_out."""
         out = {}
         parameters = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
         for name, tensor in to_hf(parameters).items():
@@ -227,7 +206,8 @@ class OpenMoE(Format):
             if leaf == "gate_up_proj":
                 stacks = dict(zip(self.parts, tensor.chunk(2, dim=-1), strict=False))
             elif leaf == "down_proj":
-                stacks = {self.parts[2]: tensor * state[f"blocks.{name.split('.')[2]}.mlp.router.c"]}
+                c = state.get(f"blocks.{name.split('.')[2]}.mlp.router.c")
+                stacks = {self.parts[2]: tensor if c is None else tensor * c}
             else:
                 out[name], stacks = tensor, {}
             for part, stack in stacks.items():  # (E, in, out)

@@ -6,6 +6,7 @@ checkpoint of its own does not look at them. Reading them executes nothing.
 
 import json
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,9 +222,16 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
     state = form.unify_names(_read_tensors(place))
     head = state.pop("lm_head.weight", None) if described.tie_embeddings else None  # older files store it twice
-    _check_shapes(state, form.from_own(_meta_state(described), described))
+    shapes = {name: t for name, t in _meta_state(described).items() if kind == "nanokern" or not name.endswith(BUFFERS)}
+    _check_shapes(state, form.from_own(shapes))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    own = form.to_own(state)
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in state.values() if tensor.is_floating_point()})
+    own = {
+        name: torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in shapes.items()
+    }
+    for name, view in form.from_own(own).items():
+        view.copy_(state.pop(name))
     if head is not None and not head.float().equal(own["wte.weight"].float()):  # transformers does not tie these
         raise RunError(
             "config.json: tie_word_embeddings is true, and lm_head.weight differs from the embedding; set it to false "

@@ -1,4 +1,4 @@
-"""Weight names of model.py, of modeling_nanokern.py and of transformers' GPT-2, and conversions between them.
+"""Weight names of model.py, of modeling_nanokern.py and of transformers' GPT-2, and how the first become the others.
 
 model.py and GPT-2 have one matrix for queries, keys and values (qkv), modeling_nanokern.py has three. The w_in of a
 gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed, as (in, out).
@@ -7,7 +7,6 @@ gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed, 
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
@@ -31,8 +30,6 @@ MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); #
 }
 HF = {name: hf for name, (hf, _) in MODULES.items()}
 GPT2 = {name: gpt2 for name, (_, gpt2) in MODULES.items() if gpt2}
-FROM_HF = {hf: name for name, hf in HF.items()}
-FROM_GPT2 = {gpt2: name for name, gpt2 in GPT2.items()}
 TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")  # (in, out) in GPT-2
 BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
 
@@ -42,7 +39,7 @@ State = Mapping[str, Tensor]
 
 
 def to_hf(state: State) -> dict[str, Tensor]:
-    """Rename weights of model.py, all those of a model, to those of modeling_nanokern.py."""
+    """Rename weights of model.py, all those of a model, to those of modeling_nanokern.py: views."""
     out = {}
     for name, tensor in state.items():
         new = _rename(name, HF)
@@ -60,37 +57,15 @@ def to_hf(state: State) -> dict[str, Tensor]:
     return out
 
 
-def from_hf(state: State) -> dict[str, Tensor]:
-    """Rename weights of modeling_nanokern.py, all those of a model, to those of model.py."""
-    out = {}
-    for name, tensor in state.items():
-        if re.search(r"\.(k|v|gate)_proj\.", name):
-            continue  # joined to q_proj or up_proj
-        if ".q_proj." in name:
-            tensor = torch.cat([state[name.replace(".q_proj.", f".{letter}_proj.")] for letter in "qkv"])
-            name = name.replace(".q_proj.", ".qkv_proj.")
-        gate = name.replace(".up_proj.", ".gate_proj.")
-        if gate != name and gate in state:
-            tensor = torch.cat([state[gate], tensor])
-        out[_rename(name.replace("gate_up_proj", "up_proj"), FROM_HF)] = tensor
-    return out
-
-
 def to_gpt2(state: State) -> dict[str, Tensor]:
-    """Rename weights of a dense model with learned positions to GPT-2's; biases it lacks become zeros."""
+    """Rename weights of a dense model with learned positions to GPT-2's: views, and zeros for biases it lacks."""
     out = {}
     for name, tensor in state.items():
         new = _rename(name, GPT2)
-        out[new] = tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor
+        out[new] = tensor.t() if TRANSPOSED.fullmatch(name) else tensor
         if BIASED.fullmatch(name) and name.removesuffix("weight") + "bias" not in state:
             out[new.removesuffix("weight") + "bias"] = tensor.new_zeros(len(tensor))
     return out
-
-
-def from_gpt2(state: State) -> dict[str, Tensor]:
-    """Rename weights of transformers' GPT-2 to those of model.py with biases."""
-    renamed = {_rename(name, FROM_GPT2): tensor for name, tensor in state.items()}
-    return {name: tensor.t().contiguous() if TRANSPOSED.fullmatch(name) else tensor for name, tensor in renamed.items()}
 
 
 def _is_gated(name: str, state: State) -> bool:

@@ -134,26 +134,12 @@ def add_norm(
         return total, normed, full if both else None
     total = add(x, y)
     full = norm(total)
-    if exact and dtype != full.dtype:
-        return total, *Fork.apply(full, dtype)
-    return total, full, None
+    return (total, full.to(dtype), full) if exact and dtype != full.dtype else (total, full, None)
 
 
 def add(x: Tensor, y: Tensor | None) -> Tensor:
     """Return x + y in the shape of x; y has as many elements, and None adds nothing."""
     return x if y is None else x + y.view_as(x)
-
-
-class Fork(torch.autograd.Function):
-    """A tensor's cast and itself, whose gradients are added as they come: autograd would cast one of them first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return x.to(dtype), x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, d_cast: Tensor, d_x: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
-        return d_x + d_cast, None
 
 
 class StandIn(torch.autograd.Function):

@@ -20,6 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def folder_of(folder: str | Path, step: int) -> Path:
     return Path(folder, f"step_{step:08d}")
 
 
-class Saver:
-    """Writes a run's checkpoints while training continues. A context manager; every rank has one.
+class Saver(AbstractContextManager["Saver"]):
+    """Writes a run's checkpoints while training continues. Every rank has one.
 
     Ranks call its methods at the same steps. Leaving the context without an error waits for the last save (`finish`).
     After an error that all ranks raise alike, and on a single rank, the save under way may end too; after any other
@@ -86,9 +87,6 @@ class Saver:
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
         self.pending: threading.Thread | None = None  # writes the save under way
         self.failure: RunError | None = None  # of the last save
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:

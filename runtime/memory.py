@@ -21,7 +21,8 @@ from runtime.muon import is_for_muon
 from runtime.parallel import holds_weights
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest
-CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2}  # per element of a copy in autocast's compute type
+# Per element of a copy in autocast's compute type; auto is float16, as on any GPU.
+CAST_BYTES = {"float32": 0, "float16": 2, "bfloat16": 2, "auto": 2}
 
 Shapes = Mapping[str, Sequence[int]]  # {name: shape} of a model's parameters
 
@@ -44,29 +45,20 @@ class Memory(NamedTuple):
         return self.weights + self.gradients + self.optimizer + self.ema
 
 
-def estimate_memory(
-    config: Config,
-    shapes: Shapes,
-    dtype: str,
-    parallel: str,
-    shards: int,
-    checkpointing: bool,
-    accumulates: bool = True,
-) -> Memory:
+def estimate_memory(config: Config, shapes: Shapes, parallel: str, shards: int, accumulates: bool = True) -> Memory:
     """Estimate the memory of one rank at the peak of a training step.
 
     What Muon works with comes when activations are gone, and is not counted. The mask of data.document_mask is, though
     compiled blocks on CUDA have no such tensor.
 
     Args:
-        config: the run's; train.parallel, dtype and activation_checkpointing are replaced by what follows.
+        config: the run's.
         shapes: the model's parameters.
-        dtype: the type autocast computes in: "float32", "float16" or "bfloat16".
-        parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp".
+        parallel: "ddp" (also for one rank), "zero2", "fsdp" or "hsdp", in place of train.parallel.
         shards: ranks that a tensor is split across; 1 for "ddp".
-        checkpointing: whether activation checkpointing is on.
         accumulates: whether a step has several micro-batches.
     """
+    dtype, checkpointing = config.train.dtype, config.train.activation_checkpointing
     model, muon = config.model, config.optim.name == "muon"
     owned = {name: ceil(shape[0] / shards) * prod(shape[1:]) for name, shape in shapes.items()}  # by this rank
     parameters = sum(owned.values())
@@ -171,7 +163,7 @@ def list_parallelisms(world_size: int, local_size: int, ddp_first: bool = True) 
 
 
 def choose_parallelism(
-    config: Config, shapes: Shapes, dtype: torch.dtype, world_size: int, local_size: int, device: torch.device
+    config: Config, shapes: Shapes, world_size: int, local_size: int, device: torch.device
 ) -> tuple[str, Memory]:
     """Resolve train.parallel: what the config names, or for "auto" the first parallelism that fits the device.
 
@@ -189,9 +181,8 @@ def choose_parallelism(
             f"train.parallel = {train.parallel} is not possible with {world_size} rank(s), {local_size} on this node: "
             f"set --train.parallel=auto, or one of {', '.join(possible)}, or start more ranks with torchrun"
         )
-    name, checkpointing = str(dtype).removeprefix("torch."), train.activation_checkpointing
     estimates = {
-        parallel: estimate_memory(config, shapes, name, parallel, shards, checkpointing, accumulates)
+        parallel: estimate_memory(config, shapes, parallel, shards, accumulates)
         for parallel, shards in possible.items()
         if train.parallel in ("auto", parallel)
     }

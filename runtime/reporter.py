@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,10 @@ from runtime.updates import Counters
 BAR = "{desc}: step {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left{postfix}"
 
 
-class SilentReporter:
+class SilentReporter(AbstractContextManager["SilentReporter"]):
     """In place of a Reporter on ranks other than 0: the same methods, nothing said."""
 
     metadata: dict[str, Any] = {}
-
-    def __enter__(self) -> "SilentReporter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -44,7 +41,7 @@ class SilentReporter:
     log_evaluation = log_steps = count_step = sync = ignore
 
 
-class Reporter:
+class Reporter(AbstractContextManager["Reporter"]):
     """Writes config.toml, the metrics with wandb and TensorBoard, the header to stdout and a progress bar to stderr.
 
     Attributes:
@@ -59,7 +56,6 @@ class Reporter:
             plan.branch.copy_metrics(plan.run.path)
         self.flops = flops_per_token(config.model)
         self.peak = distributed.peak_flops(plan.device, plan.dtype)
-        self.scaled = state.updates.scaled
         self.spikes = state.updates.read().spikes  # already reported
         parameters = count_parameters(config.model)
         _print_header(plan, ranks, state.step, *parameters)
@@ -74,9 +70,6 @@ class Reporter:
         self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
         self.clock: float | None = None  # when the steps of this interval began; None before the first
         self.steps_timed = 0
-
-    def __enter__(self) -> "Reporter":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.bar.close()
@@ -123,7 +116,7 @@ class Reporter:
         tokens = self.plan.tokens_per_step
         values = {"train/loss": mean.loss, "train/aux_loss": mean.aux_loss, "optim/lr": lr}
         values |= {"optim/grad_norm": counters.grad_norm, "optim/skipped_steps": int(counters.skipped)}
-        if self.scaled:
+        if self.plan.dtype == torch.float16:
             values["optim/loss_scale"] = counters.scale
         if self.plan.config.train.loss_spike != "off":
             values["optim/loss_spikes"] = int(counters.spikes)

@@ -1,6 +1,7 @@
 """The training state: what a step changes and a checkpoint holds."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def measure_signal(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor
     return (first / second - floor) / (1 - floor)
 
 
-class TrainState:
-    """Model, optimizer, counters and running statistics of one run on one rank. A context manager.
+class TrainState(AbstractContextManager["TrainState"]):
+    """Model, optimizer, counters and running statistics of one run on one rank.
 
     Attributes:
         step: optimizer steps done when it was built: that of the checkpoint, or of the branch, or 0.
@@ -117,16 +118,7 @@ class TrainState:
         if plan.initial_weights:
             plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.updates = Updates(
-            self.optimizer,
-            ranks.device,
-            scaled=plan.dtype == torch.float16,
-            grad_clip=config.optim.grad_clip,
-            loss_spike=config.train.loss_spike,
-            spike_sigma=config.train.spike_sigma,
-            max_skipped_steps=config.train.max_skipped_steps,
-            compile=compile,
-        )
+        self.updates = Updates(self.optimizer, config, plan.dtype == torch.float16, compile)
         self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         joined = torch.compile(join, fullgraph=True) if compile else join
         self.interval = Statistics(len(self._routers), config.model.n_expert, ranks.device, join=joined)
@@ -136,9 +128,6 @@ class TrainState:
         with plan.autocast:
             warm_up_ddp_buckets(self.runner, torch.zeros(shape, dtype=torch.int64, device=ranks.device))
         self.optimizer.zero_grad(set_to_none=False)
-
-    def __enter__(self) -> "TrainState":
-        return self
 
     def __exit__(self, *error: object) -> None:
         # Before the process group ends: as its last owner DDP's destructor would wait for gloo's threads for ever.

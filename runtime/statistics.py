@@ -36,21 +36,15 @@ class Statistics:
     """
 
     def __init__(
-        self,
-        n_layer: int,
-        n_expert: int,
-        device: torch.device,
-        n_bin: int = 0,
-        vector: Tensor | None = None,
-        join: Callable[..., Tensor] = join,
+        self, n_layer: int, n_expert: int, device: torch.device, n_bin: int = 0, join: Callable[..., Tensor] = join
     ) -> None:
-        """L = `n_layer` layers with a router (0 for a dense model), E = `n_expert`, M = `n_bin`; zeros by default.
+        """Zeros for L = `n_layer` layers with a router (0 for a dense model), E = `n_expert` and M = `n_bin`.
 
         `join` may be compiled.
         """
         sizes = (1, 1, 1, *[n_layer] * 4, n_layer * n_expert, n_layer * n_expert * n_bin)
         self.shape, self.join = (n_layer, n_expert, device), join
-        self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device) if vector is None else vector
+        self.vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self.steps, self.loss, self.aux_loss, *of_layers, loads, margins = self.vector.split(sizes)
         self.steps, self.loss, self.aux_loss = self.steps[0], self.loss[0], self.aux_loss[0]
         self.entropy, self.zero_gates, self.gate_square, self.gate_sum = of_layers
@@ -74,4 +68,6 @@ class Statistics:
 
     def mean(self) -> "Statistics":
         """The mean over the steps that were added; NaN if there were none."""
-        return Statistics(*self.shape, vector=self.vector / self.steps)
+        mean = self.new()
+        torch.div(self.vector, self.steps, out=mean.vector)
+        return mean

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from configure import Config
 from runtime.parallel import full_tensor
 
 FIRST_SCALE, MIN_SCALE = 65536.0, 1.0  # MIN: halved for ever, the scale would reach 0, and the weights NaN
@@ -49,29 +50,21 @@ class Updates:
         parameters: all that AdamW changes.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.AdamW,
-        device: torch.device | str,
-        *,
-        scaled: bool,
-        grad_clip: float,
-        loss_spike: str = "off",
-        spike_sigma: float = 6.0,
-        max_skipped_steps: int = 0,
-        compile: bool = False,
-    ) -> None:
-        """Counters of a new run. The options are those of optim and train in the config.
+    def __init__(self, optimizer: torch.optim.AdamW, config: Config, scaled: bool, compile: bool = False) -> None:
+        """Counters of a new run, on the device of the optimizer's parameters.
 
         With `compile` the decision on a step, some hundred small operators, is compiled to a few kernels.
 
         With `scaled` it keeps a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN
         or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
         """
-        self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, grad_clip
-        self.loss_spike, self.spike_sigma, self.max_skipped_steps = loss_spike, spike_sigma, max_skipped_steps
+        train = config.train
+        self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, config.optim.grad_clip
+        self.loss_spike, self.spike_sigma = train.loss_spike, train.spike_sigma
+        self.max_skipped_steps = train.max_skipped_steps
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.numbers = torch.zeros(len(Counters._fields) + WINDOW, dtype=torch.float64, device=device)
+        size, device = len(Counters._fields) + WINDOW, self.parameters[0].device
+        self.numbers = torch.zeros(size, dtype=torch.float64, device=device)
         self.counters.scale.fill_(FIRST_SCALE if scaled else 1.0)
         self.decide = torch.compile(self._decide, fullgraph=True) if compile else self._decide
 
@@ -147,7 +140,7 @@ class Updates:
     def _count(self, before: Counters[Tensor], healthy: Tensor, skip: Tensor) -> Counters[Tensor]:
         """The counters of taken and skipped steps, and the loss scale, after a step with a finite loss."""
         in_row = torch.where(skip, before.skipped_in_row + 1, 0)
-        stuck = in_row == (self.max_skipped_steps or -1)
+        stuck = in_row == self.max_skipped_steps
         counters = before._replace(
             skipped=before.skipped + skip,
             skipped_in_row=in_row,

@@ -17,6 +17,7 @@ from common.text import format_bytes, text_table
 from configure import Config, ConfigError
 from model import count_parameters, flops_per_token, parameter_shapes
 from runtime.distributed import GPUS
+from runtime.folder import replace
 from runtime.memory import USABLE, Memory, estimate_memory, list_parallelisms
 
 
@@ -58,15 +59,13 @@ def describe_run(config: Config, args: argparse.Namespace) -> Iterator[str]:
 
 def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[str]:
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
-    shapes, dtype = parameter_shapes(config.model), config.train.dtype
-    if dtype == "auto":
-        dtype = "float16"  # as on any GPU
+    shapes = parameter_shapes(config.model)
     accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
     possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
     plans = {}  # the options that cost least time first
     for checkpointing, (parallel, shards) in product((False, True), possible.items()):
-        memory = estimate_memory(config, shapes, dtype, parallel, shards, checkpointing, accumulates)
-        plans[parallel, checkpointing] = memory
+        planned = replace(config, "train", activation_checkpointing=checkpointing)
+        plans[parallel, checkpointing] = estimate_memory(planned, shapes, parallel, shards, accumulates)
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     rows = []
     for part, sizes in zip(Memory._fields, zip(*plans.values(), strict=True), strict=True):

@@ -12,7 +12,7 @@ from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
-from runtime.preflight import preflight
+from runtime.preflight import Plan
 from scripts.report.runs import load_run
 from scripts.report.settings import group_runs
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
 
 
 def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
-    plan = preflight(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
+    plan = Plan(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
     monkeypatch.setattr(checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}})
     assert plan.branch.read_metadata(Ranks(0, 1, plan.device)) == {"data": "a hash"}

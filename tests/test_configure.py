@@ -12,7 +12,7 @@ from configure.load import _print_note
 from configure.schema import KEYS, ROUTER_FILE, SECTIONS, read_router_names
 from router import ROUTERS
 from runtime import RunError
-from runtime.preflight import preflight
+from runtime.preflight import Plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -240,7 +240,7 @@ def test_a_formula_is_a_router(tiny_file):
     config = load(tiny_file, ["--model.router=tanh, post=l2 over topk", "--run.name="])
     assert config.run.name == "tiny-tanh-post-l2-over-topk"
     with pytest.raises(RunError, match="model.router: norm 'l9' is not one of"):
-        preflight(load(tiny_file, ["--model.router=tanh, post=l9"]))
+        Plan(load(tiny_file, ["--model.router=tanh, post=l9"]))
 
 
 @pytest.mark.parametrize("command", ["{} --model.router=tanh --run.seed=3", "--model.router tanh {} --run.seed 3"])

@@ -16,7 +16,7 @@ from corpora import BYTES, REPO_ROOT, edit_meta, write_ids
 from data import DataError, bins, tokenizer
 from data.bins import check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta
 from data.loader import windows
-from data.tokenizer import identity, load_tokenizer
+from data.tokenizer import GPT2Tokenizer, identity, load_tokenizer
 from data.writer import Writer
 
 REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken")
@@ -39,7 +39,7 @@ def test_gpt2_ids_are_gpt2s():
     gpt2 = load_tokenizer("gpt2", REAL_RANKS)
     assert gpt2.hash == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     assert gpt2.encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert identity("gpt2") == identity(gpt2) and identity("gpt2")["eot"] == 50256
+    assert identity(GPT2Tokenizer) == identity(gpt2) and identity(gpt2)["eot"] == 50256
 
 
 def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from eval import generation, val_loss
 from model import GPT
 from runtime import RunError
 from runtime.folder import path_of
-from runtime.preflight import preflight
+from runtime.preflight import Plan
 from scripts import export, sample
 
 T, V, END = 12, 40, 39
@@ -158,8 +158,8 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     write_ids(tmp_path / "one", ids, ids)
     one = [f"data.dir={tmp_path}", "data.name=one"]
     with pytest.raises(DataError, match="its training split is one document, so.*one to a file or to a row"):
-        preflight(tiny(MASKED, *one))
-    preflight(tiny(*one))
+        Plan(tiny(MASKED, *one))
+    Plan(tiny(*one))
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.routing import record_routing
 from eval.scoring import Scorer, batch_by_length
-from hf.names import from_gpt2
+from hf.names import to_gpt2
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
 from scripts.export import export_run, load_source
@@ -42,8 +42,8 @@ def clients(tmp_path_factory):
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
-    state = from_gpt2(theirs.state_dict())
-    ours.load_state_dict({name: state[name] for name in ours.state_dict()})
+    for name, view in to_gpt2(ours.state_dict()).items():
+        view.copy_(theirs.state_dict()[name])
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(ByteTokenizer(), path, 32)
     tokenizer = AutoTokenizer.from_pretrained(path)

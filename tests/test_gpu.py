@@ -50,7 +50,7 @@ def learn(config, dtype, wrap):
     model = GPT(config.model)
     runner = wrap(model, Ranks(0, 1, device))
     optimizer = train_state.build_optimizer(model, config.optim)
-    updates = Updates(optimizer, device, scaled=dtype == torch.float16, grad_clip=1.0)
+    updates = Updates(optimizer, config, dtype == torch.float16)
     x = torch.arange(4 * 33, device=device).view(4, 33) * 7 % 251
     losses = []
     for step in range(STEPS):

@@ -13,7 +13,7 @@ from test_downstream import DOCUMENTS, results, write_tasks
 import configure
 import train
 from eval import downstream, tasks
-from eval.in_loop import open_tasks
+from eval.in_loop import TaskScores
 from eval.scoring import Scorer
 from model import GPT
 from runtime import RunError
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def run(config):
-    train.train(config, open_tasks=open_tasks)
+    train.train(config, open_tasks=TaskScores)
     return metrics(config)
 
 
@@ -83,7 +83,7 @@ def be_a_rank(file, folder):
     for parallel in ("ddp", "zero2", "fsdp"):
         where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
         meet_in(file.parent / f"{parallel}.store")
-        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2), open_tasks=open_tasks)
+        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2), open_tasks=TaskScores)
 
 
 @pytest.mark.integration
@@ -103,7 +103,7 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
 def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch):
     def refused(message, name):
         with pytest.raises(RunError, match=message):
-            train.train(tiny(*scored(folder, [name])), open_tasks=open_tasks)
+            train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
 
     monkeypatch.setattr("eval.tasks.build_task_manager", lambda names, build=tasks.build_task_manager: build(["sciq"]))
     refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
@@ -120,7 +120,7 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
 
 def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
     """Between batches; also if a task has ended meanwhile. Random numbers of training stay as they are."""
-    scores, model = open_tasks(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
+    scores, model = TaskScores(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
     state, stop, score, batches = random.getstate(), Stop(), Scorer._score_batch, []
 
     def stop_after_a_batch(*given):

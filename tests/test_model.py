@@ -244,19 +244,6 @@ def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
     assert model.blocks[1].mlp.router.weight.grad.any()
 
 
-@pytest.mark.parametrize("n_shared_expert", [0, 1])
-def test_gradients_of_a_fork_are_those_of_a_cast(n_shared_expert, monkeypatch):
-    model, idx, results = build(n_shared_expert=n_shared_expert), tokens(), []
-    for _ in range(2):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(idx, idx).loss
-        loss.backward()
-        results.append([loss, *(p.grad.clone() for p in model.parameters())])
-        monkeypatch.setattr("kernels.Fork.apply", lambda x, dtype: (x.to(dtype), x))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_passes_share_a_cast_of_the_experts():
     """Two passes under autocast, with one cast for both or one each: the same losses and gradients, bit for bit."""
     model, idx = build(n_shared_expert=1), tokens(shape=(2, B, T))

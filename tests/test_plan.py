@@ -160,10 +160,10 @@ def test_the_first_parallelism_that_fits_is_chosen():
 def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
     """Eight a node."""
     monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
-    overrides = ["data.name=any", f"train.batch_size={batch_size}"]
+    overrides = ["data.name=any", "train.dtype=float16", f"train.batch_size={batch_size}"]
     config = configure.load(REPO_ROOT / "config" / f"{file}.toml", overrides, ranks)
     shapes = parameter_shapes(config.model)
-    assert memory.choose_parallelism(config, shapes, torch.float16, ranks, 8, torch.device(device))[0] == chosen
+    assert memory.choose_parallelism(config, shapes, ranks, 8, torch.device(device))[0] == chosen
 
 
 @pytest.mark.parametrize("way, ranks", [("hsdp", 2), ("hsdp", 3), ("fsdp", 1)])
@@ -172,7 +172,7 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
     config = tiny()
     config = config.model_copy(update={"train": config.train.model_copy(update={"parallel": way})})
     with pytest.raises(RunError, match=f"= {way} .* {ranks} rank.*set --train.parallel=auto"):
-        memory.choose_parallelism(config, parameter_shapes(config.model), torch.float32, ranks, 2, torch.device("cpu"))
+        memory.choose_parallelism(config, parameter_shapes(config.model), ranks, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("capacity, gpus", [(3, 2), (1.8, 4)])  # 92% of two with 1.8 GiB are 3.3
@@ -195,7 +195,7 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
     torch.cuda.reset_peak_memory_stats()
     model = GPT(config.model).cuda()
     optimizer = train_state.build_optimizer(model, config.optim)
-    updates = train_state.Updates(optimizer, "cuda", scaled=True, grad_clip=1.0)
+    updates = train_state.Updates(optimizer, config, True)
     x = torch.randint(50257, (micro_batch, config.model.block_size), device="cuda")
     for _ in range(3):
         with torch.autocast("cuda", torch.float16):
@@ -204,5 +204,5 @@ def test_peak_on_a_gpu_is_as_planned(micro_batch):
         updates.step(0, 1e-4, loss.detach())
         optimizer.zero_grad(set_to_none=False)
     shapes = parameter_shapes(config.model)
-    planned = memory.estimate_memory(config, shapes, "float16", "ddp", 1, checkpointing=False)
+    planned = memory.estimate_memory(config, shapes, "ddp", 1)
     assert torch.cuda.max_memory_allocated() == pytest.approx(sum(planned), rel=0.15)

@@ -117,12 +117,14 @@ LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer 
     ],
 )
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
-    plan = memory.estimate_memory(CONFIG, SHAPES, "bfloat16", parallel, shards, checkpointing)
+    train = Train(micro_batch_size=2, dtype="bfloat16", activation_checkpointing=checkpointing)
+    config = CONFIG.model_copy(update={"train": train})
+    plan = memory.estimate_memory(config, SHAPES, parallel, shards)
     assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
     if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
-        assert memory.estimate_memory(CONFIG, SHAPES, "bfloat16", "hsdp", shards, checkpointing, False) == plan
-    averaged = CONFIG.model_copy(update={"train": Train(micro_batch_size=2, ema_decay=0.9)})
-    with_mean = memory.estimate_memory(averaged, SHAPES, "bfloat16", parallel, shards, checkpointing)
+        assert memory.estimate_memory(config, SHAPES, "hsdp", shards, False) == plan
+    averaged = CONFIG.model_copy(update={"train": train.model_copy(update={"ema_decay": 0.9})})
+    with_mean = memory.estimate_memory(averaged, SHAPES, parallel, shards)
     assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
 
 
@@ -199,9 +201,9 @@ SHARDED = [
 @pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
 def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
     """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config = tiny("model.n_expert=6", "model.block_size=31", f"optim.name={name}")
+    config = tiny("model.n_expert=6", "model.block_size=31", "train.dtype=float32", f"optim.name={name}")
     shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
-    plan = memory.estimate_memory(config, shapes, "float32", way, possible[way], False)
+    plan = memory.estimate_memory(config, shapes, way, possible[way])
     with fake_ranks_of(world_size, per_node) as ranks:
         model = GPT(config.model)
         parallel.distribute(model, way, ranks, torch.float32)

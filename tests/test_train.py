@@ -29,7 +29,7 @@ from runtime import state as train_state
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.metrics import Metrics, read_metrics
-from runtime.preflight import preflight
+from runtime.preflight import Plan
 from runtime.signals import Stop
 from runtime.validation import measure_loss
 from scripts import export, sample
@@ -368,7 +368,7 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
         assert column(lines, key) == column(alone, key)
     assert column(lines, "val/loss")[0] == losses[0]  # of the initial weights
     model = load_model(path_of(config), 4, ema=True).model
-    found = measure_loss(model, preflight(config), Ranks(0, 1, CPU), Stop())["val/loss"]
+    found = measure_loss(model, Plan(config), Ranks(0, 1, CPU), Stop())["val/loss"]
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 

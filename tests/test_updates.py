@@ -12,7 +12,7 @@ from numerics import SEED, Operators, assert_near, seeded, tolerance
 from runs import checkpoints, column, metrics, run, steps
 
 import train
-from configure.schema import Model, Optim
+from configure.schema import Config, Model, Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
@@ -46,7 +46,7 @@ def test_steps_are_those_of_adamw_in_float64(grad_clip, scaled, monkeypatch):
     model = GPT(SMALL)
     model.load_state_dict(parameters, strict=False)
     mine = dict(model.named_parameters())
-    updates = Updates(build_optimizer(model, optim), "cpu", scaled=scaled, grad_clip=grad_clip)
+    updates = Updates(build_optimizer(model, optim), Config(optim=optim), scaled)
     generator = seeded(1)
     for step in range(16):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in mine.items()}
@@ -273,8 +273,8 @@ def test_spikes_are_those_by_hand(monkeypatch, compile):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
-    options = {"scaled": False, "grad_clip": 1.0, "loss_spike": "skip", "spike_sigma": 5.0, "compile": compile}
-    updates, taken, spikes = Updates(torch.optim.AdamW([p], fused=True), "cpu", **options), [], []
+    adamw, config = torch.optim.AdamW([p], fused=True), Config(train=Train(loss_spike="skip", spike_sigma=5.0))
+    updates, taken, spikes = Updates(adamw, config, False, compile), [], []
     from_limit = {63: 1e-5, 64: 1e-5, 65: -1e-5, 110: -1e3, 200: 1e-5, 230: -1e-5, 290: 1e-5}  # 63 are too few to tell
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for step in range(300):
@@ -406,7 +406,8 @@ def test_steps_equal_an_svd_in_float64(scaled):
     for p in (*mine, bias):
         names = ("exp_avg", "exp_avg_sq") if p is bias else ("exp_avg",)
         optimizer.state[p] = {"step": torch.zeros(()), **{name: torch.zeros_like(p) for name in names}}
-    updates, adamw = Updates(optimizer, "cpu", scaled=scaled, grad_clip=0.5), torch.optim.AdamW([twin], weight_decay=0)
+    updates = Updates(optimizer, Config(optim=Optim(grad_clip=0.5)), scaled)
+    adamw = torch.optim.AdamW([twin], weight_decay=0)
     weights, means = [p.double() for p in start], [torch.zeros_like(p, dtype=torch.float64) for p in start]
     for step in range(6):
         drawn = [torch.randn(p.shape, generator=seeded(100 * step + i)) for i, p in enumerate((*mine, bias))]

@@ -55,8 +55,7 @@ class Step:
         if distributed.pick_compile(config.train.compile, self.device):
             compile_blocks(model)
         optimizer = build_optimizer(model, config.optim)
-        scaled, clip = self.dtype == torch.float16, config.optim.grad_clip
-        return model, optimizer, Updates(optimizer, self.device, scaled=scaled, grad_clip=clip), tokens
+        return model, optimizer, Updates(optimizer, config, self.dtype == torch.float16), tokens
 
     def __call__(self) -> None:
         """Run the step; its gradients are dropped."""
