@@ -1,5 +1,6 @@
 """Folders of runs that were never trained: a config, invented metrics and, if wanted, a checkpoint's manifest."""
 
+import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,19 @@ from scripts.report.settings import Setting, group_runs
 CONFIG = Path(__file__).parents[1] / "config"
 
 
-def make_run(folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", **shape: Any) -> Path:
-    """Make a run's folder, of kern and seed 0 by default; `shape` goes to `metric_lines`."""
+def make_run(
+    folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", old: bool = False, **shape: Any
+) -> Path:
+    """Make a run's folder, of kern and seed 0; `shape` goes to `metric_lines`, an `old` one has arrays in its lines."""
     config = configure.load(file, ["run.seed=0", "model.router=kern", "train.dtype=float16", *overrides])
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))
+    lines = metric_lines(config, **shape)
+    if old:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
     metrics = Metrics(folder, -1)
-    for line in metric_lines(config, **shape):
+    for line in lines:
         metrics.log(**{key: np.array(value) if isinstance(value, list) else value for key, value in line.items()})
     metrics.close()
     return folder
