@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import tomllib
 from collections import defaultdict
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import wandb
-from runs import checkpoints, column, run, steps
+import yaml  # a dependency of wandb
+from runs import REPO_ROOT, checkpoints, column, run, steps
 
 import train
 from runtime import checkpoint, folder
@@ -196,3 +198,9 @@ def test_files_that_cannot_be_made_cost_one_line(tiny, monkeypatch, capsys):
     assert column(run(tiny(*ON)), "train/loss")[3:]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")]
     assert "disk full): continuing without" in line and "has every number" in line
+
+
+def test_the_sweep_of_wandbs_agents_is_that_of_small_toml():
+    sweep = yaml.safe_load((REPO_ROOT / "config/wandb_sweep.yaml").read_text())
+    file = tomllib.loads((REPO_ROOT / "config/small.toml").read_text())
+    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == file["sweep"]
