@@ -425,7 +425,7 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
     mad.write_text(contest.read_text().replace("lr = [1e-3, 1e-2]", "lr = [1e30, 1e31]"))
     diverged = run([*command[:-1], str(mad), "enter", "--draft", "tanh", "--parallel", "2"])
     assert diverged.returncode == 0 and "6 of 6 runs" in diverged.stdout, diverged.stdout + diverged.stderr
-    assert diverged.stdout.count(": diverged; ") == 6 and "tanh (draft) | diverged" in diverged.stdout
+    assert diverged.stdout.count(": diverged; ") == 6 and "tanh (draft)  diverged" in diverged.stdout
 
     record = load_protocol(str(contest)).records / "mine.json"
     write_record(record, draft("whole"))
