@@ -84,9 +84,8 @@ class Plan:
         name = self.branch.dtype if self.branch and config.train.dtype == "auto" else config.train.dtype
         self.dtype = distributed.pick_dtype(name, self.device, config.model.router)  # autocast computes in it
         self.config = replace(config, "train", dtype=str(self.dtype).removeprefix("torch."))  # a resume keeps it
-        sizes = distributed.world_size(), distributed.local_size()
+        sizes, shapes = (distributed.world_size(), distributed.local_size()), parameter_shapes(config.model)
         # "ddp", "zero2", "fsdp" or "hsdp", and estimated bytes on each rank
-        shapes = parameter_shapes(config.model)
         self.parallel, self.memory = memory.choose_parallelism(self.config, shapes, *sizes, self.device)
         self.sharded = self.parallel != "ddp"  # each rank holds a part of every tensor between steps
         train = config.train

@@ -4,6 +4,7 @@ Written anew from their descriptions: nanochat's pull request 798 and torchtitan
 sigmoid scores, rows sorted by expert and `F.grouped_mm`; neither balances loads here. The activation is the config's.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from configure.schema import Model
 from kernels.torch_grouped import activate
 
 
-class Peer(nn.Module):
+class Peer(nn.Module, ABC):
     """What both have in common. Shapes: N tokens, R = N·K rows, weights (E, out, in)."""
 
     def __init__(self, config: Model) -> None:
@@ -36,8 +37,9 @@ class Peer(nn.Module):
         gates = scores.gather(1, experts).flatten()[order, None]  # (R, 1)
         return self.compute(tokens.to(logits.dtype), gates, order, loads.cumsum(0).to(torch.int32)), None
 
+    @abstractmethod
     def compute(self, x: Tensor, gates: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The experts' sum (N, C) by gates (R, 1) and flat choices in order of their experts (R,)."""
 
     def multiply(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each row (R, C) through its expert; the rows of expert e end at ends[e]."""
