@@ -4,8 +4,8 @@
     python -m scripts.report.results --check    writes nothing; fails if a table differs
 
 Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds, without
---over other measures, too, and, with three seeds, the verdicts on pairs with the baseline as one family, or those on
-best values (--choose-on). A picture there is the report's first.
+--over other measures, too; with three seeds, the verdicts on pairs with the baseline, one family; and those on best
+values (--choose-on). A picture there is the report's first.
 """
 
 import re
@@ -98,13 +98,12 @@ def format_tables(report: Report) -> str:
         means = [([setting.label or head[0], *head[1:]], rows)]
         means += [] if setting.key else [tables.build_measure_table(setting)]
         made += [(head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means]
-        if report.choose_on:
-            made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
-            continue
         named = [(a, b) for a, b in find_pairs(setting, report.baseline) if report.baseline in (b.router, b.label)]
         pairs = judge_pairs(setting, named, report.margin)
         if any(pair.difference.seeds >= MIN_SEEDS for pair in pairs):
-            made.append(tables.build_pairs_table(setting, pairs))
+            made.append(tables.build_pairs_table(setting, pairs, setting.xs if setting.key else ()))
+        if report.choose_on:
+            made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
     if len({setting.values[TOP_K] for setting in report.settings}) > 2:
         made.append(tabulate_growth(report.settings))
     return "\n\n".join(markdown_table(*table) for table in made).replace(" | ", "|")
