@@ -91,3 +91,20 @@ def test_the_growth_of_the_best_norm_is_found(tmp_path):
     oracle = stats.ttest_1samp([0.4 + shift for shift in shifts], 0)
     low, high = oracle.confidence_interval()
     assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx([0.4, low, high], abs=0.01)
+
+
+def test_the_parts_of_a_formula_have_their_effects(tmp_path):
+    """Losses are sums of three effects, which a seed shifts by known amounts; a formula less, and there is no table."""
+    effects, shifts, runs = (-0.02, 0.001, 0.03), (0.004, -0.005, 0.001), []
+    for l2, relu, gamma, seed in product((0, 1), (0, 1), (0, 1), range(3)):
+        router = ("relu, bias" if relu else "identity, bias") + ", pre=l2 over all" * l2 + ", gamma" * gamma
+        end = 1.6 + 0.1 * seed + np.dot((l2, relu, gamma), effects) + l2 * shifts[seed]
+        runs.append(
+            make_run(tmp_path / f"{l2}{relu}{gamma}-{seed}", f"model.router={router}", f"run.seed={seed}", end=end)
+        )
+    ((_, rows),) = results.tabulate_effects(*load_settings(*runs), 0.012)
+    low, high = stats.ttest_1samp([effects[0] + shift for shift in shifts], 0).confidence_interval()
+    assert [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])] == pytest.approx([-0.02, low, high], abs=1e-4)
+    assert [row[0] for row in rows] == ["**l2 norm**", "**ReLU**", "**γ**"]
+    assert [row[3] for row in rows] == ["**lower**", "**equivalent**", "**higher**"]
+    assert results.tabulate_effects(*load_settings(*runs[3:]), 0.012) == []

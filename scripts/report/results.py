@@ -21,13 +21,14 @@ from matplotlib.figure import Figure
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import markdown_table
+from router import find_spec
 from scripts.report import tables
 from scripts.report.__main__ import make_parser
 from scripts.report.comparisons import choose_best, find_pairs, judge_pairs
 from scripts.report.page import Report, read_report
 from scripts.report.pictures import plot_loss, plot_product
 from scripts.report.settings import Arm, Setting
-from scripts.report.statistics import MIN_SEEDS, estimate_difference
+from scripts.report.statistics import MIN_SEEDS, estimate_difference, judge_family
 from scripts.report.tables import Table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -104,9 +105,30 @@ def format_tables(report: Report) -> str:
             made.append(tables.build_pairs_table(setting, pairs, setting.xs if setting.key else ()))
         if report.choose_on:
             made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
+        made += tabulate_effects(setting, report.margin)
     if len({setting.values[TOP_K] for setting in report.settings}) > 2:
         made.append(tabulate_growth(report.settings))
     return "\n\n".join(markdown_table(*table) for table in made).replace(" | ", "|")
+
+
+def tabulate_effects(setting: Setting, margin: float) -> list[Table]:
+    """What each part of kern's formula adds to the loss: the mean of the arms with it minus that of those without it.
+
+    One table if the arms are the eight formulas with and without each part, none otherwise.
+    """
+    specs = [spec for arm in setting.arms if (spec := find_spec(arm.router))]
+    has = np.array([[spec.pre == "l2 over all", spec.phi == "relu", spec.gamma] for spec in specs])
+    if len(has) != 8 or len(np.unique(has, axis=0)) != 8:
+        return []
+    cells = [cell for arm in setting.arms for cell in arm.cells.values()]
+    seeds = sorted(set.intersection(*map(set, cells)))
+    losses = np.array([[setting.evaluation(cell[seed])["val/loss"] for seed in seeds] for cell in cells])  # (8, S)
+    effects = [estimate_difference(losses[part].mean(0) - losses[~part].mean(0)) for part in has.T]
+    rows = [
+        [f"**{part}**", str(effect), f"{effect.seeds} seeds", f"**{effect.verdict}**", f"{effect.p:.2g}"]
+        for part, effect in zip(("l2 norm", "ReLU", "γ"), judge_family(effects, margin), strict=True)
+    ]
+    return [(["part of the formula", "with minus without, 95%", "interval over", "with is", "Holm's p"], rows)]
 
 
 def tabulate_growth(settings: Sequence[Setting]) -> Table:
