@@ -6,7 +6,7 @@ V = vocab_size, L = n_layer.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -187,11 +187,15 @@ class GPT(nn.Module):
         return Output(logits, loss, stack_stats(layers, idx.device), losses)
 
     @contextmanager
-    def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
-        """Let all passes under autocast to `dtype` share one copy of each expert's weights, which must not change."""
+    def cast_once(self, dtype: torch.dtype, copies: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Let all passes under autocast to `dtype` share one copy of each expert's weights, which must not change.
+
+        Those in `copies`, {weight: copy}, are there already.
+        """
         experts = [module for module in self.modules() if isinstance(module, Experts)]
         for e in experts:
-            e.copies = e.w_in.detach().to(dtype), e.w_out.detach().to(dtype)
+            w_in, w_out = (copies[w] if copies and w in copies else w.detach().to(dtype) for w in (e.w_in, e.w_out))
+            e.copies = w_in, w_out
         try:
             yield
         finally:

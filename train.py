@@ -137,8 +137,7 @@ def forward_backward(
     for x, y in islice(batches, count):
         parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
     shared = train.balance_loss_coef and train.balance_loss_scope == "global" and len(stats.loads)
-    share_casts = count > 1 and not plan.sharded and not train.activation_checkpointing  # which would keep them all
-    with state.model.cast_once(plan.dtype) if share_casts else nullcontext():
+    with state.model.cast_once(plan.dtype, state.optimizer.fresh_copies()) if plan.shares_casts else nullcontext():
         loads = step_loads(plan, state, parts) if shared and count > 1 else None
         for micro, (x, y) in enumerate(parts):
             set_gradient_sync(state.runner, plan.parallel, last=micro == count - 1)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from kernels import reference, torch_grouped
 
 try:
-    from kernels import triton_cross_entropy, triton_experts, triton_norm, triton_router
+    from kernels import triton_adamw, triton_cross_entropy, triton_experts, triton_norm, triton_router
 except ImportError:  # triton exists for Linux only
-    triton_cross_entropy = triton_experts = triton_norm = triton_router = None
+    triton_adamw = triton_cross_entropy = triton_experts = triton_norm = triton_router = None
 
 BACKENDS: dict[str, Callable[..., Tensor] | None] = {
     "reference": reference.expert_mlp,

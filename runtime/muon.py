@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from runtime.adamw import AdamW, take_fused_step
 from runtime.parallel import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that Newton-Schulz repeats
@@ -37,7 +38,7 @@ def is_for_muon(name: str, dim: int) -> bool:
     return dim >= 2 and name.startswith("blocks.") and ".router." not in name
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """Muon on groups that have a `momentum`, fused AdamW on the others.
 
     The gradient g of a matrix W (..., A, B) moves its running mean m to μ m + (1 - μ) g, and W by -lr times
@@ -50,20 +51,12 @@ class Muon(torch.optim.AdamW):
     Under FSDP2 experts lie whole on a rank, which takes its own; other matrices are gathered for the iteration.
     """
 
-    grad_scale: Tensor
-    found_inf: Tensor
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
         """Take a step with the gradients in place. There is no `closure`."""
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if "momentum" not in group]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
+        take_fused_step(self, [group for group in self.param_groups if "momentum" not in group])
         take = self.found_inf == 0
-        for group in groups:
+        for group in self.param_groups:
             for p in group["params"] if "momentum" in group else ():
                 state = self.state[p]
                 state["step"] += take.to(state["step"].dtype)

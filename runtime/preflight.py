@@ -108,6 +108,11 @@ class Plan:
         """A new autocast context in `dtype`; disabled for float32."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    @property
+    def shares_casts(self) -> bool:
+        """Whether a step's passes share one cast of all experts' weights, which checkpointing keeps of a block only."""
+        return not self.sharded and not self.config.train.activation_checkpointing
+
     def check_identity(self, step: int, metadata: dict) -> None:
         """Raises RunError if the checkpoint of `step`, with this `metadata`, is of other data than `identity`."""
         for what, now in self.identity.items():

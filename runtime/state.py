@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from configure.schema import Optim
+from kernels import choose_backend
 from model import GPT, MoE
 from router import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from runtime import checkpoint, distributed
+from runtime.adamw import AdamW
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
 from runtime.muon import Muon, is_for_muon
@@ -21,7 +23,7 @@ from runtime.statistics import Statistics, join
 from runtime.updates import Updates
 
 
-def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, optim: Optim) -> AdamW:
     """AdamW or Muon with its moments allocated; weight decay on matrices only, not on LayerNorms, biases and γ.
 
     `Updates` reads a group's `lr_ratio`: optim.router_lr_ratio for routers (W, b, γ), optim.expert_out_lr_ratio for the
@@ -38,7 +40,7 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
             group["momentum"] = optim.momentum
         if p.requires_grad:
             groups.setdefault((*group.items(), p.dim() >= 2), {**group, "params": []})["params"].append(p)
-    kind = Muon if optim.name == "muon" else torch.optim.AdamW
+    kind = Muon if optim.name == "muon" else AdamW
     optimizer = kind([*groups.values()], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
     for group in optimizer.param_groups:  # now, not in the first step: float16 may skip it, and a checkpoint holds them
         names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
@@ -46,6 +48,13 @@ def build_optimizer(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
             moments = {name: torch.zeros_like(p) for name in names}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return optimizer
+
+
+def keep_copies(model: GPT, optimizer: AdamW, device: torch.device, dtype: torch.dtype) -> None:
+    """Have AdamW leave copies of experts' weights in half precision, `dtype`, if a Triton kernel multiplies these."""
+    by_triton = choose_backend(model.config.backend, device, dtype) == "triton"
+    if by_triton and dtype != torch.float32 and not isinstance(optimizer, Muon):
+        optimizer.keep_copies([p for name, p in model.named_parameters() if ".experts." in name], dtype)
 
 
 def measure_signal(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Tensor:
@@ -118,6 +127,8 @@ class TrainState(AbstractContextManager["TrainState"]):
         if plan.initial_weights:
             plan.initial_weights.match_gates(self.model, plan, ranks)
         self.optimizer = build_optimizer(self.model, config.optim)
+        if plan.shares_casts:
+            keep_copies(self.model, self.optimizer, plan.device, plan.dtype)
         self.updates = Updates(self.optimizer, config, plan.dtype == torch.float16, compile)
         self.average = WeightAverage(self.model, config.train.ema_decay) if config.train.ema_decay else None
         joined = torch.compile(join, fullgraph=True) if compile else join

@@ -98,7 +98,7 @@ class Updates:
         """
         norm = full_tensor(nn.utils.get_total_norm([p.grad for p in self.parameters]))
         fused: Any = self.optimizer  # whose attributes torch does not declare
-        # AdamW's fused kernel divides gradients by grad_scale, and does nothing where found_inf is 1.
+        # AdamW's kernels divide gradients by grad_scale, and do nothing where found_inf is 1.
         after, take, fused.grad_scale, fused.found_inf = self.decide(self.numbers, norm, loss, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)

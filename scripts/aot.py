@@ -10,8 +10,8 @@ Exits with 1 if a kernel spills or takes more shared memory than a block may hav
 fewer blocks or loads in flight than its limit, a product without its architecture's MMA, or one that waits for every
 single MMA ("serialised").
 
-Both passes of the experts, of KERN's router and of norms, and the Triton part of the LM head, run on meta tensors, and
-each launch is compiled instead: what is compiled is what would run.
+Both passes of the experts, of KERN's router and of norms, the Triton part of the LM head and AdamW's step run on meta
+tensors, and each launch is compiled instead: what is compiled is what would run.
 """
 
 import inspect
@@ -33,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+import kernels.triton_adamw as triton_adamw
 import kernels.triton_cross_entropy as triton_cross_entropy
 import kernels.triton_experts as triton_experts
 import kernels.triton_norm as triton_norm
@@ -75,6 +76,7 @@ LEAST = {
     "softmax": [(1, 2, 2)],
     "route": [(4, 4, 4)],
     "route_sum": [(5, 5, 6)],
+    "adamw": [(8, 8, 8)],
     "add_norm": [(6, 6, 6)],
     "add_norm_grad": [(3, 3, 3)],
 }
@@ -181,6 +183,10 @@ def compile_kernels(job: tuple[int, str, str]) -> list[Kernel]:
         for bias, rms, exact in ((stream[0], False, full), (None, True, full), (None, False, False)):
             norms = triton_norm.forward(stream, x, stream[0], bias, 1e-5, rms, dtype, exact)
             triton_norm.backward(*norms, stream, stream[0], 1e-5, rms, dtype, bias is not None)
+        if full:
+            weight, scalar = meta(E, C, H, dtype=fp32), c[0]
+            moments, numbers = (weight, weight), (scalar, scalar, scalar)
+            triton_adamw.adamw_step(weight, weight, *moments, w_out, *numbers, 1e-3, (0.9, 0.95), 1e-8, 0.1)
     return list(kernels)
 
 

@@ -72,7 +72,16 @@ sys.exit(aot.main(sys.argv[1:]))
     done = run_aot(again, *arguments, TRITON_CACHE_DIR=str(tmp_path))
     good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
     compiled = {tuple(line.split()[i] for i in (0, 3)) for line in good[2:] if " float16 " in line}
-    for kernel in ("place", "combine", "down_grad", "weight_grad", "softmax+grad", "route+gamma", "add_norm+add"):
+    for kernel in (
+        "place",
+        "combine",
+        "down_grad",
+        "weight_grad",
+        "softmax+grad",
+        "route+gamma",
+        "add_norm+add",
+        "adamw",
+    ):
         assert {("80", kernel), ("90", kernel)} <= compiled, done.stderr
     assert {("80", "rows"), ("90", "rows_ahead"), ("80", "up"), ("90", "up+described")} <= compiled
     faults = [line.split()[3] for line in wide if "  too much shared memory  blocks < 1" in line]

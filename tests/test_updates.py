@@ -18,7 +18,7 @@ from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.muon import COEFFICIENTS, Muon
-from runtime.state import build_optimizer, measure_signal
+from runtime.state import build_optimizer, keep_copies, measure_signal
 from runtime.updates import WINDOW, Updates
 
 # ---- against torch in float64
@@ -28,8 +28,12 @@ SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expe
 @pytest.mark.numerics
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 100.0])
-def test_steps_are_those_of_adamw_in_float64(grad_clip, scaled, monkeypatch):
-    """Matrices alone decay; routers and w_out have their own rates; gradients that are not finite change nothing."""
+@pytest.mark.parametrize("copied", [None, torch.float16])
+def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypatch):
+    """Matrices alone decay; routers and w_out have their own rates; gradients that are not finite change nothing.
+
+    So it is where a kernel of our own takes experts' steps. The copies that it leaves are of the weights, always.
+    """
     monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 3)
     optim = Optim(router_lr_ratio=0.5, expert_out_lr_ratio=0.25, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-2)
     optim = optim.model_copy(update={"grad_clip": grad_clip})
@@ -47,6 +51,9 @@ def test_steps_are_those_of_adamw_in_float64(grad_clip, scaled, monkeypatch):
     model.load_state_dict(parameters, strict=False)
     mine = dict(model.named_parameters())
     updates = Updates(build_optimizer(model, optim), Config(optim=optim), scaled)
+    if copied:
+        model.config = SMALL.model_copy(update={"backend": "triton"})
+        keep_copies(model, updates.optimizer, torch.device("cpu"), copied)
     generator = seeded(1)
     for step in range(16):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in mine.items()}
@@ -79,7 +86,28 @@ def test_steps_are_those_of_adamw_in_float64(grad_clip, scaled, monkeypatch):
             assert_near(p, exact[name].float(), limit, name)
             for moment in ("exp_avg", "exp_avg_sq") if taken else ():  # which show a gradient's size
                 assert_near(state[moment], wanted[moment].float(), limit, name)
+        copies = updates.optimizer.fresh_copies()
+        assert {name for name, p in mine.items() if p in copies} == {
+            name for name in mine if copied and "experts" in name
+        }
+        assert all(torch.equal(copy, p.to(copied)) for p, copy in copies.items())
     assert not scaled or scale != 65536
+    with torch.no_grad():
+        mine["blocks.0.mlp.experts.w_in"].mul_(2)  # as loading a checkpoint changes weights
+    assert {len(updates.optimizer.fresh_copies()), len(copies)} == ({1, 2} if copied else {0})
+
+
+def test_a_kernels_step_stays_within_its_weights():
+    adamw_step = pytest.importorskip("kernels.triton_adamw").adamw_step
+    buffers = [torch.full((4000,), 7.0) for _ in range(4)] + [torch.full((4000,), 7.0, dtype=torch.bfloat16)]
+    numbers = torch.ones(()), torch.ones(()), torch.zeros(())
+    adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.0, 0.95), 1e-8, 0.5)
+    for i in (0, 2, 3, 4):
+        assert (buffers[i][:333] == 7).all() and (buffers[i][2999:] == 7).all()
+    # beta1 0: the mean is the gradient; of weight decay 0.35; of a first step by 7 / √(0.95 · 7 + 0.05 · 49) · √0.05
+    moved = 7 - 0.1 * 0.5 * 7 - 0.1 * 7 / ((0.95 * 7 + 0.05 * 49) / 0.05) ** 0.5
+    for i, wanted in ((0, moved), (2, 7.0), (3, 0.95 * 7 + 0.05 * 49), (4, torch.tensor(moved).bfloat16().item())):
+        assert buffers[i][333:2999].tolist() == pytest.approx([wanted] * 2666, rel=1e-6)
 
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero"}  # a number leaves its device: .item(), bool(), if

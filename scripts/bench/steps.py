@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -16,7 +17,7 @@ from model import GPT, MoE, flops_per_token
 from router import ROUTERS, Router, find_spec
 from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
-from runtime.state import build_optimizer
+from runtime.state import build_optimizer, keep_copies
 from runtime.updates import Updates
 from scripts.bench.harness import Benchmark, divide
 from scripts.bench.peers import PEERS, Peer
@@ -55,13 +56,17 @@ class Step:
         if distributed.pick_compile(config.train.compile, self.device):
             compile_blocks(model)
         optimizer = build_optimizer(model, config.optim)
+        if not config.train.activation_checkpointing:
+            keep_copies(model, optimizer, self.device, self.dtype)
         return model, optimizer, Updates(optimizer, config, self.dtype == torch.float16), tokens
 
     def __call__(self) -> None:
         """Run the step; its gradients are dropped."""
         model, optimizer, updates, (x, y) = self.parts
+        checkpointing = self.config.train.activation_checkpointing
         try:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            once = nullcontext() if checkpointing else model.cast_once(self.dtype, optimizer.fresh_copies())
+            with once, torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = model(x, y).loss
             (loss * updates.scale).backward()
             updates.step(0, 0.0, loss.detach())  # at rate 0, so that weights and routing stay those of the start
