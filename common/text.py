@@ -29,11 +29,14 @@ def format_bytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right. HTML in cells is escaped."""
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], gap: str = " ") -> str:
+    """A Markdown table: the first column to the left, the others to the right. HTML in cells is escaped.
+
+    `gap` stands between cells and bars.
+    """
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
     escaped = [[escape_html(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    return "\n".join(f"|{gap}{f'{gap}|{gap}'.join(line)}{gap}|" for line in escaped)
 
 
 def escape_html(text: str) -> str:

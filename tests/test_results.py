@@ -56,7 +56,7 @@ def test_numbers_of_the_text_stand_in_tables() -> None:
     ours = re.sub(r"(?ms)^## Related work$.*?(?=^## )", "", text)
     lines = [*ours.splitlines(), *tables.splitlines()]
     known = {abs(float(x)) for line in lines if line.startswith("|") for x in re.findall(r"\d+\.\d{3,}", line)}
-    said = [x for line in lines if not line.startswith("|") for x in re.findall(r"\d+\.\d{3,4}", line)]
+    said = [x for line in lines if not line.startswith(("|", "`python")) for x in re.findall(r"\d+\.\d{3,4}", line)]
     missing = [x for x in said if not any(abs(float(x) - y) <= 0.5001 * 10 ** -len(x.split(".")[1]) for y in known)]
     assert not missing
 

@@ -149,7 +149,7 @@ def test_an_entry_sets_options(contest, tmp_path, capsys):
         start_record(protocol, tmp_path / "kern.json", "kern", "kern", {})
     records = [make_record(protocol, "softmax-renorm", [1.6, 1.7, 1.8]), record]
     rows = judge_entries(protocol, [save(tmp_path / "x.json", each) for each in records])
-    assert "| quantile | 0 |" in build_tables(protocol, rows)[PAGE]
+    assert "|quantile|0|" in build_tables(protocol, rows)[PAGE]
 
 
 def test_tasks_follow_from_losses(contest):

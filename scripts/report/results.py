@@ -108,8 +108,7 @@ def format_tables(report: Report) -> str:
         made += tabulate_effects(setting, report.margin)
     if len({setting.values[TOP_K] for setting in report.settings}) > 2:
         made.append(tabulate_growth(report.settings))
-    text = "\n\n".join(markdown_table(*table) for table in made)
-    return re.sub(r" ?\| ?", "|", text)
+    return "\n\n".join(markdown_table(*table, gap="") for table in made).replace(" ± ", "±")
 
 
 def tabulate_effects(setting: Setting, margin: float) -> list[Table]:

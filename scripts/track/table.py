@@ -40,12 +40,12 @@ def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     head, cells = build_verdicts(protocol, rows)
     measured = ["gate norm", "load imbalance", "dead experts", "lr", "router lr", "w_out lr", "balance", "diverged"]
     more = [[*verdicts, *format_measures(row)] for verdicts, row in zip(cells, rows, strict=True)]
-    full = markdown_table([*head, *measured], more)
+    full = markdown_table([*head, *measured], more, gap="")
     runs = [(row.record["name"], run) for row in rows for run in row.record["runs"]]
     if diverged := [f"{name} {task_of(run).name}" for name, run in runs if run["loss"] is None]:
         full += f"\n\nDiverged: {', '.join(diverged)}."
     short = [[re.sub(r" \[.*?\]", "", cell) for cell in row] for row in cells]  # without intervals
-    return {FRONT_PAGE: markdown_table(head, short), PAGE: full}
+    return {FRONT_PAGE: markdown_table(head, short, gap=""), PAGE: full}
 
 
 def format_measures(row: Row) -> list[str]:
