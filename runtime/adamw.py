@@ -36,8 +36,9 @@ class AdamW(torch.optim.AdamW):
         """Take a step with the gradients in place. There is no `closure`."""
         groups = self.param_groups
         take_fused_step(self, [{**g, "params": [p for p in g["params"] if p not in self.copies]} for g in groups])
-        if self.copies:
-            torch._foreach_add_([self.state[p]["step"] for p in self.copies], [1 - self.found_inf] * len(self.copies))
+        if not self.copies:
+            return
+        torch._foreach_add_([self.state[p]["step"] for p in self.copies], [1 - self.found_inf] * len(self.copies))
         settings = {p: group for group in groups for p in group["params"]}
         for p, copy in self.copies.items():
             assert p.grad is not None and triton_adamw, "keep_copies is for where Triton can run"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerics import SEED, Operators, assert_near, seeded, tolerance
-from runs import checkpoints, column, metrics, run, steps
+from runs import checkpoints, column, end, metrics, run, steps
 
 import train
 from configure.schema import Config, Model, Optim, Train
@@ -25,6 +26,20 @@ from runtime.updates import WINDOW, Updates
 SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
 
 
+def build_twins(optim):
+    """A model, {name: its weight in float64}, {name: its part of the rate}, and torch's AdamW of these."""
+    torch.manual_seed(SEED)
+    model = GPT(SMALL)
+    parameters = dict(model.named_parameters())
+    ratios = {name: 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0 for name in parameters}
+    spared = ("gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+    decays = {name: 0.0 if name.endswith(spared) else 0.3 for name in parameters}
+    assert {*ratios.values()} == {0.25, 0.5, 1.0} and {*decays.values()} == {0.0, 0.3}
+    exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    groups = [{"params": [p], "weight_decay": decays[name]} for name, p in exact.items()]
+    return model, exact, ratios, torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False)
+
+
 @pytest.mark.numerics
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter's, of infinite gradients
 @pytest.mark.parametrize("scaled", [True, False])
@@ -38,18 +53,8 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
     monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 3)
     optim = Optim(router_lr_ratio=0.5, expert_out_lr_ratio=0.25, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-2)
     optim = optim.model_copy(update={"grad_clip": grad_clip})
-    torch.manual_seed(SEED)
-    parameters = dict(GPT(SMALL).named_parameters())
-    ratios = {name: 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0 for name in parameters}
-    spared = ("gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")
-    decays = {name: 0.0 if name.endswith(spared) else 0.3 for name in parameters}
-    assert {*ratios.values()} == {0.25, 0.5, 1.0} and {*decays.values()} == {0.0, 0.3}
-    exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
-    groups = [{"params": [p], "weight_decay": decays[name]} for name, p in exact.items()]
-    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False)
+    model, exact, ratios, adamw = build_twins(optim)
     taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
-    model = GPT(SMALL)
-    model.load_state_dict(parameters, strict=False)
     mine = dict(model.named_parameters())
     updates = Updates(build_optimizer(model, optim), Config(optim=optim), scaled)
     if copied:
@@ -87,15 +92,24 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
             assert_near(p, exact[name].float(), limit, name)
             for moment in ("exp_avg", "exp_avg_sq") if taken else ():  # which show a gradient's size
                 assert_near(state[moment], wanted[moment].float(), limit, name)
-        copies = updates.optimizer.fresh_copies()
-        assert {name for name, p in mine.items() if p in copies} == {
-            name for name in mine if copied and "experts" in name
-        }
+        copies, experts = updates.optimizer.fresh_copies(), [p for name, p in mine.items() if "experts" in name]
+        assert [*copies] == (experts if copied else [])
         assert all(torch.equal(copy, p.to(copied)) for p, copy in copies.items())
     assert not scaled or scale != 65536
     with torch.no_grad():
-        mine["blocks.0.mlp.experts.w_in"].mul_(2)  # as loading a checkpoint changes weights
-    assert {len(updates.optimizer.fresh_copies()), len(copies)} == ({1, 2} if copied else {0})
+        experts[0].mul_(2)  # as loading a checkpoint changes weights
+    assert [*updates.optimizer.fresh_copies()] == (experts[1:] if copied else [])
+
+
+def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
+    """It casts once where the other run has the kernel's copies. float16: the interpreter truncates bfloat16."""
+    monkeypatch.setattr("runtime.state.choose_backend", lambda *_: "triton")  # experts themselves take torch's
+    more = ["train.checkpoint_interval=2", "train.ema_decay=0.9", "eval.interval=3", "train.max_steps=5"]
+    run(config := tiny("train.dtype=float16", *more))
+    whole = end(config)
+    shutil.rmtree(checkpoints(config) / "step_00000005")
+    run(config)
+    assert end(config) == whole and steps(config) == [4, 5]
 
 
 def test_a_kernels_step_stays_within_its_weights():
@@ -105,7 +119,7 @@ def test_a_kernels_step_stays_within_its_weights():
     adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.0, 0.95), 1e-8, 0.5)
     for i in (0, 2, 3, 4):
         assert (buffers[i][:333] == 7).all() and (buffers[i][2999:] == 7).all()
-    # beta1 0: the mean is the gradient; of weight decay 0.35; of a first step by 7 / √(0.95 · 7 + 0.05 · 49) · √0.05
+    # By hand: with beta1 = 0 the mean is the gradient; the square's mean, 0.95 · 7 + 0.05 · 49, is divided by 1 - 0.95.
     moved = 7 - 0.1 * 0.5 * 7 - 0.1 * 7 / ((0.95 * 7 + 0.05 * 49) / 0.05) ** 0.5
     for i, wanted in ((0, moved), (2, 7.0), (3, 0.95 * 7 + 0.05 * 49), (4, torch.tensor(moved).bfloat16().item())):
         assert buffers[i][333:2999].tolist() == pytest.approx([wanted] * 2666, rel=1e-6)
