@@ -330,7 +330,7 @@ def top_k_indices(scores: Tensor, k: int) -> Tensor:
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats
     index = torch.arange(n - 1, -1, -1, device=scores.device)
-    return torch.topk((order.long() << 32) | index, k, dim=-1).indices
+    return torch.topk(order.long().mul_(2**32).add_(index), k, dim=-1).indices  # << and | take twice the time
 
 
 @cache

@@ -6,13 +6,13 @@ Rows are sorted by expert and stored in slots; some slots are padding. Three way
                      blocks is the most any routing can need, so the host never waits for the device.
     PerExpertMM      CPU: takes a few experts at a time, from gathering tokens to the weighted sum, while their data is
                      in the cache; one `mm` per expert.
-    AllExpertsDense  CPU, tiny experts: applies all experts to all tokens, which is faster there.
+    NarrowExperts    CPU, few hidden units: computes each token's hidden units one by one.
 
 docs/performance.md compares their times with those of alternatives.
 
 The backward pass keeps only x, the pre-activations and indices: with A = act(H) and dO the output's gradient, the
 gate's gradient is <dO W_outᵀ, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE, arXiv
-2512.14080). AllExpertsDense keeps the pre-activations of all experts, N·E·H instead of N·K·H, and reordered weights.
+2512.14080). NarrowExperts keeps reordered weights, too.
 
 Experts with a gate of their own (SwiGLU) have two pre-activations, P = 2H columns of one product: A = act(a) · b.
 
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DENSE_LIMIT = 64  # times K: the E·H up to which all experts take all tokens, see docs/performance.md
+NARROW = 16  # the H up to which hidden units are computed one by one
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
@@ -221,38 +221,65 @@ class ExpertMLP(torch.autograd.Function):
         return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None, None
 
 
-class AllExpertsDense(torch.autograd.Function):
-    """All experts on all tokens, with gate 0 where an expert was not chosen.
+class NarrowExperts(torch.autograd.Function):
+    """One (token, hidden unit) pair at a time: products of two rows, and weighted sums of rows, of single tensors.
 
-    A NaN or Inf in a token reaches all experts' gradients; an expert that overflows reaches only the tokens that chose
-    it. Pre-activations are (N, P, E): the last dimension is the one that a CPU vectorises.
+    To a matrix product an expert of a few hidden units is too thin: gathering its tokens takes longer. Here nothing is
+    gathered, and the time hardly depends on the number of experts. A hidden unit is a row of the weights; each token
+    has J = K·H of them, or K·P.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
     ) -> Tensor:
-        (E, C, P), N, H = w_in.shape, len(x), w_out.shape[1]
-        gate = weights.new_zeros(N, 1, E).scatter_(2, experts.unsqueeze(1), weights.unsqueeze(1)).to(x.dtype)
-        others = experts.new_ones(N, 1, E, dtype=torch.bool).scatter_(2, experts.unsqueeze(1), False)  # not chosen
-        w_in, w_out = w_in.permute(1, 2, 0).reshape(C, P * E), w_out.transpose(0, 1).reshape(H * E, C)
-        hidden = (x @ w_in).view(N, P, E).masked_fill_(others, 0)  # a gate of 0 times Inf would be NaN
-        ctx.gate_dtype, ctx.activation = weights.dtype, activation
-        ctx.save_for_backward(x, w_in, w_out, hidden, gate, others, experts)
-        return activate(hidden, H, activation, dim=1)[0].mul_(gate).view(N, H * E) @ w_out
+        x, units, w_out = x.contiguous(), w_in.mT.flatten(0, 1), w_out.contiguous()
+        hidden = dots(x, units, unit_rows(experts, w_in.shape[2])).unflatten(1, (experts.shape[1], -1))  # (N, K, P)
+        act = activate(hidden, w_out.shape[1], activation)[0] * weights.to(x.dtype).unsqueeze(-1)
+        ctx.activation = activation
+        ctx.save_for_backward(x, units, w_out, weights, experts, hidden)
+        return weighted_sums(unit_rows(experts, w_out.shape[1]), w_out.flatten(0, 1), act.flatten(1))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
-        x, w_in, w_out, hidden, gate, others, experts = ctx.saved_tensors
-        (N, P, E), C = hidden.shape, x.shape[1]
-        H = len(w_out) // E
-        d_act = (d_out @ w_out.t()).view(N, H, E).masked_fill_(others, 0)  # before the gate
-        act, inner = activate(hidden, H, ctx.activation, dim=1)
-        d_gate = (act * d_act).sum(1, dtype=ctx.gate_dtype).gather(1, experts)  # (N, K)
-        d_w_out = (act.mul_(gate).view(N, H * E).t() @ d_out).view(H, E, C).transpose(0, 1)
-        d_hidden = activate_backward(d_act.mul_(gate), hidden, inner, ctx.activation, dim=1).view(N, P * E)
-        d_w_in = (x.t() @ d_hidden).view(C, P, E).permute(2, 0, 1)
-        return d_hidden @ w_in.t(), d_w_in, d_w_out, d_gate, None, None
+        x, units, w_out, weights, experts, hidden = ctx.saved_tensors
+        (E, H, _), K, P = w_out.shape, *hidden.shape[1:]
+        d_out, gate = d_out.contiguous(), weights.to(x.dtype).unsqueeze(-1)
+        d_act = dots(d_out, w_out.flatten(0, 1), unit_rows(experts, H)).unflatten(1, (K, H))  # before the gate
+        act, inner = activate(hidden, H, ctx.activation)
+        d_gate = (act * d_act).sum(-1, dtype=weights.dtype)
+        d_hidden = activate_backward(d_act.mul_(gate), hidden, inner, ctx.activation)  # (N, K, P)
+        d_x = weighted_sums(unit_rows(experts, P), units, d_hidden.flatten(1))
+
+        load, _, order, _ = sort_by_expert(experts, E, 1)
+        token, first = order // K, load.cumsum(0) - load  # (N·K,), (E,)
+
+        def weight_grad(factors: Tensor, rows: Tensor) -> Tensor:  # (N, K, n), (N, C) -> (n, E, C)
+            factors = factors.flatten(0, 1)[order].t()  # (n, N·K) by expert
+            bags = first + len(order) * torch.arange(len(factors)).unsqueeze(1)
+            sums = weighted_sums(token.repeat(len(factors)), rows, factors.flatten(), bags.flatten())
+            return sums.view(len(factors), E, -1)
+
+        d_w_in, d_w_out = weight_grad(d_hidden, x), weight_grad(act.mul_(gate), d_out)
+        return d_x, d_w_in.permute(1, 2, 0), d_w_out.transpose(0, 1), d_gate, None, None
+
+
+def unit_rows(experts: Tensor, width: int) -> Tensor:
+    """The rows (N, K·width) of the hidden units of experts (N, K) among those of all experts, `width` of each."""
+    return (experts.unsqueeze(-1) * width + torch.arange(width)).flatten(1)
+
+
+def dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """Products (N, J) of each of rows (N, C) with J rows of a table (R, C), those of index (N, J)."""
+    N, J = index.shape
+    bag, starts = torch.arange(N).repeat_interleave(J), torch.arange(0, N * J, J)
+    dot = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return dot(rows, table, index.flatten(), starts, bag, 0).view(N, J)
+
+
+def weighted_sums(index: Tensor, table: Tensor, factors: Tensor, bags: Tensor | None = None) -> Tensor:
+    """Sums (N, C) of rows of a table (R, C), index (N, J), times factors; or index (S,) and where each bag begins."""
+    return F.embedding_bag(index, table, bags, mode="sum", per_sample_weights=factors)
 
 
 @torch.compiler.disable  # the sizes of its products depend on the loads: traced, the graph would break into pieces
@@ -260,6 +287,5 @@ def expert_mlp(
     x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
 ) -> Tensor:
     """See `kernels.expert_mlp`."""
-    (E, H, _), K = w_out.shape, experts.shape[1]
-    tiny = experts.device.type == "cpu" and E * H <= DENSE_LIMIT * K
-    return (AllExpertsDense if tiny else ExpertMLP).apply(x, w_in, w_out, weights, experts, activation)
+    narrow = experts.device.type == "cpu" and w_out.shape[1] <= NARROW and x.dtype in (torch.float32, torch.float64)
+    return (NarrowExperts if narrow else ExpertMLP).apply(x, w_in, w_out, weights, experts, activation)

@@ -105,14 +105,14 @@ class AsOnGPU(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-LAYOUTS = ["dense", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"]
+LAYOUTS = ["narrow", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"]
 
 
 @pytest.fixture(params=LAYOUTS)
 def on_layout(request, monkeypatch):
     """Make the torch backend use one of its ways; returns a function that disguises `experts` for the GPU's."""
     if not request.param.startswith("bmm"):
-        monkeypatch.setattr(torch_grouped, "DENSE_LIMIT", math.inf if request.param == "dense" else 0)
+        monkeypatch.setattr(torch_grouped, "NARROW", math.inf if request.param == "narrow" else 0)
         monkeypatch.setattr(torch_grouped, "PART_BYTES", 0 if "expert" in request.param else torch_grouped.PART_BYTES)
         return lambda experts: experts
     monkeypatch.setattr(torch_grouped.PaddedBMM, "size", int(request.param.split()[-1]))
@@ -172,7 +172,6 @@ def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_layout", LAYOUTS[1:], indirect=True)  # in "dense" all experts see all tokens
 def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layout):
     """Slots without a row must not read another token's values: NaN times a gate of 0 is NaN."""
     leaves, experts, d_out = make_inputs(*CASES["typical"], dtype=dtype)
