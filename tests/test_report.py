@@ -208,6 +208,8 @@ def test_which_arms_are_compared(tmp_path):
     given = [(f"model.gate_scale={x}", f"train.z_loss_coef={x}") for x in (1, 2)]
     (setting,) = load_settings(*(make_run(tmp_path / text[0], *text) for text in given))
     assert len(setting.arms) == 2 and compare_setting(setting) == []
+    pair = compare_setting(setting, setting.arms[1].label)[0]  # an arm that is asked for is compared with all others
+    assert (pair.left, pair.right) == tuple(setting.arms)
 
 
 # ---- over a key

@@ -47,7 +47,7 @@ def estimate(
 def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
     """Arms to compare: of one router those that differ in one option, of two routers those most alike.
 
-    The baseline, a router or an arm's label, is the second of its pairs.
+    The baseline, a router or an arm's label, is the second of its pairs; if an arm, of pairs with all others.
     """
     pairs = []
     for left, right in combinations(setting.arms[::-1], 2):  # routers that someone added come first
@@ -58,7 +58,7 @@ def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
             counterparts = setting.counterparts(right, left.router) + setting.counterparts(left, right.router)
             alike = left in counterparts or right in counterparts
         subtracted = left.label == baseline or left.router == baseline != right.router
-        if alike:
+        if alike or baseline in (left.label, right.label):
             pairs.append((right, left) if subtracted else (left, right))
     return pairs
 
