@@ -117,7 +117,7 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     cells = [(options, arms, *panel) for options, arms in rows.items() for panel in drawn.items()]
     for axes, (options, arms, title, collect) in zip(grid.flat, cells, strict=False):
         draw_panel(axes, setting, arms, collect, bars=title.startswith("minus "))
-        axes.set(xlabel=setting.key or "step", ylabel=title)
+        axes.set(xlabel=setting.key or "step", ylabel=fill(title, 40))
         axes.set_title(fill(options, 60), fontsize=10)
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)  # matplotlib hides those above a shared axis
