@@ -3,9 +3,9 @@
     python -m scripts.report.results            writes them
     python -m scripts.report.results --check    writes nothing; fails if a table differs
 
-Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds, without
---over other measures, too; with three seeds, the verdicts on pairs with the baseline, one family; and those on best
-values (--choose-on). A picture there is the report's first.
+Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds; other
+measures, without --over, of at most six arms; with three seeds, the verdicts on pairs with the baseline, one family;
+and those on best values (--choose-on). A picture there is the report's first.
 """
 
 import re
@@ -97,7 +97,7 @@ def format_tables(report: Report) -> str:
     for setting in report.settings:
         head, rows = tables.build_loss_table(setting)
         means = [([setting.label or head[0], *head[1:]], rows)]
-        means += [] if setting.key else [tables.build_measure_table(setting)]
+        means += [] if setting.key or len(setting.arms) > 6 else [tables.build_measure_table(setting)]
         made += [(head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means]
         named = [(a, b) for a, b in find_pairs(setting, report.baseline) if report.baseline in (b.router, b.label)]
         pairs = judge_pairs(setting, named, report.margin)
