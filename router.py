@@ -323,8 +323,8 @@ def top_k_indices(scores: Tensor, k: int) -> Tensor:
     """Return (N, k) int64 indices of the k largest of scores (N, E), largest first; ties go to the lower index.
 
     torch.topk leaves the order of ties undefined. Here each fp32 score becomes an int64 of the same order with the
-    index in its low bits, so no two are equal. A stable sort gives the same and took 2.8 times as long on a CPU
-    (docs/LOG.md).
+    index in its low bits, so no two are equal. A stable sort gives the same and takes 2 to 3 times as long on a CPU (64
+    and 256 scores; 2 threads of an Intel Xeon, torch 2.13.0).
     """
     n = scores.shape[-1]
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0

@@ -1,6 +1,7 @@
 """Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
 
-Rows are sorted by expert and stored in slots; some slots are padding. Three ways, all dropless at any imbalance:
+Rows are sorted by expert and stored in slots, some of them padding, but for NarrowExperts. Three ways, all dropless at
+any imbalance:
 
     PaddedBMM        GPU: pads each expert's rows to blocks of 128 and multiplies all blocks in one `bmm`. The number of
                      blocks is the most any routing can need, so the host never waits for the device.
@@ -222,9 +223,9 @@ class ExpertMLP(torch.autograd.Function):
 
 
 class NarrowExperts(torch.autograd.Function):
-    """One (token, hidden unit) pair at a time: products of two rows, and weighted sums of rows, of single tensors.
+    """One (token, hidden unit) pair at a time, by products of two rows and by weighted sums of rows.
 
-    To a matrix product an expert of a few hidden units is too thin: gathering its tokens takes longer. Here nothing is
+    For a matrix product an expert of a few hidden units is too thin: gathering its tokens takes longer. Here nothing is
     gathered, and the time hardly depends on the number of experts. A hidden unit is a row of the weights; each token
     has J = K·H of them, or K·P.
     """
