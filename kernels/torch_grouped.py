@@ -1,12 +1,11 @@
 """Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
 
-Rows are sorted by expert and stored in slots, some of them padding, but for NarrowExperts. Three ways, all dropless at
-any imbalance:
+Rows are sorted by expert and stored in slots, some of them padding, so that one `bmm` multiplies the blocks of several
+experts. Dropless at any imbalance. Three ways:
 
-    PaddedBMM        GPU: pads each expert's rows to blocks of 128 and multiplies all blocks in one `bmm`. The number of
-                     blocks is the most any routing can need, so the host never waits for the device.
-    PerExpertMM      CPU: takes a few experts at a time, from gathering tokens to the weighted sum, while their data is
-                     in the cache; one `mm` per expert.
+    make_blocks      GPU: blocks of 128 slots, as many as any routing can need, so the host never waits for the device.
+    make_parts       CPU: takes a few experts at a time, from gathering tokens to the weighted sum, while their data is
+                     in the cache; each has one block, and experts of similar loads go together.
     NarrowExperts    CPU, few hidden units: computes each token's hidden units one by one.
 
 docs/performance.md compares their times with those of alternatives.
@@ -21,17 +20,20 @@ Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, P = H or 
 imports only torch, so that exported models can ship it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
 NARROW = 16  # the H up to which hidden units are computed one by one
+BLOCK = 128  # slots per block on a GPU
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
-Layout = tuple[Tensor, int, list[Any]]  # slot (N, K) of each row, the number of slots, the parts
+ALL = slice(None)
 
 
 def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tuple[Tensor, Tensor | None]:
@@ -56,170 +58,185 @@ def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activ
     return torch.cat([function(d_act * b, a), d_act.mul_(inner)], dim)
 
 
-def sort_by_expert(experts: Tensor, n_expert: int, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order the rows of experts (N, K) by expert, then by token, and pad each expert's to a multiple of `block` slots.
+@dataclass
+class Part:
+    """Some experts in blocks of as many slots each. Padding slots read zeros (token N); their gate is 0."""
 
-    Returns, all int64: rows (E,) and blocks (E,) of each expert; the sorted indices (N·K,) into the flattened `experts`
-    and the slot (N·K,) of each.
-    """
-    flat = experts.flatten()
-    load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    blocks = (load + block - 1) // block
-    order = flat.int().argsort(stable=True)  # int32 sorts in half the time of int64
-    owner = flat[order]
-    shift = (blocks.cumsum(0) - blocks) * block - (load.cumsum(0) - load)  # (E,) padding before an expert's first row
-    return load, blocks, order, shift[owner] + torch.arange(len(flat), device=flat.device)
-
-
-def fill_slots(values: Tensor, slot: Tensor, n_slot: int, fill: int = 0) -> Tensor:
-    """Put values (R,) at their slots (R,) of a tensor (n_slot,) whose other entries are `fill`."""
-    return torch.full((n_slot,), fill, dtype=values.dtype, device=values.device).scatter_(0, slot, values)
-
-
-class PaddedBMM:
-    """All experts in blocks of `size` rows. Padding slots read zeros (token N, which does not exist) and have gate 0.
-
-    On a GPU the weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics.
-    """
-
-    size = 128  # rows per block
-
-    def __init__(self, slot: Tensor, token: Tensor, gate: Tensor, expert: Tensor) -> None:
-        """Take slot (N, K) of each row, token (S,) and gate (S, 1) of each slot, expert (blocks,) of each block."""
-        self.slot, self.token, self.gate, self.expert = slot, token, gate, expert
-        self.experts, self.slots = slice(None), slice(None)
-
-    @classmethod
-    def build(cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype) -> Layout:
-        """Return the Layout of one part with all experts."""
-        (N, K), n_expert = experts.shape, len(w_in)
-        _, blocks, order, slot = sort_by_expert(experts, n_expert, cls.size)
-        n_block = N * K // cls.size + n_expert  # the most any routing needs
-        index = torch.arange(n_block, device=slot.device)
-        expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
-        token = fill_slots(order // K, slot, n_block * cls.size, fill=N)
-        gate = fill_slots(weights.flatten()[order], slot, n_block * cls.size).unsqueeze(-1)
-        slots = torch.empty_like(slot).scatter_(0, order, slot).view(N, K)
-        return slots, n_block * cls.size, [cls(slots, token, gate, expert)]
+    experts: Tensor  # (blocks,) of each block
+    size: int  # slots per block
+    slots: slice
+    token: Tensor  # (S,) of each slot
+    gate: Tensor  # (S, 1)
 
     def to_blocks(self, rows: Tensor) -> Tensor:
         """View (S, n) as (blocks, size, n)."""
-        return rows.view(-1, self.size, rows.shape[-1])
+        return rows.view(len(self.experts), self.size, rows.shape[1])
 
     def gather(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, self.token)
-
-    def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-        product = torch.bmm(self.to_blocks(rows), w.index_select(0, self.expert)).flatten(0, 1)
-        return product if out is None else out.copy_(product)
-
-    def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
-        blocks = torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads))  # (blocks, in, out)
-        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
-        total = torch.zeros(out.shape, dtype=wide, device=out.device)
-        out.copy_(total.index_add_(0, self.expert, blocks.to(wide)))
-
-    def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
-        out += F.embedding_bag(self.slot, rows, mode="sum")  # a gather: no atomics
-
-
-class PerExpertMM:
-    """Some consecutive experts. Padding slots have gate 0 and repeat a token of their expert.
-
-    So a NaN or Inf in a token reaches no token of other experts.
-    """
-
-    def __init__(self, experts: slice, slots: slice, sizes: list[int], token: Tensor, gate: Tensor) -> None:
-        """Take the part's range of experts and of slots, the slots of each expert, token (S,) and gate (S, 1)."""
-        self.experts, self.slots, self.sizes, self.token, self.gate = experts, slots, sizes, token, gate
-
-    @classmethod
-    def build(cls, weights: Tensor, experts: Tensor, w_in: Tensor, dtype: torch.dtype) -> Layout:
-        """Return the Layout of parts of a few experts. The host reads the loads.
-
-        In half precision an expert's rows are padded to a multiple of 32: oneDNN compiles a kernel for each number of
-        rows that it meets.
-        """
-        (N, K), (n_expert, C, _) = experts.shape, w_in.shape
-        block = 32 if dtype in (torch.float16, torch.bfloat16) else 1
-        load, blocks, order, slot = sort_by_expert(experts, n_expert, block)
-        sizes, token = (blocks * block).tolist(), order // K
-        n_slot = sum(sizes)
-        if n_slot > len(slot):
-            last = token[(load.cumsum(0) - 1).clamp_min(0)]  # (E,) a token of each expert
-            token = last.repeat_interleave(blocks * block, output_size=n_slot).scatter_(0, slot, token)
-        gate = fill_slots(weights.flatten()[order], slot, n_slot).unsqueeze(-1)
-        most = PART_BYTES // (C * dtype.itemsize)  # slots per part
-        parts, first, begin = [], 0, 0
-        for e in range(n_expert):
-            end = begin + sum(sizes[first : e + 1])
-            if e + 1 == n_expert or end + sizes[e + 1] - begin > most:
-                slots = slice(begin, end)
-                parts.append(cls(slice(first, e + 1), slots, sizes[first : e + 1], token[slots], gate[slots]))
-                first, begin = e + 1, end
-        return torch.empty_like(slot).scatter_(0, order, slot).view(N, K), n_slot, parts
-
-    def gather(self, x: Tensor) -> Tensor:
+        """(N + 1, C), the last of zeros -> (S, C)."""
         return x.index_select(0, self.token)
 
     def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-        out = rows.new_empty(len(rows), w.shape[-1]) if out is None else out
-        for rows_e, w_e, out_e in zip(rows.split(self.sizes), w.unbind(), out.split(self.sizes), strict=True):
-            torch.mm(rows_e, w_e, out=out_e)
+        """(S, in), (blocks, in, out) -> (S, out)."""
+        out = rows.new_empty(len(rows), w.shape[2]) if out is None else out
+        torch.bmm(self.to_blocks(rows), w, out=self.to_blocks(out))
         return out
 
     def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
-        parts = zip(rows.t().split(self.sizes, 1), grads.split(self.sizes), out.unbind(), strict=True)
-        for rows_e, grads_e, out_e in parts:
-            torch.mm(rows_e, grads_e, out=out_e)  # zeros for an expert without rows
+        """Set the part's experts in out (E, in, out) to their sums of rowᵀ grad, of (S, in) and (S, out)."""
+        blocks = torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads))  # (blocks, in, out)
+        if self.slots != ALL:
+            out.index_copy_(0, self.experts, blocks)
+            return
+        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
+        total = torch.zeros(out.shape, dtype=wide, device=out.device)
+        out.copy_(total.index_add_(0, self.experts, blocks.to(wide)))
 
-    def add_to_tokens(self, rows: Tensor, out: Tensor) -> None:
-        out.index_add_(0, self.token, rows.to(out.dtype))
+
+Layout = tuple[Tensor, int, list[Part]]  # slot (N, K) of each row, the number of slots, the parts
+
+
+def make_blocks(weights: Tensor, experts: Tensor, n_expert: int) -> Layout:
+    """Make one part of blocks of BLOCK slots, as many as any routing can need: the host never waits for a GPU.
+
+    There the weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics.
+    """
+    load, order = sort_by_expert(experts, n_expert)
+    blocks = (load + BLOCK - 1) // BLOCK
+    index = torch.arange(experts.numel() // BLOCK + n_expert, device=load.device)
+    expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
+    slot, token, gate = fill_slots(weights, experts, load, order, blocks * BLOCK, len(index) * BLOCK)
+    return slot, len(token), [Part(expert, BLOCK, ALL, token, gate)]
+
+
+def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, unit: int) -> Layout:
+    """Make parts of at most 8 experts of similar loads and `most` slots, for a CPU. The host reads the loads.
+
+    Experts in a part have equally many slots, a multiple of `unit`, and at most 1/16 is added for that.
+    """
+    rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(descending=True, stable=True)
+    experts = torch.empty_like(rank).scatter_(0, rank, torch.arange(n_expert))[experts]  # numbered by load from here on
+    load, order = sort_by_expert(experts, n_expert)
+    sizes = [-(-rows // unit) * unit for rows in load.tolist()]
+    ranges, first = [], 0
+    for end in range(1, n_expert + 1):
+        part = sizes[first : end + 1]  # with one more expert
+        if end == n_expert or len(part) > 8 or len(part) * part[0] > min(most, 17 / 16 * sum(part)):
+            ranges.append((first, end))
+            sizes[first:end] = [part[0]] * (end - first)
+            first = end
+    n_slot = sum(sizes)
+    slot, token, gate = fill_slots(weights, experts, load, order, torch.tensor(sizes), n_slot)
+    parts, stop = [], 0
+    for first, end in ranges:
+        start, stop = stop, stop + (end - first) * sizes[first]
+        parts.append(Part(rank[first:end], sizes[first], slice(start, stop), token[start:stop], gate[start:stop]))
+    return slot, n_slot, parts
+
+
+def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
+    """Order the rows of experts (N, K) by expert, then by token.
+
+    Returns, both int64: rows (E,) of each expert; the sorted indices (N·K,) into the flattened `experts`.
+    """
+    flat = experts.flatten()
+    load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return load, flat.int().argsort(stable=True)  # int32 sorts in half the time of int64
+
+
+def fill_slots(
+    weights: Tensor, experts: Tensor, load: Tensor, order: Tensor, sizes: Tensor, n_slot: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give experts sizes (E,) slots, one after the other, and each row in `order` one of its expert's.
+
+    Returns the slot (N, K) of each row, the token (S,) and the gate (S, 1) of each slot.
+    """
+    N, K = experts.shape
+    shift = (sizes.cumsum(0) - sizes) - (load.cumsum(0) - load)  # (E,) padding before an expert's first row
+    slot = shift[experts.flatten()[order]] + torch.arange(N * K, device=order.device)
+    token = order.new_full((n_slot,), N).scatter_(0, slot, order // K)
+    gate = weights.new_zeros(n_slot).scatter_(0, slot, weights.flatten()[order]).unsqueeze(-1)
+    return torch.empty_like(slot).scatter_(0, order, slot).view(N, K), token, gate
+
+
+def scale(rows: Tensor, gate: Tensor) -> Tensor:
+    """Multiply rows (S, H), which it may overwrite, by their gates (S, 1) in fp32.
+
+    A CPU would convert half-precision rows to fp32 and back, in twice the time: there a gate is a sum of two numbers,
+    and `addcmul` rounds once.
+    """
+    if rows.dtype not in HALF or rows.is_cuda:
+        return rows.mul_(gate)
+    rounded = gate.to(rows.dtype)
+    return torch.addcmul(rows * (gate - rounded).to(rows.dtype), rows, rounded)
+
+
+class TokenSums:
+    """Sums (N, C) over each token's experts.
+
+    A CPU adds products in fp32 and fp64 part by part, while they are in the cache. Else all are put in their slots and
+    added at the end: in fp32, and without atomics.
+    """
+
+    def __init__(self, x: Tensor, slot: Tensor, n_slot: int) -> None:
+        self.slot = slot if x.dtype in HALF or slot.device.type != "cpu" else None
+        self.rows = x.new_zeros(len(x) + 1, x.shape[1]) if self.slot is None else x.new_empty(n_slot, x.shape[1])
+
+    def add(self, part: Part, rows: Tensor, w: Tensor) -> None:
+        """Add (S, in) times (blocks, in, C)."""
+        if self.slot is None:
+            self.rows.index_add_(0, part.token, part.multiply(rows, w))
+        else:
+            part.multiply(rows, w, self.rows[part.slots])
+
+    def total(self) -> Tensor:
+        return self.rows[:-1] if self.slot is None else F.embedding_bag(self.slot, self.rows, mode="sum")
+
+
+def add_zeros(x: Tensor) -> Tensor:
+    """Add a token of zeros: (N, C) -> (N + 1, C)."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 class ExpertMLP(torch.autograd.Function):
-    """The experts' MLP over parts. A part (PaddedBMM, PerExpertMM) has the following members.
-
-    `experts`, `slots` its ranges of them;
-    `gate`           (S, 1), 0 in padding slots;
-    `gather`         (N, C) -> (S, C), each slot's token;
-    `multiply`       (S, in), (E, in, out) -> (S, out), each slot times the weights of its expert;
-    `weight_grad`    (S, in), (S, out), out (E, in, out): the sum over an expert's slots of rowᵀ grad;
-    `add_to_tokens`  (S, C), out (N, C): adds each slot to its token.
-    """
+    """The experts' MLP over parts."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
     ) -> Tensor:
-        layout = PerExpertMM if experts.device.type == "cpu" else PaddedBMM
-        ctx.slot, n_slot, ctx.parts = layout.build(weights, experts, w_in, x.dtype)
+        if experts.device.type == "cpu":
+            unit = 32 if x.dtype in HALF else 1  # oneDNN compiles a kernel for each number of rows that it meets
+            layout = make_parts(weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), unit)
+        else:
+            layout = make_blocks(weights, experts, len(w_in))
+        ctx.slot, n_slot, ctx.parts = layout
         ctx.activation, width = activation, w_out.shape[1]
-        hidden = x.new_empty(n_slot, w_in.shape[-1])  # (S, P) pre-activations
-        out = torch.zeros_like(x, dtype=weights.dtype)
+        tokens, hidden = add_zeros(x), x.new_empty(n_slot, w_in.shape[2])  # (S, P) pre-activations
+        out = TokenSums(x, ctx.slot, n_slot)
         for part in ctx.parts:
-            rows = part.gather(x)
-            act = activate(part.multiply(rows, w_in[part.experts], hidden[part.slots]), width, activation)[0]
-            part.add_to_tokens(part.multiply(act.mul_(part.gate), w_out[part.experts]), out)
+            h = part.multiply(part.gather(tokens), w_in[part.experts], hidden[part.slots])
+            act = scale(activate(h, width, activation)[0], part.gate)
+            out.add(part, act, w_out[part.experts])
         ctx.save_for_backward(x, w_in, w_out, hidden)
-        return out.to(x.dtype)
+        return out.total()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, w_in, w_out, hidden = ctx.saved_tensors
         d_w_in, d_w_out = torch.empty_like(w_in), torch.empty_like(w_out)
         d_gate = ctx.parts[0].gate.new_empty(len(hidden))  # (S,)
-        d_x = torch.zeros_like(x, dtype=d_gate.dtype)
+        d_x, tokens, d_tokens = TokenSums(x, ctx.slot, len(hidden)), add_zeros(x), add_zeros(d_out)
         for part in ctx.parts:
-            rows, h = part.gather(d_out), hidden[part.slots]
+            rows, h = part.gather(d_tokens), hidden[part.slots]
             d_act = part.multiply(rows, w_out[part.experts].mT)  # (S, H), before the gate
             act, inner = activate(h, w_out.shape[1], ctx.activation)
             torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
-            part.weight_grad(act.mul_(part.gate), rows, d_w_out[part.experts])
-            d_h = activate_backward(d_act.mul_(part.gate), h, inner, ctx.activation)  # (S, P)
-            part.weight_grad(part.gather(x), d_h, d_w_in[part.experts])
-            part.add_to_tokens(part.multiply(d_h, w_in[part.experts].mT), d_x)
-        return d_x.to(x.dtype), d_w_in, d_w_out, d_gate[ctx.slot], None, None
+            part.weight_grad(scale(act, part.gate), rows, d_w_out)
+            d_h = activate_backward(scale(d_act, part.gate), h, inner, ctx.activation)  # (S, P)
+            part.weight_grad(part.gather(tokens), d_h, d_w_in)
+            d_x.add(part, d_h, w_in[part.experts].mT)
+        return d_x.total(), d_w_in, d_w_out, d_gate[ctx.slot], None, None
 
 
 class NarrowExperts(torch.autograd.Function):
@@ -252,7 +269,7 @@ class NarrowExperts(torch.autograd.Function):
         d_hidden = activate_backward(d_act.mul_(gate), hidden, inner, ctx.activation)  # (N, K, P)
         d_x = weighted_sums(unit_rows(experts, P), units, d_hidden.flatten(1))
 
-        load, _, order, _ = sort_by_expert(experts, E, 1)
+        load, order = sort_by_expert(experts, E)
         token, first = order // K, load.cumsum(0) - load  # (N·K,), (E,)
 
         def weight_grad(factors: Tensor, rows: Tensor) -> Tensor:  # (N, K, n), (N, C) -> (n, E, C)

@@ -105,17 +105,17 @@ class AsOnGPU(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-LAYOUTS = ["narrow", "mm", "mm, an expert per part", "bmm, blocks of 128", "bmm, blocks of 4"]
+LAYOUTS = ["narrow", "parts", "an expert per part", "blocks of 128", "blocks of 4"]
 
 
 @pytest.fixture(params=LAYOUTS)
 def on_layout(request, monkeypatch):
     """Make the torch backend use one of its ways; returns a function that disguises `experts` for the GPU's."""
-    if not request.param.startswith("bmm"):
+    if "blocks" not in request.param:
         monkeypatch.setattr(torch_grouped, "NARROW", math.inf if request.param == "narrow" else 0)
         monkeypatch.setattr(torch_grouped, "PART_BYTES", 0 if "expert" in request.param else torch_grouped.PART_BYTES)
         return lambda experts: experts
-    monkeypatch.setattr(torch_grouped.PaddedBMM, "size", int(request.param.split()[-1]))
+    monkeypatch.setattr(torch_grouped, "BLOCK", int(request.param.split()[-1]))
     return lambda experts: experts.as_subclass(AsOnGPU)
 
 
@@ -161,6 +161,15 @@ def test_gradients_of_gates_are_not_rounded_to_half_precision(on_layout):
     leaves, experts, d_out = make_inputs(70, 16, 24, 8, 2, dtype=torch.bfloat16)
     d_weights = run_backend(leaves, on_layout(experts), d_out)[4]
     assert d_weights.dtype == torch.float32 and not torch.equal(d_weights, d_weights.bfloat16().float())
+
+
+def test_gates_are_not_rounded_to_half_precision(on_layout):
+    """These would be rounded to 166/128, and all results be 0.3% too small."""
+    leaves, experts, d_out = make_inputs(70, 16, 24, 8, 2, dtype=torch.bfloat16)
+    leaves[3].fill_((166 + 0.45) / 128)
+    wanted = run_backend([t.double() for t in leaves], experts, d_out.double(), "reference")
+    for name, a, b in list(zip(NAMES, run_backend(leaves, on_layout(experts), d_out), wanted, strict=True))[:4]:
+        assert (a.double() * b).sum() / (b * b).sum() == pytest.approx(1, abs=1e-3), name
 
 
 def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
