@@ -4,8 +4,8 @@ Rows are sorted by expert and stored in slots, some of them padding, so that one
 experts. Dropless at any imbalance. Three ways:
 
     make_blocks      GPU: blocks of 128 slots, as many as any routing can need, so the host never waits for the device.
-    make_parts       CPU: takes a few experts at a time, from gathering tokens to the weighted sum, while their data is
-                     in the cache; each has one block, and experts of similar loads go together.
+    make_parts       CPU: takes a few experts at a time, with one block each and of similar loads, so that their data is
+                     in the cache.
     NarrowExperts    CPU, few hidden units: computes each token's hidden units one by one.
 
 docs/performance.md compares their times with those of alternatives.
@@ -31,6 +31,7 @@ HALF = (torch.float16, torch.bfloat16)
 NARROW = 16  # the H up to which hidden units are computed one by one
 BLOCK = 128  # slots per block on a GPU
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
+COPY_BYTES = 2**14  # of w_in per row up to which experts share a part, which copies their weights
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
 ALL = slice(None)
@@ -62,35 +63,38 @@ def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activ
 class Part:
     """Some experts in blocks of as many slots each. Padding slots read zeros (token N); their gate is 0."""
 
-    experts: Tensor  # (blocks,) of each block
-    size: int  # slots per block
-    slots: slice
+    experts: Tensor | slice  # of each block
+    shape: tuple[int, int]  # blocks, slots per block
+    slots: slice  # ALL: an expert may have several blocks
     token: Tensor  # (S,) of each slot
     gate: Tensor  # (S, 1)
 
     def to_blocks(self, rows: Tensor) -> Tensor:
-        """View (S, n) as (blocks, size, n)."""
-        return rows.view(len(self.experts), self.size, rows.shape[1])
+        """View (S, n) as (blocks, slots per block, n)."""
+        return rows.view(*self.shape, rows.shape[1])
 
     def gather(self, x: Tensor) -> Tensor:
         """(N + 1, C), the last of zeros -> (S, C)."""
         return x.index_select(0, self.token)
 
     def multiply(self, rows: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-        """(S, in), (blocks, in, out) -> (S, out)."""
+        """(S, in), (E, in, out) -> (S, out), each slot times the weights of its expert."""
         out = rows.new_empty(len(rows), w.shape[2]) if out is None else out
-        torch.bmm(self.to_blocks(rows), w, out=self.to_blocks(out))
+        if self.shape[1]:  # idle experts' weights are not copied
+            torch.bmm(self.to_blocks(rows), w[self.experts], out=self.to_blocks(out))
         return out
 
     def weight_grad(self, rows: Tensor, grads: Tensor, out: Tensor) -> None:
         """Set the part's experts in out (E, in, out) to their sums of rowᵀ grad, of (S, in) and (S, out)."""
-        blocks = torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads))  # (blocks, in, out)
-        if self.slots != ALL:
-            out.index_copy_(0, self.experts, blocks)
-            return
-        wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
-        total = torch.zeros(out.shape, dtype=wide, device=out.device)
-        out.copy_(total.index_add_(0, self.experts, blocks.to(wide)))
+        alone = isinstance(self.experts, slice)
+        blocks = out[self.experts] if alone else out.new_empty(self.shape[0], *out.shape[1:])
+        torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads), out=blocks)  # autocast changes no dtype of `out`
+        if self.slots == ALL:
+            wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
+            total = torch.zeros(out.shape, dtype=wide, device=out.device)
+            out.copy_(total.index_add_(0, self.experts, blocks.to(wide)))  # pyrefly: ignore[bad-argument-type]
+        elif not alone:
+            out[self.experts] = blocks
 
 
 Layout = tuple[Tensor, int, list[Part]]  # slot (N, K) of each row, the number of slots, the parts
@@ -106,31 +110,35 @@ def make_blocks(weights: Tensor, experts: Tensor, n_expert: int) -> Layout:
     index = torch.arange(experts.numel() // BLOCK + n_expert, device=load.device)
     expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
     slot, token, gate = fill_slots(weights, experts, load, order, blocks * BLOCK, len(index) * BLOCK)
-    return slot, len(token), [Part(expert, BLOCK, ALL, token, gate)]
+    return slot, len(token), [Part(expert, (len(expert), BLOCK), ALL, token, gate)]
 
 
-def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, unit: int) -> Layout:
-    """Make parts of at most 8 experts of similar loads and `most` slots, for a CPU. The host reads the loads.
+def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, together: int, unit: int) -> Layout:
+    """Make parts of experts of similar loads, for a CPU. The host reads the loads.
 
-    Experts in a part have equally many slots, a multiple of `unit`, and at most 1/16 is added for that.
+    A part has one expert, or at most `together` in at most `most` slots. They have equally many, a multiple of `unit`;
+    at most 1/16 is added to make them equal.
     """
     rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(descending=True, stable=True)
-    experts = torch.empty_like(rank).scatter_(0, rank, torch.arange(n_expert))[experts]  # numbered by load from here on
+    experts = rank.argsort()[experts]  # numbered by load from here on
     load, order = sort_by_expert(experts, n_expert)
     sizes = [-(-rows // unit) * unit for rows in load.tolist()]
     ranges, first = [], 0
     for end in range(1, n_expert + 1):
         part = sizes[first : end + 1]  # with one more expert
-        if end == n_expert or len(part) > 8 or len(part) * part[0] > min(most, 17 / 16 * sum(part)):
+        full = len(part) > together or len(part) * part[0] > min(most, 17 / 16 * sum(part))
+        if end == n_expert or part[0] and full:  # idle experts are one part
             ranges.append((first, end))
             sizes[first:end] = [part[0]] * (end - first)
             first = end
     n_slot = sum(sizes)
-    slot, token, gate = fill_slots(weights, experts, load, order, torch.tensor(sizes), n_slot)
+    slot, token, gate = fill_slots(weights, experts, load, order, load.new_tensor(sizes), n_slot)
     parts, stop = [], 0
     for first, end in ranges:
         start, stop = stop, stop + (end - first) * sizes[first]
-        parts.append(Part(rank[first:end], sizes[first], slice(start, stop), token[start:stop], gate[start:stop]))
+        alone = slice(int(rank[first]), int(rank[first]) + 1)  # a view of weights, not a copy
+        shape, slots = (end - first, sizes[first]), slice(start, stop)
+        parts.append(Part(rank[first:end] if end - first > 1 else alone, shape, slots, token[slots], gate[slots]))
     return slot, n_slot, parts
 
 
@@ -160,12 +168,12 @@ def fill_slots(
 
 
 def scale(rows: Tensor, gate: Tensor) -> Tensor:
-    """Multiply rows (S, H), which it may overwrite, by their gates (S, 1) in fp32.
+    """Multiply rows (S, H), which it may overwrite, by their gates (S, 1), which are in fp32 at least.
 
-    A CPU would convert half-precision rows to fp32 and back, in twice the time: there a gate is a sum of two numbers,
-    and `addcmul` rounds once.
+    A CPU would convert bfloat16 rows to fp32 and back, in twice the time: there a gate is a sum of two numbers, and
+    `addcmul` rounds once.
     """
-    if rows.dtype not in HALF or rows.is_cuda:
+    if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
         return rows.mul_(gate)
     rounded = gate.to(rows.dtype)
     return torch.addcmul(rows * (gate - rounded).to(rows.dtype), rows, rounded)
@@ -183,7 +191,7 @@ class TokenSums:
         self.rows = x.new_zeros(len(x) + 1, x.shape[1]) if self.slot is None else x.new_empty(n_slot, x.shape[1])
 
     def add(self, part: Part, rows: Tensor, w: Tensor) -> None:
-        """Add (S, in) times (blocks, in, C)."""
+        """Add a part's rows (S, in) times weights (E, in, C)."""
         if self.slot is None:
             self.rows.index_add_(0, part.token, part.multiply(rows, w))
         else:
@@ -206,8 +214,9 @@ class ExpertMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
     ) -> Tensor:
         if experts.device.type == "cpu":
+            together = 8 if w_in.nbytes <= COPY_BYTES * experts.numel() else 1
             unit = 32 if x.dtype in HALF else 1  # oneDNN compiles a kernel for each number of rows that it meets
-            layout = make_parts(weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), unit)
+            layout = make_parts(weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), together, unit)
         else:
             layout = make_blocks(weights, experts, len(w_in))
         ctx.slot, n_slot, ctx.parts = layout
@@ -215,9 +224,9 @@ class ExpertMLP(torch.autograd.Function):
         tokens, hidden = add_zeros(x), x.new_empty(n_slot, w_in.shape[2])  # (S, P) pre-activations
         out = TokenSums(x, ctx.slot, n_slot)
         for part in ctx.parts:
-            h = part.multiply(part.gather(tokens), w_in[part.experts], hidden[part.slots])
+            h = part.multiply(part.gather(tokens), w_in, hidden[part.slots])
             act = scale(activate(h, width, activation)[0], part.gate)
-            out.add(part, act, w_out[part.experts])
+            out.add(part, act, w_out)
         ctx.save_for_backward(x, w_in, w_out, hidden)
         return out.total()
 
@@ -229,13 +238,13 @@ class ExpertMLP(torch.autograd.Function):
         d_x, tokens, d_tokens = TokenSums(x, ctx.slot, len(hidden)), add_zeros(x), add_zeros(d_out)
         for part in ctx.parts:
             rows, h = part.gather(d_tokens), hidden[part.slots]
-            d_act = part.multiply(rows, w_out[part.experts].mT)  # (S, H), before the gate
+            d_act = part.multiply(rows, w_out.mT)  # (S, H), before the gate
             act, inner = activate(h, w_out.shape[1], ctx.activation)
             torch.sum(act * d_act, -1, dtype=d_gate.dtype, out=d_gate[part.slots])
             part.weight_grad(scale(act, part.gate), rows, d_w_out)
             d_h = activate_backward(scale(d_act, part.gate), h, inner, ctx.activation)  # (S, P)
             part.weight_grad(part.gather(tokens), d_h, d_w_in)
-            d_x.add(part, d_h, w_in[part.experts].mT)
+            d_x.add(part, d_h, w_in.mT)
         return d_x.total(), d_w_in, d_w_out, d_gate[ctx.slot], None, None
 
 

@@ -172,6 +172,13 @@ def test_gates_are_not_rounded_to_half_precision(on_layout):
         assert (a.double() * b).sum() / (b * b).sum() == pytest.approx(1, abs=1e-3), name
 
 
+@pytest.mark.numerics
+def test_gates_beyond_the_largest_float16(on_layout):
+    leaves, experts, d_out = make_inputs(70, 16, 24, 8, 2, dtype=torch.float16)
+    leaves = [leaves[0] / 100, leaves[1], leaves[2] / 1000, leaves[3].sign() * 7e4]
+    assert_equals_reference(leaves, on_layout(experts), d_out)
+
+
 def test_torch_repeats_bit_for_bit_and_leaves_its_inputs_alone(on_layout):
     leaves, experts, d_out = make_inputs(*CASES["typical"])
     before = [t.clone() for t in (*leaves, experts, d_out)]
@@ -245,6 +252,16 @@ def test_autocast(backend):
     assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(under, cast, strict=True))
 
 
+def test_a_backward_pass_under_autocast_of_a_forward_pass_before_it(on_layout):
+    leaves, experts, d_out = make_inputs(*CASES["typical"])
+    leaves = [t.requires_grad_() for t in leaves]
+    out = expert_mlp(*leaves, on_layout(experts), "torch")
+    usual = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = torch.autograd.grad(out, leaves, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(under, usual, strict=True))
+
+
 def test_backends_by_name():
     leaves, experts, d_out = make_inputs(*CASES["typical"])
     assert torch.equal(expert_mlp(*leaves, experts), expert_mlp(*leaves, experts, "torch"))
@@ -271,3 +288,10 @@ def test_memory_stays_bounded_when_all_tokens_choose_the_same_experts():
             run_backend(leaves, experts, d_out)
         made.append((counted.total, counted.largest))
     assert all(same <= 1.25 * usual for usual, same in zip(*made, strict=True))
+
+
+def test_few_tokens_copy_no_weights():
+    leaves, experts, _ = make_inputs(2, 128, 64, 64, 8)
+    with BytesMade() as counted:
+        expert_mlp(*leaves, experts, "torch")
+    assert counted.total < 2 * leaves[1][0].nbytes
