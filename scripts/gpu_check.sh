@@ -15,8 +15,8 @@
 # A part is made of pieces. Each has a time limit and does not keep the next from running when it fails. FOLDER gets at
 # most five files: gpu_check.log, to which all pieces write, figures-PART-PART.json with each piece's figures, commit,
 # device, driver and versions (docs/gpu.md), two traces, and train.tar.gz with the runs. Exit code 1 if any piece failed,
-# 2 if none can run, 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and safetensors, for `tests` also
-# pytest and hypothesis.
+# 2 if none can run, 130 after Ctrl-C. It needs no network, and of packages torch, numpy, tqdm, pydantic, tiktoken and
+# safetensors, for `tests` also pytest and hypothesis.
 # Variables: FOLDER (runs/gpu_check), PYTHON (python3), LIMIT (seconds per part, 415), STEPS (80), BATCH (sequences per
 # step, 256), DATA (prepared set in data/ to train on; by default the installed packages' Python sources, as bytes).
 set -uo pipefail
