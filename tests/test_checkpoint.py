@@ -121,8 +121,6 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
 
 
 # ---- which checkpoints stay
-
-
 def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(tmp_path, monkeypatch, capsys):
     write(tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
@@ -198,8 +196,6 @@ def test_any_damage_of_a_file_is_detected(copied, name):
 
 
 # ---- kills and a full disk before any call to the file system
-
-
 def save_filled(training, path, step):
     """Save numbers that are all `step`; the exit code."""
     saver = saver_in(path, keep=2)

@@ -184,8 +184,6 @@ def test_settings_that_are_just_valid(write):
 
 
 # ---- names of runs
-
-
 @pytest.mark.parametrize(
     "stem, name",
     [("quick.start-1", "quick.start-1-kern"), ("my config!", "my-config-kern"), ("настройки", "kern")]

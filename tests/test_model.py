@@ -59,8 +59,6 @@ def assert_same(actual, wanted):
 
 
 # transformers
-
-
 def assert_equals_theirs(model, theirs, convert, near):
     """Logits, loss and the gradients of all our weights; `convert` gives a dict of tensors their names and layout."""
     known = theirs.state_dict()
@@ -182,8 +180,6 @@ def test_same_seed_gives_the_same_weights_whatever_the_router():
 
 
 # behaviour, for every router
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", ROUTERS)
 def test_output(router):

@@ -75,8 +75,6 @@ def test_runs_on_other_text_are_refused(tmp_path):
 
 
 # ---- settings and arms
-
-
 def test_a_setting_is_what_changes_a_loss(tmp_path):
     runs = []
     for name, n in (("arxiv", 128), ("books3", 32), ("arxiv", 32), ("books3", 128)):
@@ -137,8 +135,6 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
 
 
 # ---- pairs
-
-
 def test_differences_are_of_seeds_in_common(tmp_path):
     kern = [make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01) for seed in (0, 1, 3, 4)]
     dense = [make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense") for seed in (2, 3, 1, 4)]
@@ -213,8 +209,6 @@ def test_which_arms_are_compared(tmp_path):
 
 
 # ---- over a key
-
-
 def make_curves(folder, seeds=4):
     """Runs of two routers at three gate norms; tanh is 0.05 above kern."""
     runs = []
@@ -291,8 +285,6 @@ def test_bad_keys(tmp_path, key, given, said):
 
 
 # ---- the paper's numbers
-
-
 def test_numbers_are_those_compared_with_the_paper():
     """All 367 were compared with a second transcription of the paper: after a correction, put in the new hash."""
     numbers = {}

@@ -29,8 +29,6 @@ def lines_of(axes):
 
 
 # ---- pictures
-
-
 def test_losses_over_steps(tmp_path):
     """Mean and range over seeds."""
     runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2}, overrides=["model.vocab_size=50257"], noise=0.003)
@@ -105,8 +103,6 @@ def test_measures_and_routing(tmp_path):
 
 
 # ---- pages
-
-
 def test_the_report_is_written(tmp_path, call):
     runs = make_seeds(tmp_path / "runs", {"kern": 2, "tanh": 2.5, "softmax": 2}, noise=0.003)
     out = tmp_path / "out"

@@ -373,8 +373,6 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
 
 
 # ---- commands
-
-
 @pytest.fixture
 def trained(tiny):
     config = tiny("train.ema_decay=0.99")

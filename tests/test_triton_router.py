@@ -118,8 +118,6 @@ def test_equals_router(name, shape, floor):
 
 
 # logits beyond the usual
-
-
 @pytest.mark.numerics
 @pytest.mark.parametrize("name", ["kern", "kern-after", "softmax", "tanh"])
 def test_ties_go_to_the_lower_index(name):
@@ -183,8 +181,6 @@ def test_a_token_with_a_bad_logit_spoils_no_other(name, bad):
 
 
 # as a part of the model
-
-
 def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
     router, upstream = make_router("kern", *TYPICAL[2:]), make_upstream(*TYPICAL)
     logits = make_logits(*TYPICAL[:3])
@@ -248,8 +244,6 @@ def test_where_the_kernel_does_not_run(monkeypatch):
 
 
 # on a GPU, in full size
-
-
 @pytest.mark.numerics
 @pytest.mark.gpu
 @pytest.mark.parametrize(

@@ -308,8 +308,6 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
 
 
 # ---- spikes of the loss
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_spikes_are_those_by_hand(monkeypatch, compile):
     """Against the steps that were taken. Compiled once for all steps after the first, the decision is the same."""

@@ -109,8 +109,6 @@ def test_trouble(make_run, lines, files, state, trouble):
 
 
 # ---- the table
-
-
 def test_the_table(make_run, tmp_path, call, monkeypatch):
     """Columns that are empty everywhere are left out; a folder that cannot be read is named below."""
     monkeypatch.chdir(tmp_path)
@@ -135,8 +133,6 @@ def test_watching_imports_no_torch(make_run, tmp_path):
 
 
 # ---- the live page
-
-
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
     """Unfinished runs beside finished ones. It is written again when a run changes, and then alone."""
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
