@@ -15,19 +15,6 @@ from scripts.report.statistics import (
 )
 
 
-@pytest.mark.parametrize("seeds", [3, 8])
-def test_three_seeds_or_more_are_a_paired_t_test(seeds):
-    draw = np.random.default_rng(seeds)
-    left, right = draw.normal(2, 0.1, seeds), draw.normal(2.05, 0.1, seeds)
-    difference = estimate_difference(left - right, windows=draw.normal(size=50), documents=np.arange(50))
-    oracle = stats.ttest_rel(left, right)
-    interval = oracle.confidence_interval(0.95)
-    assert (difference.over, difference.seeds, difference.freedom) == ("seeds", seeds, seeds - 1)
-    assert difference.mean == pytest.approx((left - right).mean())
-    assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
-    assert difference.p_value() == pytest.approx(oracle.pvalue)
-
-
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_fewer_seeds_have_an_interval_over_documents_that_decides_nothing(seeds):
     """Documents of equal size: the t-test of their means."""
