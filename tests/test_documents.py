@@ -14,7 +14,7 @@ import train
 from attention import KVCache, attend, find_documents
 from configure import Config
 from data import DataError
-from eval import generation, val_loss
+from eval import val_loss
 from model import GPT
 from runtime import RunError
 from runtime.folder import path_of
@@ -127,15 +127,6 @@ def test_flex_attention_equals_the_mask(length, heads, monkeypatch):
         results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
     for one, other in zip(*results, strict=True):
         assert_near(one, other, tolerance(torch.float64, length, roundings=8))
-
-
-def test_generated_ends_begin_anew():
-    """Beyond an end the continuation is that of the end alone, with a cache and after the window is full."""
-    model = build(router="dense", pos="rope").eval().float()
-    prompts = [[1, 2, 3, END, 5], [END, 5], [7, 8, END, 9, END, 5]]
-    for rows, count in ((prompts, 6), ([[*range(9), END, 5], [END, 5]], 9)):
-        continued = zip(*generation.generate(model, rows, count, generation.SamplingParams(0)), strict=True)
-        assert len(set(continued)) == 1
 
 
 def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path):
