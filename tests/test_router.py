@@ -10,19 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import router as router_module
 from eval.theory import expected_constant
-from router import (
-    ROUTERS,
-    Router,
-    RouterSpec,
-    balance_loss,
-    count_margins,
-    expert_loads,
-    find_spec,
-    hash_table,
-    monte_carlo_scale,
-    solve_selection_bias,
-    token_distribution,
-)
+from router import ROUTERS, Router, RouterSpec, balance_loss, count_margins, expert_loads, find_spec, token_distribution
 
 N, C, E, K = 48, 12, 16, 4
 SPARSE = [name for name in ROUTERS if name != "dense"]
@@ -108,7 +96,7 @@ def test_equals_its_formula_in_values_and_gradients(name, biased):
     clear = (scores[:, K - 1] - scores[:, K] > 1e-3) & (compute_logits().abs() > 1e-3).all(1)
     x = x[clear][:N].requires_grad_()
     s, scale = compute_logits(), 1.5 * (1.0 if router.gamma is None else router.gamma.double())
-    scale = scale * (monte_carlo_scale(E, K) if name == "kern-mc" else 1.0)
+    scale = scale * (router_module.monte_carlo_scale(E, K) if name == "kern-mc" else 1.0)
     experts = (score(s) + router.selection_bias).topk(K).indices
     assert not biased or (experts.sort().values != s.topk(K).indices.sort().values).any()
     routing = router(x)
@@ -125,7 +113,7 @@ def test_norm_router_equals_the_papers_listing(method, size):
     router = router_module.NormRouter(method, total_expert=E, top_k=K)
     torch.nn.init.constant_(router.scale, 1.3)
     logits = (size * torch.randn(2, 5, E)).requires_grad_()
-    downstream, initial = torch.rand(2, 5, E), 1.0 if method == "one" else monte_carlo_scale(E, K)
+    downstream, initial = torch.rand(2, 5, E), 1.0 if method == "one" else router_module.monte_carlo_scale(E, K)
     theirs = router.scale * initial * torch.relu(logits / (logits.norm(2, dim=-1, keepdim=True) + 1e-8))
     mine = router(logits)
     assert_same(mine, theirs)
@@ -136,7 +124,7 @@ def test_norm_router_equals_the_papers_listing(method, size):
 def test_monte_carlo_constant(n_expert, top_k):
     """As the integral, which test_theory.py compares to the paper's; samples have a standard deviation of 0.27."""
     near = pytest.approx(expected_constant(n_expert, top_k), abs=4 * 0.27 / math.sqrt(20_000))
-    assert monte_carlo_scale(n_expert, top_k, 20_000) == near
+    assert router_module.monte_carlo_scale(n_expert, top_k, 20_000) == near
     assert Router(C, n_expert, top_k, ROUTERS["kern-mc"]).c.item() == near
 
 
@@ -265,7 +253,7 @@ def test_quantile_balancing_equals_sorting(name):
     edges = (spec.reach + bias.max() - bias.min()) * torch.linspace(-1, 1, 1001, dtype=torch.float64) ** 3
     at = torch.searchsorted(edges, (wanted - bias).contiguous())
     width = edges[at] - edges[at - 1]
-    solved = solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
+    solved = router_module.solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
     assert solved.mean().abs() < 1e-6
     apart = (solved - (wanted - wanted.mean())).abs()
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
@@ -274,12 +262,12 @@ def test_quantile_balancing_equals_sorting(name):
 @pytest.mark.parametrize("n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)])
 def test_hash_table(n_id, n_expert, top_k):
     """Distinct experts for each id, every expert equally often up to any id, and partners that vary."""
-    table = hash_table(n_id, n_expert, top_k, seed=1)
+    table = router_module.hash_table(n_id, n_expert, top_k, seed=1)
     assert table.shape == (n_id, top_k) and all(len({*row}) == top_k for row in table.tolist())
     counts = F.one_hot(table, n_expert).sum(1).cumsum(0)
     assert (counts.amax(1) - counts.amin(1) <= 1).all()
-    assert torch.equal(table, hash_table(n_id, n_expert, top_k, 1))
-    assert n_expert == top_k or not torch.equal(table, hash_table(n_id, n_expert, top_k, 2))
+    assert torch.equal(table, router_module.hash_table(n_id, n_expert, top_k, 1))
+    assert n_expert == top_k or not torch.equal(table, router_module.hash_table(n_id, n_expert, top_k, 2))
     if n_id == 1000:
         assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
 

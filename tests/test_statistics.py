@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.report.statistics import (
-    Difference,
-    cluster_error,
-    correct_holm,
-    estimate_difference,
-    judge_family,
-)
+from scripts.report.statistics import Difference, cluster_error, correct_holm, estimate_difference, judge_family
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
