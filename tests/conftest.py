@@ -5,7 +5,7 @@ import os
 import random
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -148,9 +148,9 @@ def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def fake_ranks() -> bytes:
-    """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 pairs of bytes."""
-    tokens = [bytes([i]) for i in range(256)]
-    tokens += [bytes(pair) for pair in islice(product(range(256), repeat=2), 50_000)]
+    """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 random pairs of bytes."""
+    tokens, pairs = [bytes([i]) for i in range(256)], [*product(range(256), repeat=2)]
+    tokens += map(bytes, random.Random(0).sample(pairs, 50_000))
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
 
 

@@ -1,6 +1,5 @@
 """scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures, stop signals."""
 
-import itertools
 import json
 import os
 import re
@@ -34,17 +33,6 @@ def sweep_file(tiny_file):
 def commands(out):
     lines = re.findall(r"^\[(\d+/\d+)\] ((?:python|torchrun) .*?)(?:    # log: .*)?$", out, re.M)
     return [(number, shlex.split(command)) for number, command in lines]
-
-
-def test_dry_run_prints_the_commands_and_runs_none(sweep_file, call, monkeypatch):
-    monkeypatch.setattr(sweep, "TRAIN", "no such program")
-    printed = commands(call(sweep.main, sweep_file, "--optim.lr", "1e-3", "--data.name=none", "--dry-run"))
-    assert [number for number, _ in printed] == ["1/4", "2/4", "3/4", "4/4"]
-    for (_, words), (router, seed) in zip(printed, itertools.product(["dense", "kern"], [0, 1]), strict=True):
-        python, script, file, *overrides = words
-        assert (python, script, file) == ("python", "train.py", str(sweep_file))
-        config = configure.load(file, overrides)
-        assert (config.model.router, config.run.seed, config.optim.lr) == (router, seed, 1e-3)
 
 
 FAKE = """\
