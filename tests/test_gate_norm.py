@@ -28,10 +28,8 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch
     sampled = name in SAMPLED or tau > 6
     if not sampled:
         monkeypatch.setattr(gate_norm, "sample_square", None)  # a formula must do
-    s = (
-        tau
-        * torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, n_expert))).sort(descending=True).values
-    )
+    draws = torch.from_numpy(np.random.default_rng(1).standard_normal((40_000, n_expert)))
+    s = tau * draws.sort(descending=True).values
     squares = GATES[name](s, s[:, :top_k]).square().sum(1)
     expectation = expected_square(ROUTERS[name], n_expert, top_k, tau)
     error = squares.std().item() / math.sqrt(len(s)) + (1e-3 * expectation if sampled else 0)

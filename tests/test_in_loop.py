@@ -55,9 +55,8 @@ def test_bits_of_answers_that_are_several_or_none():
 
 def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
     own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
-    config = tiny(
-        *own, *scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2", "eval.task_limit=4")
-    )
+    scores = scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2", "eval.task_limit=4")
+    config = tiny(*own, *scores)
     lines = run(config)
     with_scores = [line for line in lines if "tasks/sciq/acc" in line]
     assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too

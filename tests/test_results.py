@@ -99,9 +99,8 @@ def test_the_parts_of_a_formula_have_their_effects(tmp_path):
     for l2, relu, gamma, seed in product((0, 1), (0, 1), (0, 1), range(3)):
         router = ("relu, bias" if relu else "identity, bias") + ", pre=l2 over all" * l2 + ", gamma" * gamma
         end = 1.6 + 0.1 * seed + np.dot((l2, relu, gamma), effects) + l2 * shifts[seed]
-        runs.append(
-            make_run(tmp_path / f"{l2}{relu}{gamma}-{seed}", f"model.router={router}", f"run.seed={seed}", end=end)
-        )
+        given = [f"model.router={router}", f"run.seed={seed}"]
+        runs.append(make_run(tmp_path / f"{l2}{relu}{gamma}-{seed}", *given, end=end))
     ((_, rows),) = results.tabulate_effects(*load_settings(*runs), 0.012)
     low, high = stats.ttest_1samp([effects[0] + shift for shift in shifts], 0).confidence_interval()
     assert [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])] == pytest.approx([-0.02, low, high], abs=1e-4)

@@ -271,11 +271,8 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
     said = call(routing.main, sources / "runs" / name, "--replay", sources / "soft.npz").splitlines()
     (file,) = (sources / f"runs/{name}/eval").rglob("replay-soft.json")
     report, trace = json.loads(file.read_text()), np.load(sources / "soft.npz")
-    (x, y), model, experts = (
-        read_windows(sources),
-        load_model(sources / "runs" / name).model,
-        torch.from_numpy(trace["experts"]),
-    )
+    (x, y), model = read_windows(sources), load_model(sources / "runs" / name).model
+    experts = torch.from_numpy(trace["experts"])
     own = (torch.stack([r.experts for r in record_routing(model, x)])[..., None] == experts[..., None, :]).any(-1)
     wanted = {"source_loss": trace["losses"].mean(), "loss": model(x, y).loss.item()}
     for chosen, router in zip(experts.long(), traces.find_routers(model), strict=True):
@@ -311,9 +308,8 @@ def test_a_training_step_replays(sources):
         assert model.blocks[1].mlp.router(torch.randn(192, 32)).experts.equal(idle)
         gradients()
         assert all(router.weight.grad.any() for router in traces.find_routers(model))
-        with pytest.raises(
-            ValueError, match=r"are \(192, 2\), \(tokens, top_k\) are \(160, 2\); take the trace of these"
-        ):
+        says = r"are \(192, 2\), \(tokens, top_k\) are \(160, 2\); take the trace of these"
+        with pytest.raises(ValueError, match=says):
             model(x[:5], y[:5])
     assert all(router.replay is None for router in model.modules() if isinstance(router, Router))
     assert [p.tolist() for p in gradients()] == [p.tolist() for p in before]

@@ -256,12 +256,9 @@ def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number,
     """However it ends, the point that it trains is asked to stop: then nobody holds their stdout any more."""
     script = "import sys; from runtime.signals import Stop; from scripts import sweep; sweep.TRAIN = sys.argv.pop(1); "
     script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)],
-        cwd=REPO_ROOT,
-        env=os.environ | {"WAIT_FOR": str(tmp_path / "never")},
-        stdout=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)]
+    env = os.environ | {"WAIT_FOR": str(tmp_path / "never")}
+    process = subprocess.Popen(command, cwd=REPO_ROOT, env=env, stdout=subprocess.PIPE)
     deadline = time.monotonic() + HANG
     while not fake_trainer():
         assert time.monotonic() < deadline and process.poll() is None

@@ -150,10 +150,9 @@ def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
     assert column(lines, "router/bias_moved") == pytest.approx([np.mean(found)])
     router, counts = trained.blocks[1].mlp.router, counted[0][None]
     state, bias = SimpleNamespace(_routers=[router], _bias_update_rate=0, n_bin=1000), router.selection_bias.clone()
+    stats = SimpleNamespace(loads=counts, margins=counts)
     for taken in (False, True):
-        train_state.TrainState.update_selection_bias(
-            state, SimpleNamespace(loads=counts, margins=counts), torch.tensor(taken)
-        )
+        train_state.TrainState.update_selection_bias(state, stats, torch.tensor(taken))
         assert torch.equal(router.selection_bias, bias) != taken and (state.bias_moved > 0).item() == taken
 
 
@@ -283,9 +282,8 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
     events, sync, save = [], Metrics.sync, checkpoint.Saver.save
     monkeypatch.setattr(Metrics, "sync", lambda self: events.append("sync") or sync(self))
-    monkeypatch.setattr(
-        checkpoint.Saver, "save", lambda self, step, *args: events.append(step) or save(self, step, *args)
-    )
+    saver = checkpoint.Saver
+    monkeypatch.setattr(saver, "save", lambda self, step, *args: events.append(step) or save(self, step, *args))
     run(tiny("train.checkpoint_interval=2"))
     assert events == ["sync", 2, "sync", 4, "sync"]  # the last: when the file is closed
 

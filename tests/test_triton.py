@@ -130,15 +130,11 @@ def test_rows_are_sorted_by_expert_and_by_token(N):
     assert torch.equal(order[inverse.long()], torch.arange(N * 3, dtype=torch.int32))
     assert torch.equal(offsets.diff().long(), experts.flatten().bincount(minlength=9))
     assert torch.equal(largest.long(), offsets.diff().argsort(descending=True, stable=True))
-    tiles = [
-        [e, row, end]
-        for e, (first, end) in enumerate(offsets.unfold(0, 2, 1).tolist())
-        for row in range(first, end, 16)
-    ]
+    rows = enumerate(offsets.unfold(0, 2, 1).tolist())
+    tiles = [[e, row, end] for e, (first, end) in rows for row in range(first, end, 16)]
     *listed, number = table.split([3] * (len(table) // 3) + [1])
-    assert number == len(tiles) and [tile.tolist() for tile in listed] == tiles + [[0, 0, 0]] * (
-        len(listed) - len(tiles)
-    )
+    unused = [[0, 0, 0]] * (len(listed) - len(tiles))
+    assert number == len(tiles) and [tile.tolist() for tile in listed] == tiles + unused
     assert {t.dtype for t in (order, inverse, offsets, largest, table)} == {torch.int32}
 
 

@@ -100,9 +100,8 @@ def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0
             assert_near(out[key], wanted[key], tolerance(torch.float32, E, ROUNDINGS), key, size)
     limit = tolerance(torch.float32, max(E, B * T), 4 * ROUNDINGS)
     floors = floor / logits.double().norm(dim=1, keepdim=True).clamp_max(1), floor
-    for key, gradient, reference, least in zip(
-        ("d_logits", "d_gamma"), gradients, wanted_gradients, floors, strict=False
-    ):
+    named = zip(("d_logits", "d_gamma"), gradients, wanted_gradients, floors, strict=False)
+    for key, gradient, reference, least in named:
         assert_near(gradient, reference, limit, key, reference.abs() + least)
     return out, gradients
 
