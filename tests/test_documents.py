@@ -10,13 +10,11 @@ from numerics import assert_near, seeded, tolerance
 from runs import column, run
 from torch.nn.attention.flex_attention import BlockMask
 
-import train
 from attention import KVCache, attend, find_documents
 from configure import Config
 from data import DataError
 from eval import val_loss
 from model import GPT
-from runtime import RunError
 from runtime.folder import path_of
 from runtime.preflight import Plan
 from scripts import export, sample
@@ -142,9 +140,6 @@ def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path):
 
 
 def test_what_a_mask_refuses(tiny, tmp_path):
-    run(tiny("run.name=a"))
-    with pytest.raises(RunError, match="data.document_mask: False -> True"):
-        train.train(tiny("run.name=a", MASKED))
     ids = np.arange(2000) % 200
     ids[-1] = 256  # the only end
     write_ids(tmp_path / "one", ids, ids)

@@ -42,8 +42,6 @@ def sampled_probabilities(logits, temperature, top_k, top_p):
 
 
 LOGITS = [0.3, 2.0, -1.0, 1.2, 0.0, 1.6]
-
-
 SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (0.8, 4, 0.6), (1.0, 0, 0.85)]
 
 

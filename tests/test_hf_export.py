@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -321,14 +322,9 @@ def run(module_tiny):
     return folder.path_of(config)
 
 
-def command(*words):
-    return export.main([str(word) for word in words])
-
-
-def test_export_and_check(run, tmp_path, capsys):
+def test_export_and_check(run, tmp_path, call):
     out = tmp_path / "there/out"
-    assert command(run, out, "--check") == 0
-    said = capsys.readouterr().out
+    said = call(export.main, run, out, "--check")
     assert all(words in said for words in ("tokenizer: the same", "generated with a cache: at most", "in one pass: at"))
     names = {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"}
     assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json", *CODE}
@@ -342,15 +338,14 @@ def test_export_and_check(run, tmp_path, capsys):
     assert ROW in card and "{" not in card
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
     assert config.eos_token_id == config.bos_token_id == config.pad_token_id == 256
-    assert command(run, out) == 2
-    assert "exists already; name a new folder" in capsys.readouterr().err
+    assert "exists already; name a new folder" in call(export.main, run, out, code=2)
     assert json.loads((out / "config.json").read_text())["nanokern"] == {"run": "tiny", "weights": "step_00000004"}
 
 
-def test_other_weights_behind_a_link(run, tmp_path):
+def test_other_weights_behind_a_link(run, tmp_path, call):
     """An early checkpoint, and the mean of two in half precision: their weights, losses and results in the card."""
     (tmp_path / "out").symlink_to(tmp_path / "behind")
-    assert command(run, tmp_path / "out", "--checkpoint", 2) == 0
+    call(export.main, run, tmp_path / "out", "--checkpoint", 2)
     assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "out").is_symlink()
     wanted = to_hf(load_model(run, 2).model.state_dict())
     assert all(tensor.equal(wanted[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
@@ -358,34 +353,28 @@ def test_other_weights_behind_a_link(run, tmp_path):
     loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)
     card = (tmp_path / "out/README.md").read_text()
     assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
-    assert command(run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check") == 0
+    call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")
     card = (tmp_path / "mean/README.md").read_text()
     assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
 
 
-def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, capsys):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
+def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr("hf.export.format_card", full)
-        assert command(run, tmp_path / "out") == 2
-    assert "error: [Errno 28] No space left" in capsys.readouterr().err
+        patch.setattr("hf.export.format_card", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        assert "error: [Errno 28] No space left" in call(export.main, run, tmp_path / "out", code=2)
     assert not list(tmp_path.glob("*out*"))
-    assert command(run, tmp_path / "out") == 0
+    call(export.main, run, tmp_path / "out")
     assert list(tmp_path.glob("*out*")) == [tmp_path / "out"]
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # safetensors writes 0600
 
 
-def test_bad_input(run, tmp_path, monkeypatch, capsys):
-    assert command(run, tmp_path / "out", "--format", "gpt2") == 2
-    assert "the run has model.router = kern, unlike GPT2LMHeadModel; use --format nanokern" in capsys.readouterr().err
-    assert command(tmp_path, tmp_path / "out") == 2
-    assert "no config.toml, so not a run" in capsys.readouterr().err
-
+def test_bad_input(run, tmp_path, monkeypatch, call):
+    says = "the run has model.router = kern, unlike GPT2LMHeadModel; use --format nanokern"
+    assert says in call(export.main, run, tmp_path / "out", "--format", "gpt2", code=2)
+    assert "no config.toml, so not a run" in call(export.main, tmp_path, tmp_path / "out", code=2)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert command(run, tmp_path / "out", "--check") == 2
-    assert "transformers not installed: pip install -r requirements-dev.txt" in capsys.readouterr().err
+    says = "transformers not installed: pip install -r requirements-dev.txt"
+    assert says in call(export.main, run, tmp_path / "out", "--check", code=2)
     assert not (tmp_path / "out").exists()
 
 

@@ -145,8 +145,6 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     run(config)
     assert "starts from" not in capsys.readouterr().out
     assert end(config) == undisturbed
-    with pytest.raises(RunError, match="(?s)train.init_from: .*source' -> ''"):
-        train.train(tiny(*MOVED))
     fresh = start_from(tiny, source, "run.name=fresh")
     with pytest.raises(RunError, match="no such folder"):
         train.train(fresh)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import DENSE, LOGITS, edit, logits, make_gpt2, refused, remedy, start
+from test_hf_init_from import DENSE, LOGITS, edit, ids, logits, make_gpt2, refused, remedy, start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import configure
@@ -60,10 +60,6 @@ def make_model(kind, **update):
     return model
 
 
-def ids(T=32):
-    return torch.randint(257, (3, T), generator=seeded())
-
-
 @pytest.mark.numerics
 @KINDS
 def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
@@ -89,19 +85,18 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
 
 
 @KINDS
-def test_exports_are_read_without_our_code(tiny, kind, tmp_path, capsys):
+def test_exports_are_read_without_our_code(tiny, kind, tmp_path, call):
     """The constant on the gates goes to the experts; checked by the command itself, in float64."""
     config = tiny("train.max_steps=2", "model.init_std=0.2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
     run(config)
-    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
-    rounded = [str(path_of(config)), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--check"]
-    assert export.main(rounded) == 0, capsys.readouterr().err
+    call(export.main, path_of(config), tmp_path / "out", "--check")
+    call(export.main, path_of(config), tmp_path / "rounded", "--dtype", "bfloat16", "--check")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["model_type"] == kind and "auto_map" not in written
     assert written.get("head_dim") == (8 if kind == "qwen3_moe" else None)  # 128 by default in older transformers
     assert not [*(tmp_path / "out").glob("*.py")] and kind in (tmp_path / "out/README.md").read_text()
     again, _ = start(tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *SHAPE, *OURS[kind]))
-    idx = ids()
+    idx = ids(32)
     assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
 
 
@@ -150,16 +145,15 @@ def write_folder(place, settings, state):
     save_file(state, place / "model.safetensors")
 
 
-def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, capsys):
+def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, call):
     more = ["model.n_shared_expert=1", "model.n_dense_layer=1", "model.dropout=0.1", "model.router=sigmoid"]
     once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]  # a second step may undo it
     config = tiny(*once, *SHAPE, *OURS["olmoe"], *more)
     run(config)
-    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--format", "olmoe"]) == 2
     misfits = ", ".join(word.replace("=", " = ") for word in more)
     says = f"the run has {misfits}, a selection bias (train.bias_update), unlike Olmoe"
-    assert says in capsys.readouterr().err
-    assert export.main([str(path_of(config)), str(tmp_path / "out")]) == 0
+    assert says in call(export.main, path_of(config), tmp_path / "out", "--format", "olmoe", code=2)
+    call(export.main, path_of(config), tmp_path / "out")
     assert (tmp_path / "out/modeling_nanokern.py").is_file()
 
 
@@ -314,14 +308,14 @@ def test_texts_come_back(folder, prepared):
         assert b"".join(of_ids[i] for i in tokenizer.encode(text)) == text.encode()
 
 
-def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_path, capsys):
+def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_path, call):
     size = open_tokenizer(prepared).vocab_size
     make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
     (tmp_path / "olmoe/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     own = [f"data.dir={prepared.parent}", "data.name=text", f"model.vocab_size={size}", *SHAPE, *OURS["olmoe"]]
     config = tiny(f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own)
     train.train(config)
-    assert export.main([str(path_of(config)), str(tmp_path / "out"), "--check"]) == 0, capsys.readouterr().err
+    call(export.main, path_of(config), tmp_path / "out", "--check")
     again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
     start(again)
     other = json.loads((tmp_path / "out/tokenizer.json").read_text())

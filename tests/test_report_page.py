@@ -167,7 +167,7 @@ def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
     assert (tmp_path / "runs/report/report.html").is_file()
 
 
-def test_bad_input(tmp_path, capsys):
+def test_bad_input(tmp_path, call):
     kern, tanh = make_run(tmp_path / "kern"), make_run(tmp_path / "tanh", "model.router=tanh")
     for arguments, said in [
         ([tmp_path / "kernel"], "no such folder"),
@@ -175,6 +175,5 @@ def test_bad_input(tmp_path, capsys):
         ([kern, "--out", kern / "config.toml/x"], "Not a directory"),
         ([kern, tanh, "--choose-on", "0"], "name the key with --over"),
     ]:
-        assert report.main([*map(str, arguments)]) == 2
-        error = capsys.readouterr().err
+        error = call(report.main, *arguments, code=2)
         assert said in error and len(error.splitlines()) == 1 and error.startswith("error: ")

@@ -370,15 +370,9 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 
-# ---- commands
-@pytest.fixture
-def trained(tiny):
-    config = tiny("train.ema_decay=0.99")
-    run(config)
-    return path_of(config)
-
-
-def test_commands_take_the_mean(trained, tmp_path, call, capsys):
+def test_commands_take_the_mean(tiny, tmp_path, call):
+    run(config := tiny("train.ema_decay=0.99"))
+    trained = path_of(config)
     prompt = (trained, "--prompt", "a", "--tokens", 20, "--seed", 1)
     assert call(sample.main, *prompt) != call(sample.main, *prompt, "--ema")
     out = call(val_loss.main, trained, "--ema")
@@ -386,7 +380,7 @@ def test_commands_take_the_mean(trained, tmp_path, call, capsys):
     logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
     assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
     assert "step 4, EMA of decay 0.99" in out
-    assert export.main([str(trained), str(tmp_path / "out"), "--ema"]) == 0
+    call(export.main, trained, tmp_path / "out", "--ema")
     assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
     keys = [downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None) for ema in (False, True)]
     assert keys[1].pop("ema") and keys[0] == keys[1]
