@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,12 +26,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import train
+from attention import KVCache
 from configure import Config
+from model import GPT
 from router import Router, Routing
 from runtime import checkpoint, folder
+from runtime.distributed import Ranks
 from runtime.metrics import ARRAYS, read_metrics
 
 REPO_ROOT = Path(__file__).parents[1]
+ALONE = Ranks(0, 1, torch.device("cpu"))
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis", "pyarrow.parquet"])
 
@@ -59,6 +64,11 @@ def run(config: Config) -> list[dict]:
     """Train, and return the lines of metrics.jsonl with their arrays."""
     train.train(config)
     return metrics(config)
+
+
+def all_logits(model: GPT, idx: torch.Tensor, past: KVCache | None = None) -> torch.Tensor:
+    """(B, T, V); the model itself returns those of the last position."""
+    return model.logits(model.hidden(idx, past)[0])
 
 
 def column(lines: list[dict], key: str) -> list:
@@ -164,7 +174,15 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# ---- processes that need not import torch again
+# ---- processes
+def wait_until(condition: Callable[[], object], is_alive: Callable[[], object] = lambda: True) -> None:
+    """Return once `condition` holds. Fail where that takes minutes, or where what it waits for has ended."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 class Forked:
     """A process that calls `function(*args)` of a test module, with extra environment variables.
 

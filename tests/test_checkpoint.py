@@ -19,19 +19,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Payload
-from runs import Forked, be_killed, content, flip, fork_with_fault
+from runs import ALONE, Forked, be_killed, content, flip, fork_with_fault
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from configure.schema import Model, Optim, Train
 from model import GPT
-from runtime import RankError, RunError, checkpoint, distributed
+from runtime import RankError, RunError, checkpoint
 from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
 from runtime.state import build_optimizer
 
-ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 SMALL = Model(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=64, n_expert=4, top_k=2, expert_hidden=8)
 
 

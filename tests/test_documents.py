@@ -7,7 +7,7 @@ import pytest
 import torch
 from corpora import write_ids
 from numerics import assert_near, seeded, tolerance
-from runs import column, run
+from runs import all_logits, column, run
 from torch.nn.attention.flex_attention import BlockMask
 
 from attention import KVCache, attend, find_documents
@@ -51,10 +51,6 @@ def make_windows():
             if first < stop:
                 documents.append((row, first, stop))
     return idx, documents
-
-
-def all_logits(model, idx, past=None):
-    return model.logits(model.hidden(idx, past)[0])
 
 
 def gradients(model, logits, weights):

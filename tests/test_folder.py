@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import content, steps
+from runs import ALONE, content, steps
 
 import train
 from configure import is_name_chosen, load
@@ -15,8 +15,6 @@ from configure.schema import KEYS, Mix
 from runtime import RunError
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, find_or_rename, path_of
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture

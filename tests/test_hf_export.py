@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from numerics import assert_near, seeded, tolerance
-from runs import meet_in, modules_in, start_ranks
+from runs import all_logits, meet_in, modules_in, start_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
@@ -78,7 +78,7 @@ def random_ids(*shape):
 def logits_of(model, idx, start=None):
     """Logits (B, T, V); row b begins at column start[b]."""
     past = None if start is None else KVCache(model.config, start, idx.shape[1], torch.float64)
-    return model.logits(model.hidden(idx, past)[0])
+    return all_logits(model, idx, past)
 
 
 def assert_same_model(own, theirs, use_cache=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Payload
 from numerics import assert_near, seeded, tolerance
-from runs import checkpoints, column, end, meet_in, run, start_ranks
+from runs import ALONE, checkpoints, column, end, meet_in, run, start_ranks
 from safetensors.torch import load_file, save_file
 
 import configure
@@ -17,11 +17,10 @@ import train
 from eval.trained import load_model
 from hf.init_from import read_initial_weights
 from model import GPT
-from runtime import RunError, checkpoint, distributed, folder
+from runtime import RunError, checkpoint, folder
 from runtime.metrics import read_metrics
 from scripts import export
 
-ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
 GPT2 = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 16}
 GPT2 |= {"activation_function": "gelu", "bos_token_id": 256, "eos_token_id": 256}
 DENSE = ["model.router=dense", "model.bias=true"]  # the model that fits GPT2

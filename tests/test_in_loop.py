@@ -6,8 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
-from runs import column, end, meet_in, metrics, start_ranks
+from runs import ALONE, column, end, meet_in, metrics, start_ranks
 from test_downstream import DOCUMENTS, results, write_tasks
 
 import configure
@@ -17,11 +16,9 @@ from eval.in_loop import TaskScores
 from eval.scoring import Scorer
 from model import GPT
 from runtime import RunError
-from runtime.distributed import Ranks
 from runtime.folder import path_of
 from runtime.signals import Stop
 
-ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 
 
@@ -127,8 +124,8 @@ def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
         batches.append(1)
         return score(*given)
 
-    assert {*scores(model, 0, ONE_RANK, stop)} >= {"tasks/piqa/acc"} and model.training
+    assert {*scores(model, 0, ALONE, stop)} >= {"tasks/piqa/acc"} and model.training
     monkeypatch.setattr(Scorer, "_score_batch", stop_after_a_batch)
     monkeypatch.setattr("eval.in_loop.Scorer", partial(Scorer, tokens=64))
-    assert scores(model, 0, ONE_RANK, stop) is None and model.training and random.getstate() == state
-    assert scores(model, 0, ONE_RANK, stop) is None and len(batches) == 1  # asked before
+    assert scores(model, 0, ALONE, stop) is None and model.training and random.getstate() == state
+    assert scores(model, 0, ALONE, stop) is None and len(batches) == 1  # asked before

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import Operators, assert_near, seeded, tolerance
+from runs import all_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -45,11 +46,6 @@ def build_random(**update):
 
 def tokens(seed=0, shape=(B, T)):
     return torch.randint(V, shape, generator=seeded(seed))
-
-
-def all_logits(model, idx):
-    """(B, T, V); the model itself returns those of the last position."""
-    return model.logits(model.hidden(idx)[0])
 
 
 def assert_same(actual, wanted):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from corpora import BYTES, jsonl, snapshot, write_tree
-from runs import Forked, be_killed, fork_with_fault
+from runs import Forked, be_killed, fork_with_fault, wait_until
 
 from data import DataError, prepare, verify, workers
 from data.bins import check_dataset, read_meta
@@ -238,17 +238,11 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     """No worker outlives the command, and a later start resumes."""
     arguments = [*books, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 2]
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
-    deadline = time.monotonic() + 60
-    while not ((tmp_path / "paused").exists() and (tmp_path / "out/text.partial/progress.json").exists()):
-        assert time.monotonic() < deadline
-        assert command.process.is_alive(), Path(command.printed).read_text()
-        time.sleep(0.01)
+    files = tmp_path / "paused", tmp_path / "out/text.partial/progress.json"
+    wait_until(lambda: all(file.exists() for file in files), command.process.is_alive)
     children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
     assert command.wait(0)[0] == -signal.SIGKILL and len(children) >= 2
-    deadline = time.monotonic() + 60
-    while any(state_and_parent(stat)[0] != "Z" for stat in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: all(state_and_parent(stat)[0] == "Z" for stat in children))
     assert not (tmp_path / "out/text").exists()
     assert "resuming after" in run(*books)
     assert snapshot(tmp_path / "out") == undisturbed

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numerics import Operators
-from runs import column, run
+from runs import ALONE, column, run
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -311,8 +311,7 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     torch._dynamo.reset()  # another test's graphs would be taken
     torch._dynamo.utils.counters.clear()
-    one = Ranks(0, 1, torch.device("cpu"))
-    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), one)
+    assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), ALONE)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

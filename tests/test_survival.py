@@ -21,18 +21,18 @@ import runs
 import torch
 import torch.distributed as dist
 from conftest import write_tiny
-from runs import checkpoints, column, content, end, flip, metrics, run, steps
+from runs import ALONE, checkpoints, column, content, end, flip, metrics, run, steps
 
 import configure
 import train
 from data.bins import check_dataset, fingerprint
 from model import GPT
-from runtime import RunError, checkpoint, distributed, folder
+from runtime import RunError, checkpoint, folder
 from runtime import state as train_state
 from runtime.folder import RunFolder
 from runtime.signals import EXIT_CODE, Stop
 
-RATE, ALONE = train.learning_rate, distributed.Ranks(0, 1, torch.device("cpu"))
+RATE = train.learning_rate
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The most state to resume: dropout, masks, selection biases, a log interval that is cut, the history of losses.
 HARD = ["model.dropout=0.1", "train.bias_update=quantile", "train.loss_spike=skip", "data.document_mask=true"]

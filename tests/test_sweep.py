@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from runs import REPO_ROOT
+from runs import REPO_ROOT, wait_until
 from runs import run as train_run
 
 import configure
@@ -259,10 +259,7 @@ def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number,
     command = [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)]
     env = os.environ | {"WAIT_FOR": str(tmp_path / "never")}
     process = subprocess.Popen(command, cwd=REPO_ROOT, env=env, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + HANG
-    while not fake_trainer():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(fake_trainer, lambda: process.poll() is None)
     process.send_signal(number)
     process.communicate(timeout=HANG)
     assert process.returncode == code and [note["point"] for note in fake_trainer()] == ["dense 0"]
@@ -276,10 +273,11 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
     long = ["--train.max_steps=1000_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
     process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     metrics = [runs / f"tiny-{router}-seed0" / "metrics.jsonl" for router in ("dense", "kern")]
-    deadline = time.time() + HANG
-    while not all(read_metrics(file)[-1:] and read_metrics(file)[-1]["step"] > 2 for file in metrics):
-        assert time.time() < deadline and process.poll() is None
-        time.sleep(0.1)
+
+    def train_both():
+        return all(any(line["step"] > 2 for line in read_metrics(file)) for file in metrics)
+
+    wait_until(train_both, lambda: process.poll() is None)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(timeout=HANG) == EXIT_CODE
     saved = [sweep.checkpoint.steps(file.parent / "checkpoints") for file in metrics]
@@ -291,8 +289,6 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
 
 
 # ---- Slurm
-
-
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "4", "SLURM_NNODES": "1"}
 PROGRAMS = {  # stand-ins: srun runs its command here, scancel signals torchrun, lets it end and sees it end
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -335,9 +331,7 @@ def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(tmp_path, slu
     """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which save and end."""
     job = slurm | {"CODE": str(code), "WAIT": "1"}
     process = subprocess.Popen(["bash", sweep.SBATCH, "x.toml"], env=job, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    deadline = time.time() + HANG
-    while not (tmp_path / "pid").exists() and time.time() < deadline:
-        time.sleep(0.02)
+    wait_until((tmp_path / "pid").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=HANG) == code
     assert (tmp_path / "canceled").read_text() == "--signal=USR1 7\n"

@@ -7,7 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from fake_runs import make_run
+from runs import wait_until
 from scipy import stats
 
 import configure
@@ -412,8 +412,7 @@ def test_a_draft_is_interrupted_resumed_and_trained_again(contest, tmp_path):
     assert all(draft("whole")["made"][run["made"]]["machine"] for run in draft("whole")["runs"])
 
     process = subprocess.Popen([*enter, "cut"])
-    while not [*drafts.glob("cut-*.json")]:
-        time.sleep(0.05)
+    wait_until(lambda: [*drafts.glob("cut-*.json")], lambda: process.poll() is None)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == EXIT_CODE
     assert 1 <= len(losses_of(draft("cut"))) < 6

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numerics import SEED, assert_near, tolerance
-from runs import REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
+from runs import ALONE, REPO_ROOT, assert_same_columns, column, run, run_with_margin, steps, untimed
 from tqdm import tqdm
 
 import train
@@ -272,7 +272,7 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
     with pytest.raises(ZeroDivisionError) as caught:  # which keeps all that is not closed alive
         train.train(tiny())
     assert codes == [1] and not tqdm._instances  # wandb shows a failed run; the bar
-    with RunFolder(path_of(tiny())).claim(Ranks(0, 1, torch.device("cpu"))):
+    with RunFolder(path_of(tiny())).claim(ALONE):
         del caught
     before_steps(None)
     assert run(tiny())[-1]["step"] == 4 and codes == [1, 0]
@@ -317,7 +317,6 @@ EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint
 # The most state beside it: selection biases that move, dropout, a loss scale.
 MOST = ["model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "model.dropout=0.1", "train.dtype=float16"]
 MOST += ["model.n_hash_layer=1"]
-CPU = torch.device("cpu")
 
 
 def means_by_hand(config, skipped):
@@ -366,7 +365,7 @@ def test_mean_is_evaluated_beside_a_run_that_it_does_not_change(tiny, capsys):
         assert column(lines, key) == column(alone, key)
     assert column(lines, "val/loss")[0] == losses[0]  # of the initial weights
     model = load_model(path_of(config), 4, ema=True).model
-    found = measure_loss(model, Plan(config), Ranks(0, 1, CPU), Stop())["val/loss"]
+    found = measure_loss(model, Plan(config), ALONE, Stop())["val/loss"]
     assert found.item() == losses[-1] != column(lines, "val/loss")[-1]
 
 
