@@ -1,10 +1,10 @@
 """configure/: values and their precedence, errors and their remedies, writing a Config as TOML, help, [sweep]."""
 
 import re
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from runs import REPO_ROOT
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from configure import ConfigError, dumps, from_command_line, load, sweep_points
@@ -14,18 +14,20 @@ from router import ROUTERS
 from runtime import RunError
 from runtime.preflight import Plan
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(autouse=True)
 def notes_not_printed_yet():
     _print_note.cache_clear()
 
 
-def message(path, *overrides, world_size=1):
+def refuse(call, *args):
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides, world_size)
+        call(*args)
     return str(caught.value)
+
+
+def message(path, *overrides, world_size=1):
+    return refuse(load, path, overrides, world_size)
 
 
 # ---- values and their precedence
@@ -114,7 +116,7 @@ def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypa
         assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
     right = write(name="right.toml")
     assert message(tmp_path / "wright.toml").endswith(f"did you mean {right}?")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPO_ROOT)
     assert message("quickstart.toml").endswith("did you mean config/quickstart.toml?")
 
 
@@ -271,12 +273,6 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys,
 # ---- the [sweep] of a config file: its points, their names, linked axes, and what is wrong with one
 SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
 LINKED = 'sweep."model.n_expert, model.top_k,model.expert_hidden" = [[32, 4, 768], [64, 8, 384], [256, 32, 96]]\n'
-
-
-def refuse(call, *args):
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    return str(caught.value)
 
 
 def test_points_are_the_product_in_file_order(write):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Payload
 from numerics import assert_near, seeded, tolerance
-from runs import ALONE, checkpoints, column, end, meet_in, run, start_ranks
+from runs import ALONE, all_logits, checkpoints, column, end, meet_in, run, start_ranks
 from safetensors.torch import load_file, save_file
 
 import configure
@@ -68,11 +68,6 @@ def refused(config):
     return text
 
 
-def logits(model, idx):
-    with torch.no_grad():
-        return model.logits(model.hidden(idx)[0])
-
-
 def ids(T):
     return torch.randint(257, (2, T), generator=seeded())
 
@@ -92,7 +87,7 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
         save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, place / "model.safetensors")
     config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
     model, words = start(config)
-    assert_near(logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
+    assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
     assert words == f"{folder.path_of(config)}: starts from {place}, a model of class GPT2LMHeadModel"
 
 
@@ -103,7 +98,7 @@ def test_differences_in_computation_are_printed(tiny, tmp_path):
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
     assert "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001" in words
     wanted = theirs.float()(ids(32)).logits
-    error = (logits(model, ids(32)) - wanted).norm() / wanted.norm()
+    error = (all_logits(model, ids(32)) - wanted).norm() / wanted.norm()
     assert 20 * LOGITS < error < 0.01  # that of the formulas, far from rounding
     assert model.wte.weight.dtype == torch.float32
 

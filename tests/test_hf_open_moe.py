@@ -9,9 +9,9 @@ from conftest import fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_near, seeded, tolerance
-from runs import REPO_ROOT, run
+from runs import REPO_ROOT, all_logits, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import DENSE, LOGITS, edit, ids, logits, make_gpt2, refused, remedy, start
+from test_hf_init_from import DENSE, LOGITS, edit, ids, make_gpt2, refused, remedy, start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import configure
@@ -72,8 +72,7 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
     logits = theirs(idx).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    with torch.no_grad():
-        assert_near(model.logits(model.hidden(idx)[0]), logits, LIMIT, "logits")
+    assert_near(all_logits(model, idx), logits, LIMIT, "logits")
     mine = model(idx, targets).loss
     assert_near(mine, loss, LIMIT, "loss")
     mine.backward()
@@ -228,7 +227,7 @@ def assert_agreement(tiny, place, kind):
         return
     model, _ = start(config)
     limit = 5e-3 if "computed as exact GELU" in words else LOGITS
-    assert_near(logits(model, idx)[..., : theirs.shape[-1]], theirs, limit, kind)
+    assert_near(all_logits(model, idx)[..., : theirs.shape[-1]], theirs, limit, kind)
 
 
 def change_folder(kind, folders, draw):

@@ -5,15 +5,14 @@ experiments, parameters without the position table, printed settings.
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
+from fake_runs import CONFIG
 
 import configure
 from model import count_parameters
 
-CONFIGS = Path(__file__).parents[1] / "config"
-FILES = {file.stem: file for file in sorted((CONFIGS / "paper").glob("*.toml"))}
+FILES = {file.stem: file for file in sorted((CONFIG / "paper").glob("*.toml"))}
 BEYOND = {"large_model_2.7B", "controls_routers", "controls_balance", "controls_scale"}
 
 FIVE = ["dense", "softmax", "sigmoid", "tanh", "kern"]
@@ -130,7 +129,7 @@ SIZES = {"125m": (12, 12, 768, 6e-4), "350m": (24, 16, 1024, 3e-4), "1b3": (24, 
 @pytest.mark.parametrize("name", SIZES)
 def test_files_of_one_size_match_the_papers_table(name):
     """Layers, heads, width, learning rate; 1b3: configs/1-3B.yml of the DAPE repository."""
-    config = configure.load(CONFIGS / f"{name}.toml", world_size=8)
+    config = configure.load(CONFIG / f"{name}.toml", world_size=8)
     model = config.model
     assert (model.n_layer, model.n_head, model.n_embd, config.optim.lr) == SIZES[name]
     assert model.expert_hidden * model.top_k == 4 * model.n_embd  # equal active parameters with the dense model
@@ -149,7 +148,7 @@ def test_controls():
 
 def test_no_two_runs_of_all_files_share_a_folder():
     owner = {}
-    for file in [*FILES.values(), *CONFIGS.glob("*.toml"), *CONFIGS.glob("studies/*.toml")]:
+    for file in [*FILES.values(), *CONFIG.glob("*.toml"), *CONFIG.glob("studies/*.toml")]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name
             assert len(name) <= 80 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")

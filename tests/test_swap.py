@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 from numerics import assert_near, seeded
-from runs import column, metrics, modules_in, run
+from runs import all_logits, column, metrics, modules_in, run
 from safetensors.torch import load_file, save_file
-from test_hf_init_from import LOGITS, MODERN, ids, logits, make_gpt2, refused, remedy, start
+from test_hf_init_from import LOGITS, MODERN, ids, make_gpt2, refused, remedy, start
 from test_hf_open_moe import LIMIT, OURS, SHAPE
 from test_router import GATES
 
@@ -65,7 +65,7 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
     for before, after in zip(record_routing(old, x), record_routing(centred, x), strict=True):
         assert before.logits.mean(1).abs().max() > 0.01 > 1e-5 > after.logits.mean(1).abs().max()
         assert before.experts.equal(after.experts)
-    assert (old.logits(old.hidden(x)[0]) - centred.logits(centred.hidden(x)[0])).abs().max() < 2e-5
+    assert (all_logits(old, x) - all_logits(centred, x)).abs().max() < 2e-5
     for router in ("softmax-renorm", "sqrtgate"):  # which ignore a shift, too
         state = read_initial_weights(swapped(module_tiny, source, router)).state
         assert all(tensor.equal(old.state_dict()[name]) for name, tensor in state.items() if ".router.w" in name)
@@ -172,7 +172,7 @@ def test_a_mixture_computes_what_its_gpt2_does(tiny, tmp_path, shape, more):
     theirs = make_plain_gpt2(tmp_path / "gpt2")
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", "model.bias=true", *shape, *more))
     idx = ids(model.config.block_size)
-    assert_near(logits(model, idx)[..., :257], theirs(idx).logits, LOGITS, "logits")
+    assert_near(all_logits(model, idx)[..., :257], theirs(idx).logits, LOGITS, "logits")
     before, after = re.findall(r"\d\.\d{5}", words)
     assert abs(float(before) - float(after)) < 2e-5 and "because" not in words
 
@@ -189,7 +189,7 @@ def test_a_mixture_computes_what_its_dense_run_does(tiny):
     place, _ = train_dense(tiny, *MODERN)
     own = [*MODERN, *SLICES, f"train.init_from={place}"]
     model, _ = start(tiny(*own, "model.block_size=64"))
-    assert_near(logits(model, ids(32)), logits(load_model(place).model, ids(32)), LOGITS, "logits")
+    assert_near(all_logits(model, ids(32)), all_logits(load_model(place).model, ids(32)), LOGITS, "logits")
     w_in = model.state_dict()[LAST_BLOCK + "w_in"]
     assert w_in[0].equal(w_in[2]) and not w_in[0].equal(w_in[1])  # a copy of two slices after the other
     run(config := tiny(*own))

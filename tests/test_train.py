@@ -17,7 +17,7 @@ from runs import ALONE, REPO_ROOT, assert_same_columns, column, run, run_with_ma
 from tqdm import tqdm
 
 import train
-from configure.schema import Model, Optim, Train
+from configure.schema import Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
 from eval import downstream, val_loss
@@ -33,8 +33,6 @@ from runtime.preflight import Plan
 from runtime.signals import Stop
 from runtime.validation import measure_loss
 from scripts import export, sample
-
-SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
 
 
 def tokens_of(config, split="train"):
