@@ -159,16 +159,13 @@ def test_peers_compute_experts(name, gated):
     assert_near(peer(x)[0], wanted, tolerance(torch.float32, 32, 16))
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["moe", "--json=/no-such-folder/x.json"], "/no-such-folder"),
-        (["step", "FILE", "--model.n_layr=1"], "did you mean 'model.n_layer'?"),
-        (["moe", "--model.n_layer=1"], "takes no config keys"),
-        (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
-        (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["moe", "--json=/no-such-folder/x.json"], "/no-such-folder"),
+    (["step", "FILE", "--model.n_layr=1"], "did you mean 'model.n_layer'?"),
+    (["moe", "--model.n_layer=1"], "takes no config keys"),
+    (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
+    (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
+])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_timed(arguments, message, tiny_file, capsys, monkeypatch):
     monkeypatch.setattr(Benchmark, "time", lambda *args, **kwargs: pytest.fail("timed"))
     assert bench.main([str(tiny_file) if argument == "FILE" else argument for argument in arguments]) == 2

@@ -109,16 +109,13 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
     assert open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
-        (lambda data: data[:2] + b"\7" + data[3:], "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
-        (lambda data: data[:2] + b"\7\1" + data[4:], r"id 263 at token 1, expected below 257"),
-        (lambda data: np.frombuffer(data, "<u2").astype(">u2").tobytes(), "id 5632 at token 0, expected below 257"),
-        (None, "no such file, expected 7 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda data: data + b"!", r"expected 14 bytes \(7 tokens\), found 15"),
+    (lambda data: data[:2] + b"\7" + data[3:], "expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
+    (lambda data: data[:2] + b"\7\1" + data[4:], r"id 263 at token 1, expected below 257"),
+    (lambda data: np.frombuffer(data, "<u2").astype(">u2").tobytes(), "id 5632 at token 0, expected below 257"),
+    (None, "no such file, expected 7 tokens"),
+])  # fmt: skip
 def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
     path = tmp_path / "set/train-00001.bin"
@@ -127,16 +124,13 @@ def test_check_finds_damage(tmp_path, damage, message):
         check_dataset(tmp_path / "set", 257)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
-        (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
-        (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
-        (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
-        (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda meta: meta["splits"].pop("val"), "splits train, expected train, val"),
+    (lambda meta: meta["splits"]["train"].update(tokens=24), "train has 24 tokens, its files 25"),
+    (lambda meta: meta["splits"]["train"]["files"][1].update(name="../train-00001.bin"), "file 1 is '../train-"),
+    (lambda meta: meta["tokenizer"].update(vocab_size=65537), "tokenizer.vocab_size: Input should be less"),
+    (lambda meta: meta.update(unknown=1, more=2), "unknown: Unexpected keyword argument, and 1 more"),
+])  # fmt: skip
 def test_meta_of_another_form(tmp_path, change, says):
     write_set(tmp_path / "set")
     edit_meta(tmp_path / "set", change)

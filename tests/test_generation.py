@@ -356,17 +356,14 @@ def write_set(path, tokenizer, length=99):
     write_ids(path, ids, ids, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--data tiny2", "--data tiny2: no such file"),
-        ("--stride 33", "--stride 33: expected 1 to 32"),
-        ("--data {}/short.txt", "short.txt: 1 token(s), expected at least 2"),
-        ("--data {}/other", "other: its tokenizer ('gpt2') is not that of dense"),
-        ("--data {}/small", "20 tokens, but one window of block_size 32 needs 33"),
-        ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--data tiny2", "--data tiny2: no such file"),
+    ("--stride 33", "--stride 33: expected 1 to 32"),
+    ("--data {}/short.txt", "short.txt: 1 token(s), expected at least 2"),
+    ("--data {}/other", "other: its tokenizer ('gpt2') is not that of dense"),
+    ("--data {}/small", "20 tokens, but one window of block_size 32 needs 33"),
+    ("--data {}/damaged", "damaged/val-00000.bin: expected sha256"),
+])  # fmt: skip
 def test_bad_input(dense_run, tmp_path, call, fake_ranks, words, message):
     (tmp_path / "short.txt").write_text("x")
     write_set(tmp_path / "other", GPT2Tokenizer(fake_ranks))

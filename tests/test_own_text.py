@@ -71,16 +71,13 @@ def test_very_many_documents_are_not_cut(run, tmp_path):
     assert 5 <= read_meta(tmp_path / "out/text").splits["val"].documents <= 20
 
 
-@pytest.mark.parametrize(
-    ("files", "more", "message"),
-    [
-        ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read.* with --source"),
-        ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read.* with --source"),
-        ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read.* with --val-source"),
-        ({"in/a.txt": b"x"}, ("--val-source", "in/a.txt"), "in/a.txt is in --source and in --val-source: take it out"),
-        ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
-    ],
-)
+@pytest.mark.parametrize(("files", "more", "message"), [
+    ({"in/a.txt": b" \n", "in/b.txt": b""}, (), r"no documents to read.* with --source"),
+    ({"in/a.txt": b"\xff"}, ("--skip-bad",), r"no documents to read.* with --source"),
+    ({"in/a.txt": b"x", "v.txt": b" "}, ("--val-source", "v.txt"), r"no documents to read.* with --val-source"),
+    ({"in/a.txt": b"x"}, ("--val-source", "in/a.txt"), "in/a.txt is in --source and in --val-source: take it out"),
+    ({"in/a.txt": b"x"}, ("--val-source", "in", "--val-fraction", "0.1"), "--val-source replaces --val-fraction"),
+])  # fmt: skip
 def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
     monkeypatch.chdir(write_tree(tmp_path, files))
     out = run("text", "--source", "in", *more, code=2)

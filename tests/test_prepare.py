@@ -182,15 +182,12 @@ PROOF_PILE = ("EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst", "arxiv/trai
 SAMPLE = (sources.FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
 
 
-@pytest.mark.parametrize(
-    ("corpus", "options", "repo", "names", "write"),
-    [
-        ("fineweb-edu", {}, *SAMPLE),
-        ("fineweb-edu", {"config": "default"}, sources.FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet),
-        ("arxiv", {}, *PROOF_PILE),
-        ("pg19", {"revision": "v1"}, "emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet),
-    ],
-)
+@pytest.mark.parametrize(("corpus", "options", "repo", "names", "write"), [
+    ("fineweb-edu", {}, *SAMPLE),
+    ("fineweb-edu", {"config": "default"}, sources.FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet),
+    ("arxiv", {}, *PROOF_PILE),
+    ("pg19", {"revision": "v1"}, "emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet),
+])  # fmt: skip
 def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, write):
     texts, revision = corpus_texts(), options.get("revision", REVISION)
     upload(hub, repo, names, texts, write, revision)
@@ -246,24 +243,21 @@ def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
     assert prepare.parse_arguments(["text", "--source", "a.txt", "--name", "b"]).name == "b"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes"),
-        (["books3"], r"books3 needs files: add --source.*withdrawn for copyright.*pg19"),
-        (["shakespeare"], "shakespeare needs files: add --source with input.txt .*download it: https://"),
-        (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
-        (["fineweb-edu", "--config", "sample-1BT"], "no --config sample-1BT: choose one of sample-10BT, sample-100BT"),
-        (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
-        (["text", "--source", "absent"], "absent: no such file or folder: correct --source"),
-        (["stdlib", "--name", "../x"], "only letters, digits"),
-        (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
-        (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
-        (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
-        (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    ([], r"which corpus\? One of stdlib, text, shakespeare, fineweb-edu.*--list describes"),
+    (["books3"], r"books3 needs files: add --source.*withdrawn for copyright.*pg19"),
+    (["shakespeare"], "shakespeare needs files: add --source with input.txt .*download it: https://"),
+    (["text", "--source", "x", "--roots", "x"], "--roots belongs to the corpus stdlib: text takes --source"),
+    (["fineweb-edu", "--config", "sample-1BT"], "no --config sample-1BT: choose one of sample-10BT, sample-100BT"),
+    (["pg19", "--revision", "main", "--source", "x"], "--revision belongs to a data set on the hub"),
+    (["text", "--source", "absent"], "absent: no such file or folder: correct --source"),
+    (["stdlib", "--name", "../x"], "only letters, digits"),
+    (["text", "--source", "x", "--name", "stdlib"], "--name stdlib is the name of a corpus"),
+    (["stdlib", "--val-fraction", "nan"], "nan: expected a number between 0 and 1"),
+    (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0: expected at least 1"),
+    (["stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
+    (["stdlib", "--tokenizer", "gpt2", "--bpe-ranks", "absent"], "absent: cannot read GPT-2's BPE file"),
+])  # fmt: skip
 def test_bad_arguments(run, tmp_path, args, message):
     assert re.search(message, run(*args, code=2), re.S)
     assert not (tmp_path / "out").exists()

@@ -194,15 +194,12 @@ def stop_everywhere(folder: Path, scenario: str, fault) -> None:
 INTEGRATION = pytest.mark.integration  # one scenario is in the default tier
 
 
-@pytest.mark.parametrize(
-    ("scenario", "fault", "least"),
-    [
-        ("begin", be_killed, 30),
-        pytest.param("replace", be_killed, 40, marks=INTEGRATION),
-        pytest.param("start over", be_killed, 35, marks=INTEGRATION),
-        pytest.param("begin", be_interrupted, 30, marks=INTEGRATION),
-    ],
-)
+@pytest.mark.parametrize(("scenario", "fault", "least"), [
+    ("begin", be_killed, 30),
+    pytest.param("replace", be_killed, 40, marks=INTEGRATION),
+    pytest.param("start over", be_killed, 35, marks=INTEGRATION),
+    pytest.param("begin", be_interrupted, 30, marks=INTEGRATION),
+])  # fmt: skip
 def test_stopped_at_any_step_nothing_is_lost(tmp_path, scenario, fault, least):
     code, printed = Forked(stop_everywhere, tmp_path, scenario, fault).wait(1200)
     assert code == 0, printed[-3000:]

@@ -186,15 +186,12 @@ def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
         assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("{runs}/kern --other {runs}/dense", "dense is dense and has no router; name a run with another model.router"),
-        ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
-        ("{runs}/kern --windows 1", "tiny: 1 window, chance needs two; raise --windows or name a larger set"),
-        ("{runs}/kern --windows 2", "no token occurs 65 times among 64 tokens; raise --windows"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("{runs}/kern --other {runs}/dense", "dense is dense and has no router; name a run with another model.router"),
+    ("{runs}/kern --other {runs}/softmax", "kern and softmax cannot be compared: model.top_k is 2 and 3"),
+    ("{runs}/kern --windows 1", "tiny: 1 window, chance needs two; raise --windows or name a larger set"),
+    ("{runs}/kern --windows 2", "no token occurs 65 times among 64 tokens; raise --windows"),
+])  # fmt: skip
 def test_bad_input_is_named(made, words, message, call, monkeypatch):
     monkeypatch.setattr(routing, "MIN_COUNT", 65)
     (line,) = call(routing.main, *words.format(runs=made).split(), code=2).splitlines()
@@ -346,16 +343,13 @@ def test_what_does_not_fit_is_refused(sources, words, call):
     assert FAULTS[words] in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"tokenizer": "another"}, "its tokenizer is not that of ids; trace a run on data with the same tokenizer"),
-        ({"tokens": np.zeros((6, 31), np.uint16)}, "of 192 tokens, are not those of 6 windows of 30; write it again"),
-        ({"experts": np.full((2, 192, 2), 8, np.int16)}, "are not those of 6 windows of 32"),
-        ({"experts": np.array(1)}, "is not a routing trace (not enough values to unpack"),
-        (None, "is not a routing trace ("),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"tokenizer": "another"}, "its tokenizer is not that of ids; trace a run on data with the same tokenizer"),
+    ({"tokens": np.zeros((6, 31), np.uint16)}, "of 192 tokens, are not those of 6 windows of 30; write it again"),
+    ({"experts": np.full((2, 192, 2), 8, np.int16)}, "are not those of 6 windows of 32"),
+    ({"experts": np.array(1)}, "is not a routing trace (not enough values to unpack"),
+    (None, "is not a routing trace ("),
+])  # fmt: skip
 def test_damaged_traces_are_refused(sources, changes, says, call, tmp_path):
     file = tmp_path / "bad.npz"
     if changes is None:

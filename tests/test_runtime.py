@@ -105,17 +105,14 @@ TOKENS = 2 * 16
 LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer with what autograd keeps
 
 
-@pytest.mark.parametrize(
-    "parallel, shards, checkpointing, parameters, copies, activations",
-    [
-        ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),  # casts of one block; inputs
-        # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
-        # what is outside of blocks twice.
-        ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
-        # All gathered; of a block what arrives, its gradients and those that are reduced.
-        ("zero2", 2, False, 952, 2 * 656 + 3 * (2 * 416 + 4 * 192) + 8 * 416 + 3 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
-    ],
-)
+@pytest.mark.parametrize("parallel, shards, checkpointing, parameters, copies, activations", [
+    ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),  # casts of one block; inputs
+    # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
+    # what is outside of blocks twice.
+    ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
+    # All gathered; of a block what arrives, its gradients and those that are reduced.
+    ("zero2", 2, False, 952, 2 * 656 + 3 * (2 * 416 + 4 * 192) + 8 * 416 + 3 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
+])  # fmt: skip
 def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies, activations):
     train = Train(micro_batch_size=2, dtype="bfloat16", activation_checkpointing=checkpointing)
     config = CONFIG.model_copy(update={"train": train})

@@ -76,16 +76,13 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
     assert "has timed out.)" in line and "logging offline" in line
 
 
-@pytest.mark.parametrize(
-    "failing, line_begins",
-    [
-        ("import", "wandb: no run ("),
-        ("init", "wandb: no run (broken): continuing without it; metrics.jsonl has every number"),
-        ("define_metric", "wandb: no run (broken)"),
-        ("log", "wandb: log failed (broken)"),
-        ("finish", "wandb: finish failed (broken)"),
-    ],
-)
+@pytest.mark.parametrize("failing, line_begins", [
+    ("import", "wandb: no run ("),
+    ("init", "wandb: no run (broken): continuing without it; metrics.jsonl has every number"),
+    ("define_metric", "wandb: no run (broken)"),
+    ("log", "wandb: log failed (broken)"),
+    ("finish", "wandb: finish failed (broken)"),
+])  # fmt: skip
 def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, failing, line_begins):
     run = fake_wandb.init.return_value
     failed = getattr(fake_wandb if failing == "init" else run, failing)
