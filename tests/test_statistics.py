@@ -9,20 +9,6 @@ from scipy import stats
 from scripts.report.statistics import Difference, cluster_error, correct_holm, estimate_difference, judge_family
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_fewer_seeds_have_an_interval_over_documents_that_decides_nothing(seeds):
-    """Documents of equal size: the t-test of their means."""
-    draw = np.random.default_rng(1)
-    windows = draw.normal(0.5, 0.1, 24) + np.repeat(draw.normal(0, 0.1, 6), 4)
-    difference = estimate_difference([0.5] * seeds, windows, np.repeat(np.arange(6), 4) * 10)
-    oracle = stats.ttest_1samp(windows.reshape(6, 4).mean(1), 0).confidence_interval(0.95)
-    assert difference.half_width == pytest.approx((oracle.high - oracle.low) / 2)
-    assert (difference.over, difference.mean, difference.freedom) == ("documents", 0.5, pytest.approx(5))
-    assert math.isnan(difference.p_value()) and math.isnan(difference.p_equivalent(9))
-    (judged,) = judge_family([difference], margin=9)
-    assert judged.verdict == ("undecided (1 seed)", "undecided (2 seeds)")[seeds - 1] and math.isnan(judged.p)
-
-
 @pytest.mark.parametrize("windows, documents", [(None, None), (np.ones(4), None), (np.ones(4), np.zeros(4))])
 def test_without_documents_two_seeds_have_no_interval(windows, documents):
     alone = estimate_difference([0.1, 0.3], windows, documents)
