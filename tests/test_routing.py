@@ -13,7 +13,7 @@ import torch
 from conftest import write_tiny
 from numerics import assert_near, seeded, tolerance
 from runs import REPO_ROOT, column
-from test_router import GATES
+from test_router import GATES, SPARSE
 
 import configure
 import train
@@ -28,8 +28,6 @@ from router import ROUTERS, Router, Routing
 from runtime.metrics import read_metrics
 from scripts import draw
 from scripts.report.style import STYLES, style
-
-MIXTURES = [name for name, spec in ROUTERS.items() if spec]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +53,7 @@ def near(found, wanted, length, name):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("router", MIXTURES)
+@pytest.mark.parametrize("router", SPARSE)
 def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     monkeypatch.setattr(routing, "BATCH_TOKENS", 32)  # two windows a batch, the fewest
     model, tokens = tiny_model(tiny, 0, f"model.router={router}")

@@ -9,7 +9,7 @@ from runs import all_logits, column, metrics, modules_in, run
 from safetensors.torch import load_file, save_file
 from test_hf_init_from import LOGITS, MODERN, ids, make_gpt2, refused, remedy, start
 from test_hf_open_moe import LIMIT, OURS, SHAPE
-from test_router import GATES
+from test_router import GATES, SPARSE
 
 from data.bins import open_tokens
 from data.loader import fixed_windows, windows
@@ -18,7 +18,7 @@ from eval.trained import load_model
 from gate_norm import gate_scale, gate_sum
 from hf.init_from import read_initial_weights
 from model import GPT
-from router import ROUTERS, Router, find_spec, hash_table
+from router import Router, find_spec, hash_table
 from runtime.folder import path_of
 from scripts import export
 
@@ -44,9 +44,7 @@ def texts(config, split="val"):
     return map(torch.from_numpy, windows(tokens, fixed_windows(tokens, 32, 48), 32))
 
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in ROUTERS if name != "dense"), "exp, pre=l2 over all, post=l1 over topk"]
-)
+@pytest.mark.parametrize("name", [*SPARSE, "exp, pre=l2 over all, post=l1 over topk"])
 def test_a_router_ignores_a_shift_or_does_not(name):
     router = Router(8, 8, 2, find_spec(name)).double()
     logits = torch.randn(99, 8, generator=seeded(), dtype=torch.float64)
