@@ -1,4 +1,4 @@
-"""model.py and attention.py: whole models against transformers' GPT-2 and GLM-4, counts, statistics.
+"""model.py and attention.py: whole models against transformers' GPT-2 and GLM-4, counts, caches, statistics.
 
 test_hf_open_moe.py compares them to OLMoE, Qwen3-MoE and Mixtral.
 """
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import attention
+from attention import KVCache
 from configure import Config
 from hf.names import to_gpt2, to_hf
 from model import GPT, count_parameters, flops_per_token
@@ -111,7 +112,7 @@ def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
     assert stats.loads.shape == (1, B, 8)
 
 
-# counts
+# counts, caches
 
 VARIANTS = [
     MODERN,
@@ -146,6 +147,22 @@ def test_flops_equal_the_counters(update, router):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts all T x T
         model(idx, idx).loss.backward()
     assert counter.get_total_flops() == B * T * flops_per_token(model.config)
+
+
+@pytest.mark.numerics
+@variants
+def test_cache_equals_the_full_forward_pass(update):
+    own = {"top_k": 8} | update  # all experts, or those of a table: no choice that rounding could change
+    model = build_random(router="kern", **own).eval()
+    idx, start = tokens(), torch.tensor([0, 2, 5])
+    past = KVCache(model.config, start, T, torch.float64)
+    heads = update.get("n_kv_head", 2) or 4
+    assert past.columns.shape == (3, 2, B, heads, T, 8)
+    with torch.no_grad():
+        steps = torch.cat([all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)], dim=1)
+        for row, first in enumerate(start.tolist()):
+            whole = all_logits(model, idx[row : row + 1, first:])
+            assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
 
 
 def test_same_seed_gives_the_same_weights_whatever_the_router():
