@@ -38,8 +38,7 @@ from scripts.track.record import (
     read_record,
     write_record,
 )
-from scripts.track.table import PAGE, build_tables, write_tables
-from scripts.track.verdicts import judge_entries, loss_curve
+from scripts.track.table import PAGE, build_tables, judge_entries, loss_curve, write_tables
 
 CONTEST = """
 [track]

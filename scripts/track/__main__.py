@@ -114,8 +114,7 @@ def load_complete(protocol: Protocol) -> list[Record]:
 
 def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
     """A row for each record; the verdicts are corrected for all of them."""
-    from scripts.track.table import build_verdicts  # imports scipy
-    from scripts.track.verdicts import judge_entries
+    from scripts.track.table import build_verdicts, judge_entries  # imports scipy
 
     print(text_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
 
@@ -178,9 +177,8 @@ def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Write the tables and the picture."""
     require_packages("matplotlib")
     from scripts.track import table
-    from scripts.track.verdicts import judge_entries
 
-    rows = judge_entries(protocol, load_complete(protocol))
+    rows = table.judge_entries(protocol, load_complete(protocol))
     print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}")
     return 0
 
