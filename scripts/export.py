@@ -12,24 +12,44 @@ something differs.
 
 import json
 import os
+import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from attention import KVCache
 from common.command import build_parser, command, require_packages, run_command
-from common.text import first_line
+from common.text import first_line, markdown_table
+from configure.schema import Model
 from data.tokenizer import Tokenizer, token_bytes
-from eval.trained import add_run_arguments, load_run
-from hf.export import DTYPES, Source, write_export
+from eval.trained import Trained, add_run_arguments, load_run
 from hf.formats import FORMATS, OPEN_MOES
-from model import GPT
+from hf.tokenizer_files import write_json, write_tokenizer
+from model import GPT, count_parameters
+from router import find_spec
 from runtime import RunError
+from runtime.metrics import read_metrics
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ROUTER = re.compile(r"\.(router|gate)\.")  # weights of routers, which stay in fp32
+REPO_ROOT = Path(__file__).parents[1]
+CARD = REPO_ROOT / "hf/card.md"  # README.md of an export, as the Hugging Face hub reads it
+CODE = {  # file in an export of form "nanokern": its source here
+    "configuration_nanokern.py": "hf/configuration_nanokern.py",
+    "modeling_nanokern.py": "hf/modeling_nanokern.py",
+    "attention.py": "attention.py",
+    "router.py": "router.py",
+    "torch_grouped.py": "kernels/torch_grouped.py",
+    "LICENSE-code": "LICENSE",
+}
 
 # On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its own mixtures what
 # goes into every norm, router and rotation, too, even of a model in fp64.
@@ -44,15 +64,122 @@ ODD_TEXTS = [
 ]
 
 
-def load_source(run: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Source:
-    """Load a run's model and tokenizer. The arguments are those of `eval.trained.load_model`."""
-    trained, tokenizer = load_run(run, step, average, ema)
-    model, config, step, _, metadata, folder, _ = trained
-    return Source(folder, tokenizer, trained.label, trained.mean, model, config, step, metadata)
+def choose_form(form: str, model: Model, biased: bool = False) -> str:
+    """`form`, a key of FORMATS, or for "auto" the first of transformers' own classes that fits, else "nanokern".
+
+    Where selection biases have moved (`biased`) none of those classes fits. Raises ValueError if `form` does not.
+    """
+    misfits = {name: candidate.find_misfits(model) for name, candidate in FORMATS.items()}
+    for name in misfits.keys() - {"nanokern"} if biased else ():
+        misfits[name].append("a selection bias (train.bias_update)")
+    if form == "auto":
+        return next(name for name in FORMATS if not misfits[name])
+    if misfits[form]:
+        raise ValueError(
+            f"--format {form}: the run has {', '.join(misfits[form])}, unlike {FORMATS[form].architecture}; use "
+            f"--format nanokern"
+        )
+    return form
 
 
-def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str = "float32") -> None:
-    """Write a run's model into a new folder `out`, in one rename at the end. See `hf.export.write_export`.
+def write_export(
+    trained: Trained, tokenizer: Tokenizer, folder: Path, form: str = "auto", dtype: str = "float32"
+) -> None:
+    """Write all files of an export into the empty `folder`; `form` is that of `choose_form`.
+
+    Weights are written in `dtype`, a key of DTYPES, but for the routers', which stay in fp32.
+
+    Raises:
+        ValueError: no exported model computes what the model does, or the class that `form` names does not.
+        OSError: a file cannot be written.
+    """
+    model = trained.config.model
+    if trained.config.data.document_mask:
+        raise RunError(
+            f"{trained.folder}: trained with data.document_mask = true, which no exported model computes: its "
+            f"attention would cross documents. Use the run itself (scripts.sample, eval.downstream, eval.val_loss), "
+            f"or train with --data.document_mask=false"
+        )
+    weights = trained.model.state_dict()
+    biased = any(tensor.any() for name, tensor in weights.items() if name.endswith("selection_bias"))
+    form = choose_form(form, model, biased)
+
+    state = {}
+    for name, tensor in FORMATS[form].from_own(weights).items():
+        state[name] = (tensor if ROUTER.search(name) else tensor.to(DTYPES[dtype])).contiguous()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
+
+    config = {
+        "architectures": [FORMATS[form].architecture],
+        "model_type": form,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+    ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
+    origin = {"run": trained.config.run.name, "weights": trained.label}
+    config |= FORMATS[form].make_config(model) | ends | {"dtype": dtype, "nanokern": origin}
+    write_json(folder / "config.json", config)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
+    padding = list(range(tokenizer.vocab_size, model.vocab_size))
+    write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
+    write_tokenizer(tokenizer, folder, model.block_size)
+    shutil.copy(trained.folder / "config.toml", folder)
+    if form == "nanokern":
+        for name, source_file in CODE.items():
+            shutil.copyfile(REPO_ROOT / source_file, folder / name)
+    (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
+
+
+def format_card(trained: Trained, form: str, dtype: str) -> str:
+    """README.md of an export of `trained` as `form`, a key of FORMATS, with weights in `dtype`."""
+    model, own_code = trained.config.model, form == "nanokern"
+    total, active = count_parameters(model)
+    settings = model.model_dump() | {"router": f"{model.router}: {find_spec(model.router)}"}
+    mean = f"the {trained.mean} up to" if trained.mean else "those of"
+    return CARD.read_text("utf-8").format(
+        tags=", ".join(["nanokern", model.router] if own_code else ["nanokern", model.router, form]),
+        name=trained.config.run.name,
+        total=total,
+        active=active,
+        weights=f"The weights are {mean} step {trained.step:,}, in {dtype}.",
+        trust=", trust_remote_code=True" if own_code else "",
+        block_size=model.block_size,
+        flags=" --trust-remote-code --model-impl transformers" if own_code else "",
+        model=markdown_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()]),
+        training=markdown_table(["training", "value"], describe_training(trained)),
+        evaluation=read_evaluation(trained.folder, trained.label),
+        date=date.today(),
+    )
+
+
+def describe_training(trained: Trained) -> list[list[str]]:
+    """Rows on the data, the steps, the tokens seen and the last losses up to the checkpoint's step."""
+    lines = [line for line in read_metrics(trained.folder / "metrics.jsonl") if line["step"] <= trained.step]
+    rows = [["data set", trained.config.data.label], ["steps", f"{trained.step:,}"]]
+    known = [key for key in ("data", "tokenizer") if key in trained.metadata]
+    rows += [[f"sha256 of the {key}", trained.metadata[key]] for key in known]
+    if lines:
+        rows.append(["tokens seen", f"{lines[-1]['tokens']:,}"])
+    note = ", of that checkpoint, not of the mean" if trained.mean else ""
+    for key in ("train/loss", "val/loss"):
+        last = next((line for line in reversed(lines) if key in line), None)
+        if last:
+            rows.append([f"{key}, nats per token", f"{last[key]:.4f} (step {last['step']:,}{note})"])
+    return rows
+
+
+def read_evaluation(run: Path, label: str) -> str:
+    """The table that eval.downstream has written for these weights."""
+    path = run / "eval" / label / "table.md"
+    if not path.is_file():
+        return f"None yet: `python -m eval.downstream {run}`."
+    return f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{path.read_text().strip()}"
+
+
+def export_run(
+    trained: Trained, tokenizer: Tokenizer, out: str | Path, form: str = "auto", dtype: str = "float32"
+) -> None:
+    """Write a run's model into a new folder `out`, in one rename at the end. See `write_export`.
 
     Raises:
         ValueError: `out` exists, or the model does not fit the class that `form` names.
@@ -64,27 +191,27 @@ def export_run(source: Source, out: str | Path, form: str = "auto", dtype: str =
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         partial = Path(private, out.name)
         partial.mkdir()  # readable by others, unlike its parent
-        write_export(source, partial, form, dtype)
+        write_export(trained, tokenizer, partial, form, dtype)
         partial.rename(out)
 
 
-def check_export(source: Source, out: Path) -> int:
+def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     """Print how far the export is from the run. Returns the exit code: 1 if something differs."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        errors = find_differences(source, out)
+        errors = find_differences(trained, tokenizer, out)
     except Exception as error:  # a damaged file makes transformers raise almost anything
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     for error in errors:
-        print(f"error: {out}: {error}; export {source.run} again, into a new folder", file=sys.stderr)
+        print(f"error: {out}: {error}; export {trained.folder} again, into a new folder", file=sys.stderr)
     return 1 if errors else 0
 
 
 @torch.no_grad()
-def find_differences(source: Source, out: Path) -> list[str]:
+def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[str]:
     """Compare tokenizer, logits and generation; print what agrees and return what differs.
 
     The run's weights are first rounded to the export's dtype. Both models compute in fp64, so that rounding on the way
@@ -92,11 +219,11 @@ def find_differences(source: Source, out: Path) -> list[str]:
     """
     import transformers
 
-    config, tokenizer = json.loads((out / "config.json").read_text()), source.tokenizer
+    config = json.loads((out / "config.json").read_text())
     open_moe, own_code = config["model_type"] in OPEN_MOES, "auto_map" in config
     theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=own_code)
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(tokenizer.vocab_size, (WINDOWS, source.config.model.block_size), generator=generator)
+    idx = torch.randint(tokenizer.vocab_size, (WINDOWS, trained.config.model.block_size), generator=generator)
     errors = compare_tokenizers(theirs, tokenizer, idx)
     if not errors:
         print("tokenizer: the same ids, texts and end of a text")
@@ -105,7 +232,7 @@ def find_differences(source: Source, out: Path) -> list[str]:
         settings["experts_implementation"] = "eager"  # others know no fp64
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **settings)
     errors += [f"{problem}: {', '.join(map(str, names))}" for problem, names in info.items() if names]
-    own = round_weights(source.model, DTYPES[config["dtype"]], open_moe)
+    own = round_weights(trained.model, DTYPES[config["dtype"]], open_moe)
     limit = LIMIT_OF_FAMILIES if open_moe else LIMIT
     for way, differences in compare_generation(model.double(), own, tokenizer.eot, idx).items():
         distance = differences.abs().max().item()
@@ -182,10 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements-dev.txt")
-    source = load_source(args.run, args.step, args.average, args.ema)
-    export_run(source, args.out, args.format, args.dtype)
-    print(f"{args.out}: {args.run} at step {source.step}")
-    return check_export(source, args.out) if args.check else 0
+    trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
+    export_run(trained, tokenizer, args.out, args.format, args.dtype)
+    print(f"{args.out}: {args.run} at step {trained.step}")
+    return check_export(trained, tokenizer, args.out) if args.check else 0
 
 
 if __name__ == "__main__":

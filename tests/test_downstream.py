@@ -24,10 +24,11 @@ from eval import downstream, tasks
 from eval.harness import Adapter
 from eval.routing import record_routing
 from eval.scoring import Scorer, batch_by_length
+from eval.trained import load_run
 from hf.names import to_gpt2
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
-from scripts.export import export_run, load_source
+from scripts.export import export_run
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 
@@ -154,7 +155,7 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     mean = sum(values["acc"] for values in report["results"].values()) / 6
     assert report["average"] == pytest.approx(mean)
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out
-    export_run(load_source(run), tmp_path / "export")
+    export_run(*load_run(run), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
     client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)

@@ -25,14 +25,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import train
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
-from eval.trained import load_model
-from hf.export import CODE, Source, choose_form, write_export
+from eval.trained import Trained, load_model
 from hf.names import to_hf
 from hf.tokenizer_files import find_merges, write_tokenizer
 from model import GPT, count_parameters
 from router import ROUTERS
 from runtime import folder
 from scripts import export
+from scripts.export import CODE, choose_form, write_export
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -60,9 +60,9 @@ def exported(tiny, tmp_path):
         run.mkdir()
         (run / "config.toml").touch()
         out.mkdir()
-        source = Source(run, TOKENIZER, "step_00000004", "", model, config, 4, {})
-        write_export(source, out, form, dtype)
-        return source, out
+        trained = Trained(model, config, 4, 1, {}, run)
+        write_export(trained, TOKENIZER, out, form, dtype)
+        return trained, out
 
     return make
 
@@ -132,7 +132,7 @@ def test_dense_is_plain_gpt2(exported, more):
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
     theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert export.check_export(trained, out) == 0  # with rows that are padded on the left
+    assert export.check_export(trained, TOKENIZER, out) == 0  # with rows that are padded on the left
     assert_same_model(trained.model, theirs)
 
 
@@ -277,15 +277,15 @@ HARMS = {
 
 def test_differences_are_found(exported, tmp_path, capsys):
     trained, out = exported()
-    assert export.check_export(trained, out) == 0
+    assert export.check_export(trained, TOKENIZER, out) == 0
     correct = capsys.readouterr().out
     for harm, words in HARMS.items():
         copy = Path(shutil.copytree(out, tmp_path / harm.__name__))  # transformers keeps the code it knows by a name
         harm(copy)
-        assert export.check_export(trained, copy) == 1
+        assert export.check_export(trained, TOKENIZER, copy) == 1
         printed = capsys.readouterr()
         assert all(said in printed.err and said not in printed.out for said in words), (harm, printed)
-        assert f"export {trained.run} again, into a new folder" in printed.err
+        assert f"export {trained.folder} again, into a new folder" in printed.err
     assert correct.count("at most") == 2 and "tokenizer: the same" in correct
 
 
@@ -360,7 +360,7 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
 
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr("hf.export.format_card", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr("scripts.export.format_card", mock.Mock(side_effect=OSError(28, "No space left on device")))
         assert "error: [Errno 28] No space left" in call(export.main, run, tmp_path / "out", code=2)
     assert not list(tmp_path.glob("*out*"))
     call(export.main, run, tmp_path / "out")
