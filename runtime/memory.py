@@ -17,7 +17,7 @@ from configure.schema import Model
 from kernels.cross_entropy import chunk_rows
 from model import dense_layers
 from runtime import RunError, distributed
-from runtime.muon import is_for_muon
+from runtime.optimizers import is_for_muon
 from runtime.parallel import holds_weights
 
 USABLE = 0.92  # of a device's memory; the CUDA context, libraries and fragmentation take the rest

@@ -13,10 +13,9 @@ from kernels import choose_backend
 from model import GPT, MoE
 from router import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from runtime import checkpoint, distributed
-from runtime.adamw import AdamW
 from runtime.distributed import Ranks
 from runtime.ema import WeightAverage
-from runtime.muon import Muon, is_for_muon
+from runtime.optimizers import AdamW, Muon, is_for_muon
 from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics, join

@@ -18,7 +18,7 @@ from data.bins import open_tokens
 from data.loader import Loader
 from model import GPT
 from runtime import RunError, checkpoint, folder
-from runtime.muon import COEFFICIENTS, Muon
+from runtime.optimizers import COEFFICIENTS, Muon
 from runtime.state import build_optimizer, keep_copies
 from runtime.updates import WINDOW, Updates
 
