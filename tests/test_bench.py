@@ -24,7 +24,7 @@ from scripts.bench import harness
 from scripts.bench import moe as bench_moe
 from scripts.bench import steps as bench_steps
 from scripts.bench.harness import Benchmark
-from scripts.bench.peers import PEERS
+from scripts.bench.moe import PEERS
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from runtime.parallel import compile_blocks
 from runtime.state import build_optimizer, keep_copies
 from runtime.updates import Updates
 from scripts.bench.harness import Benchmark, divide
-from scripts.bench.peers import PEERS, Peer
+from scripts.bench.moe import PEERS, NanoChat
 
 
 class Step:
@@ -30,7 +30,7 @@ class Step:
     its layers of experts.
     """
 
-    def __init__(self, config: Config, device: torch.device, peer: type[Peer] | None = None) -> None:
+    def __init__(self, config: Config, device: torch.device, peer: type[NanoChat] | None = None) -> None:
         self.config, self.device, self.peer = config, device, peer
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
