@@ -13,10 +13,10 @@ import shlex
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
@@ -33,7 +33,7 @@ from scripts.report.tables import Table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("results.md", "results-tables.md")
-RATIO, TOP_K = "optim.expert_out_lr_ratio", "model.top_k"
+TOP_K = "model.top_k"
 COMMAND = re.compile(
     r"^(`python -m scripts\.report ([^`]+)`\n)(?:\n!\[[^]]*\]\((.+)\)\n|((?:\n*\|.*\n)*))", re.MULTILINE
 )
@@ -46,35 +46,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table differs")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        unpack_records(Path(folder))
+        for archive in sorted((DOCS / "records").glob("*.tar.xz")):
+            with tarfile.open(archive) as file:
+                file.extractall(folder, filter="data")  # runs/NAME, without their weights
         for page in PAGES:
             before = (DOCS / page).read_text()
-            text = fill_tables(before, Path(folder))
+            text = COMMAND.sub(partial(compute, folder=Path(folder), draw=not args.check), before)
             if args.check and text != before:
                 raise ValueError(f"docs/{page} differs from docs/records: run without --check, then git diff")
             if not args.check:
                 write_atomic(DOCS / page, text)
-                for _, arguments, picture, _ in COMMAND.findall(text):
-                    if picture:
-                        draw(find_report(arguments, Path(folder))).savefig(DOCS / picture)
                 print(f"wrote docs/{page}")
 
 
-def unpack_records(folder: Path) -> None:
-    """Restore the runs of docs/records, without their weights, as `folder`/runs/NAME."""
-    for archive in sorted((DOCS / "records").glob("*.tar.xz")):
-        with tarfile.open(archive) as file:
-            file.extractall(folder, filter="data")
-
-
-def fill_tables(text: str, folder: Path) -> str:
-    """A page's `text` with the tables below its commands computed from the runs below `folder`."""
-
-    def fill(match: re.Match) -> str:
-        line, arguments, picture, _ = match.groups()
-        return match[0] if picture else f"{line}\n{format_tables(find_report(arguments, folder))}\n"
-
-    return COMMAND.sub(fill, text)
+def compute(match: re.Match, folder: Path, draw: bool) -> str:
+    """The tables of a COMMAND of a page, from the runs below `folder`; its picture is written anew if `draw`."""
+    line, arguments, picture, _ = match.groups()
+    if not picture:
+        return f"{line}\n{format_tables(find_report(arguments, folder))}\n"
+    if draw:
+        report = find_report(arguments, folder)
+        setting = report.settings[0]
+        of_rates = setting.key == "optim.expert_out_lr_ratio"  # over their product with the gate norm
+        figure = plot_product(setting) if of_rates else plot_loss(setting, report.baseline)
+        assert figure is not None
+        figure.savefig(DOCS / picture)
+    return match[0]
 
 
 def find_report(arguments: str, folder: Path) -> Report:
@@ -160,14 +157,6 @@ def find_best(setting: Setting, arm: Arm, seed: int) -> float:
         return float(xs[i])
     square, linear, _ = np.polyfit(xs[i - 1 : i + 2], losses[i - 1 : i + 2], 2)
     return float(-linear / (2 * square))
-
-
-def draw(report: Report) -> Figure:
-    """The first picture of a report; of the rate of w_out, over its product with the norm."""
-    setting = report.settings[0]
-    figure = plot_product(setting) if setting.key == RATIO else plot_loss(setting, report.baseline)
-    assert figure is not None
-    return figure
 
 
 if __name__ == "__main__":
