@@ -34,11 +34,11 @@ from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
 from common.text import text_table
-from data.loader import windows
+from data.loader import choose_validation, windows
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_validation, pick_device
+from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set, pick_device
 from model import GPT
 from router import Routing, entropy, expert_loads, find_spec, token_distribution
 
@@ -267,9 +267,11 @@ def open_text(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, n
     config, folders = trained.config, trained.config.data.folders
     if args.data:
         folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
-    tokens, indices, *_ = open_validation(trained, folders, 64 if args.windows is None else args.windows)
-    name = str(folders[0]) if len(folders) == 1 else config.data.label
-    return *windows(tokens, indices, config.model.block_size), name
+    parts, T = [open_set(trained, folder, "val") for folder in folders], config.model.block_size
+    weights, name = ([1.0], str(folders[0])) if len(parts) == 1 else ([*config.data.sets.values()], config.data.label)
+    count = 64 if args.windows is None else args.windows
+    chosen = choose_validation(parts, T, count, config.eval.spread, weights)
+    return *windows(chosen.tokens, chosen.windows, T), name
 
 
 def trace_routing(args: argparse.Namespace) -> None:

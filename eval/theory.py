@@ -193,12 +193,7 @@ def positive(samples: int, seed: int) -> list[Row]:
     return rows
 
 
-CLAIMS: dict[str, Callable[[int, int], list[Row]]] = {
-    "variance": variance,
-    "gradients": gradients,
-    "monte-carlo": monte_carlo,
-    "positive": positive,
-}
+CLAIMS = {"variance": variance, "gradients": gradients, "monte-carlo": monte_carlo, "positive": positive}
 
 
 @command

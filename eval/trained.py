@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ import torch
 import configure
 from data import DataError
 from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
-from data.loader import Validation, choose_validation
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, checkpoint, distributed
@@ -141,14 +139,6 @@ def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
     return open_tokens(folder, split)
-
-
-def open_validation(trained: Trained, folders: Sequence[Path], count: int) -> Validation:
-    """The windows of `count` that training would validate on: of one set, or of the run's mixture. See `open_set`."""
-    config = trained.config
-    parts = [open_set(trained, folder, "val") for folder in folders]
-    weights = [*config.data.sets.values()] if len(parts) > 1 else [1.0]
-    return choose_validation(parts, config.model.block_size, count, config.eval.spread, weights)
 
 
 def _check_tokenizer(trained: Trained, folder: Path) -> None:

@@ -41,15 +41,6 @@ def check_settings(config: Config) -> None:
         )
 
 
-def keep_recorded(run: RunFolder, config: Config) -> Config:
-    """`RunFolder.keep_recorded`, with a line for each default that is another one since the run began."""
-    kept = run.keep_recorded(config)
-    for line in configure.differences(config, kept):
-        if "before" in configure.KEYS[line.split(":")[0]]:
-            distributed.print_once(f"{run}: {line}, as this run began; --fresh begins another run")
-    return kept
-
-
 class Plan:
     """What can be known of a run before it begins. Nothing of it has been written anywhere."""
 
@@ -62,7 +53,11 @@ class Plan:
         """
         check_settings(config)
         self.run = RunFolder(path_of(config))
-        config = keep_recorded(self.run, config)
+        kept = self.run.keep_recorded(config)
+        for line in configure.differences(config, kept):
+            if "before" in configure.KEYS[line.split(":")[0]]:  # a default that is another one since the run began
+                distributed.print_once(f"{self.run}: {line}, as this run began; --fresh begins another run")
+        config = kept
         self.changes = self.run.find_changes(config)  # `key: old -> new` against the run that is resumed, all allowed
         self.last_step = self.run.last_step  # of the newest checkpoint; 0 if there is none
         check_length(self.run, config)
