@@ -1,11 +1,8 @@
-"""The corpora that `python -m data.prepare` knows: one table, and the input files of each row.
-
-Sizes and counts come from the corpora's own pages and scripts as stored in 2026-11 (docs/data.md names them); "~" marks
-estimates from them. The hub may have changed since.
-"""
+"""The corpora that `python -m data.prepare` knows, read from sources.toml, and the input files of each."""
 
 import stat
 import sysconfig
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,66 +33,16 @@ class Source(NamedTuple):
     notes: str = ""
 
 
-COPY = "a downloaded copy"
-ODC_BY = "ODC-By 1.0, Common Crawl's terms of use"
-FINEWEB = "HuggingFaceFW/fineweb-edu"
-PROOF_PILE = "EleutherAI/proof-pile-2"
-SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-COMMON_PILE = "CC BY, CC BY-SA or CC0, row by row"
-SOURCES = {
-    "stdlib": Source(
-        "the source text of the running Python's standard library",
-        val_fraction=0.05,
-        tokenizer="bytes",
-        notes="for the quickstart; needs no network; PSF licence; --roots FOLDER: Python sources there instead, under "
-        "their own licences (site-packages of a GPU image has over 100 M GPT-2 tokens)",
-    ),
-    "text": Source(
-        f"your own files and folders of them: {' '.join(KINDS)}", val_fraction=0.05, local="files and folders"
-    ),
-    "shakespeare": Source(
-        "nanoGPT's character-level text, 1.1 MB in one file; the last tenth is validation",
-        val_fraction=0.1,
-        tokenizer="bytes",
-        local="input.txt",
-        notes=f"for config/shakespeare.toml; a token is a character, for the text is ASCII; download it: {SHAKESPEARE}",
-    ),
-    "fineweb-edu": Source(
-        "web pages of educational value",
-        val_fraction=0.0005,
-        hub={
-            "sample-10BT": Hub(FINEWEB, "sample/10BT/*.parquet", "28.5 GB, 14 files", "10 B", ODC_BY),
-            "sample-100BT": Hub(FINEWEB, "sample/100BT/*.parquet", "~285 GB, ~140 files", "100 B", ODC_BY),
-            "sample-350BT": Hub(FINEWEB, "sample/350BT/*.parquet", "~1 TB", "350 B", ODC_BY),
-            "default": Hub(FINEWEB, "data/*/*.parquet", "~5 TB", "1.3 T", ODC_BY),
-        },
-        local=COPY,
-    ),
-    "arxiv": Source(
-        "LaTeX sources of arXiv papers",
-        val_fraction=0.001,
-        hub={
-            "proof-pile-2": Hub(PROOF_PILE, "arxiv/train/*.jsonl.zst", "~24 GB, 100 files", "~28 B", "none stated"),
-            "pile-sample": Hub("timaeus/pile-arxiv", "data/train-*.parquet", "2.2 GB", "~1.7 B", "none stated"),
-            "common-pile": Hub("common-pile/arxiv_papers", "*.json*.gz", "~6 GB", "~5 B", COMMON_PILE),
-        },
-        local=COPY,
-        notes="pile-sample: 8% of the ArXiv part of the Pile; common-pile: plain text, not LaTeX",
-    ),
-    "books3": Source(
-        "196,640 books in plain text, 101 GiB, ~27 B tokens",
-        val_fraction=0.001,
-        local="books3.tar.gz, or a folder, or jsonl(.gz, .zst)",
-        notes="withdrawn for copyright in 2023: prepared only from your own copy; pg19 is the public-domain substitute",
-    ),
-    "pg19": Source(
-        "28,602 books of Project Gutenberg published before 1919, 10.9 GiB",
-        val_fraction=0.005,
-        hub={"default": Hub("emozilla/pg19", "data/train-*.parquet", "~6.5 GB, 23 files", "~3 B", "Apache-2.0")},
-        local=COPY,
-        notes="the texts are in the public domain; a substitute for Books3",
-    ),
-}
+def read_sources() -> dict[str, Source]:
+    """The corpora of sources.toml by name."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    tables["text"]["about"] += f": {' '.join(KINDS)}"
+    for table in tables.values():
+        table["hub"] = {name: Hub(**hub) for name, hub in table.get("hub", {}).items()}
+    return {name: Source(**table) for name, table in tables.items()}
+
+
+SOURCES = read_sources()
 
 # Tests are more than half of the library, and many systems ship Python without them; encodings and pydoc_data are
 # generated tables; the others are installed packages.

@@ -17,7 +17,7 @@ from corpora import corpus_texts, documents_of, jsonl, parquet, place, snapshot,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import bins, prepare, readers, sources, verify, workers
+from data import bins, prepare, readers, verify, workers
 from data.bins import check_dataset, read_meta
 from data.sources import SOURCES
 
@@ -179,12 +179,13 @@ def write_zst(path, texts, **more):
 
 
 PROOF_PILE = ("EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst", "arxiv/train/b.jsonl.zst"], write_zst)
-SAMPLE = (sources.FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+SAMPLE = (FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
 
 
 @pytest.mark.parametrize(("corpus", "options", "repo", "names", "write"), [
     ("fineweb-edu", {}, *SAMPLE),
-    ("fineweb-edu", {"config": "default"}, sources.FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet),
+    ("fineweb-edu", {"config": "default"}, FINEWEB, ["data/a/0.parquet", "data/b/0.parquet"], parquet),
     ("arxiv", {}, *PROOF_PILE),
     ("pg19", {"revision": "v1"}, "emozilla/pg19", ["data/train-0.parquet", "data/train-1.parquet"], parquet),
 ])  # fmt: skip
