@@ -82,18 +82,21 @@ def choose_form(form: str, model: Model, biased: bool = False) -> str:
     return form
 
 
-def write_export(
-    trained: Trained, tokenizer: Tokenizer, folder: Path, form: str = "auto", dtype: str = "float32"
+def export_run(
+    trained: Trained, tokenizer: Tokenizer, out: str | Path, form: str = "auto", dtype: str = "float32"
 ) -> None:
-    """Write all files of an export into the empty `folder`; `form` is that of `choose_form`.
+    """Write a run's model into a new folder `out`, in one rename at the end; `form` is that of `choose_form`.
 
     Weights are written in `dtype`, a key of DTYPES, but for the routers', which stay in fp32.
 
     Raises:
-        ValueError: no exported model computes what the model does, or the class that `form` names does not.
+        ValueError: `out` exists, no exported model computes what the model does, or the class that `form` names does
+            not.
         OSError: a file cannot be written.
     """
-    model = trained.config.model
+    out, model = Path(os.path.realpath(out)), trained.config.model  # what `out` points to, if it is a link
+    if os.path.lexists(out):
+        raise RunError(f"{out}: exists already; name a new folder")
     if trained.config.data.document_mask:
         raise RunError(
             f"{trained.folder}: trained with data.document_mask = true, which no exported model computes: its "
@@ -107,8 +110,6 @@ def write_export(
     state = {}
     for name, tensor in FORMATS[form].from_own(weights).items():
         state[name] = (tensor if ROUTER.search(name) else tensor.to(DTYPES[dtype])).contiguous()
-    save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
-
     config = {
         "architectures": [FORMATS[form].architecture],
         "model_type": form,
@@ -118,16 +119,21 @@ def write_export(
     ends = {f"{name}_token_id": tokenizer.eot for name in ("bos", "eos", "pad")}
     origin = {"run": trained.config.run.name, "weights": trained.label}
     config |= FORMATS[form].make_config(model) | ends | {"dtype": dtype, "nanokern": origin}
-    write_json(folder / "config.json", config)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
     padding = list(range(tokenizer.vocab_size, model.vocab_size))
-    write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
-    write_tokenizer(tokenizer, folder, model.block_size)
-    shutil.copy(trained.folder / "config.toml", folder)
-    if form == "nanokern":
-        for name, source_file in CODE.items():
-            shutil.copyfile(REPO_ROOT / source_file, folder / name)
-    (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
+        folder = Path(private, out.name)
+        folder.mkdir()  # readable by others, unlike its parent
+        save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
+        write_json(folder / "config.json", config)
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
+        write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
+        write_tokenizer(tokenizer, folder, model.block_size)
+        shutil.copy(trained.folder / "config.toml", folder)
+        for name, source in CODE.items() if form == "nanokern" else ():
+            shutil.copyfile(REPO_ROOT / source, folder / name)
+        (folder / "README.md").write_text(format_card(trained, form, dtype), "utf-8")
+        folder.rename(out)
 
 
 def format_card(trained: Trained, form: str, dtype: str) -> str:
@@ -136,6 +142,10 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
     total, active = count_parameters(model)
     settings = model.model_dump() | {"router": f"{model.router}: {find_spec(model.router)}"}
     mean = f"the {trained.mean} up to" if trained.mean else "those of"
+    evaluation = f"None yet: `python -m eval.downstream {trained.folder}`."
+    table = trained.folder / "eval" / trained.label / "table.md"
+    if table.is_file():
+        evaluation = f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{table.read_text().strip()}"
     return CARD.read_text("utf-8").format(
         tags=", ".join(["nanokern", model.router] if own_code else ["nanokern", model.router, form]),
         name=trained.config.run.name,
@@ -147,7 +157,7 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
         flags=" --trust-remote-code --model-impl transformers" if own_code else "",
         model=markdown_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()]),
         training=markdown_table(["training", "value"], describe_training(trained)),
-        evaluation=read_evaluation(trained.folder, trained.label),
+        evaluation=evaluation,
         date=date.today(),
     )
 
@@ -166,33 +176,6 @@ def describe_training(trained: Trained) -> list[list[str]]:
         if last:
             rows.append([f"{key}, nats per token", f"{last[key]:.4f} (step {last['step']:,}{note})"])
     return rows
-
-
-def read_evaluation(run: Path, label: str) -> str:
-    """The table that eval.downstream has written for these weights."""
-    path = run / "eval" / label / "table.md"
-    if not path.is_file():
-        return f"None yet: `python -m eval.downstream {run}`."
-    return f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{path.read_text().strip()}"
-
-
-def export_run(
-    trained: Trained, tokenizer: Tokenizer, out: str | Path, form: str = "auto", dtype: str = "float32"
-) -> None:
-    """Write a run's model into a new folder `out`, in one rename at the end. See `write_export`.
-
-    Raises:
-        ValueError: `out` exists, or the model does not fit the class that `form` names.
-    """
-    out = Path(os.path.realpath(out))  # what it points to, if it is a link
-    if os.path.lexists(out):
-        raise RunError(f"{out}: exists already; name a new folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
-        partial = Path(private, out.name)
-        partial.mkdir()  # readable by others, unlike its parent
-        write_export(trained, tokenizer, partial, form, dtype)
-        partial.rename(out)
 
 
 def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:

@@ -32,7 +32,7 @@ from model import GPT, count_parameters
 from router import ROUTERS
 from runtime import folder
 from scripts import export
-from scripts.export import CODE, choose_form, write_export
+from scripts.export import CODE, choose_form, export_run
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -59,9 +59,8 @@ def exported(tiny, tmp_path):
         run, out = tmp_path / "run", tmp_path / f"export_{form}"
         run.mkdir()
         (run / "config.toml").touch()
-        out.mkdir()
         trained = Trained(model, config, 4, 1, {}, run)
-        write_export(trained, TOKENIZER, out, form, dtype)
+        export_run(trained, TOKENIZER, out, form, dtype)
         return trained, out
 
     return make
