@@ -26,8 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configure.check import find_errors, format_toml, show, show_key
-from configure.conflicts import find_conflicts
+from configure.check import find_conflicts, find_errors, format_toml, show, show_key
 from configure.schema import KEYS, SECTIONS, Config, Mix, Optim
 
 COMMAND_LINE = "command line"

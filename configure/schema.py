@@ -1,4 +1,4 @@
-"""Every key a config file may set: its type, range, default and meaning; conflicts.py checks several together.
+"""Every key a config file may set: its type, range, default and meaning; check.py checks several together.
 
 The defaults are the 125M-active model of *Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel*. Where the
 paper is silent (warm-up, final learning rate, weight decay, clipping) they follow the 125M file of its first author's

@@ -19,7 +19,7 @@ from torch import Tensor
 import configure
 from attention import kv_heads
 from configure import Config
-from configure.conflicts import find_conflicts
+from configure.check import find_conflicts
 from configure.schema import Model
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
