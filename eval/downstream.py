@@ -30,7 +30,7 @@ from configure import Config
 from data.bins import sha256_of
 from eval.paper import find_paper_table
 from eval.scoring import Scorer, scoring_dtype
-from eval.tasks import TASKS, Metrics, build_task_manager, check_tasks, load_tasks, local_file, score_task
+from eval.tasks import TASKS, Metrics, check_tasks, load_tasks, local_file, score_task
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, pick_device
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
@@ -158,10 +158,9 @@ def evaluate_run(args: argparse.Namespace) -> None:
     """Evaluate all tasks and write the report. Raises ValueError and OSError."""
     if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
-    manager = build_task_manager(args.tasks)
+    manager = check_tasks(args.tasks, args.tasks_dir)
     from eval.harness import Adapter
 
-    check_tasks(manager, args.tasks, args.tasks_dir)
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     device = pick_device(args)
     dtype = scoring_dtype(trained.config, device)

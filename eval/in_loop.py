@@ -42,9 +42,7 @@ def check_tasks(config: Config) -> tuple["TaskManager", list[str], Path | None]:
     """
     names, folder = config.eval.task_names, Path(config.eval.tasks_dir) if config.eval.tasks_dir else None
     with name_key():
-        manager = tasks.build_task_manager(names)
-        tasks.check_tasks(manager, names, folder)
-    return manager, names, folder
+        return tasks.check_tasks(names, folder), names, folder
 
 
 class TaskScores:

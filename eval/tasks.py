@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,8 +71,9 @@ def build_task_manager(names: Iterable[str]) -> "TaskManager":
     return TaskManager(include_defaults=False, include_path=[tasks / folder for folder in FOLDERS])
 
 
-def check_tasks(manager: "TaskManager", names: Iterable[str], folder: Path | None) -> None:
-    """Raise RunError for an unknown task, a missing local file, or one for what is no single task of YAML."""
+def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
+    """`build_task_manager`; RunError for an unknown task, a missing local file, or one for no single task of YAML."""
+    manager = build_task_manager(names)
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, 5)
@@ -87,6 +88,7 @@ def check_tasks(manager: "TaskManager", names: Iterable[str], folder: Path | Non
         if not (file := local_file(folder, name)).is_file():
             present = sorted(path.stem for path in folder.glob("*.jsonl"))
             raise RunError(f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}")
+    return manager
 
 
 def local_file(folder: Path, name: str) -> Path:

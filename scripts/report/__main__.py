@@ -15,7 +15,6 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
@@ -34,7 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = read_report(args)
     out = args.out or name_folder(find_runs(args.runs))
     out.mkdir(parents=True, exist_ok=True)
-    print_blocks(write_report(report, out))
+    for kind, *parts in write_report(report, out):  # all but its text
+        if kind == "h2":
+            print(parts[0])
+        elif kind == "list":
+            print("\n".join(parts[0]).replace("**", "") + "\n")
+        elif kind == "table":
+            print(text_table(*parts) + "\n")
     print(f"report: {out}/report.html")
 
 
@@ -49,17 +54,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
     parser.add_argument("--margin", type=float, default=0.0, help="nats: pairs within it are equivalent")
     return parser
-
-
-def print_blocks(blocks: Sequence[tuple[Any, ...]]) -> None:
-    """The headings, notes and tables of a page, but not its text."""
-    for kind, *parts in blocks:
-        if kind == "h2":
-            print(parts[0])
-        elif kind == "list":
-            print("\n".join(parts[0]).replace("**", "") + "\n")
-        elif kind == "table":
-            print(text_table(*parts) + "\n")
 
 
 def name_folder(folders: Sequence[Path]) -> Path:
