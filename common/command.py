@@ -24,7 +24,8 @@ def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate `main(argv) -> int | None`: ValueError and OSError become one line on stderr and the exit code 2.
 
-    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0.
+    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0. Under torchrun each
+    node prints the line once: one of them alone may lack the run.
     """
 
     @functools.wraps(main)
@@ -34,7 +35,8 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # an OSError that is for run_command
             raise
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)
             return 2
 
     return run

@@ -28,7 +28,7 @@ from common.progress import progress_bar
 from common.text import format_bytes, plural
 from data import DataError
 from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
-from data.encode import Encoded, Encoder, choose_split, explain_empty_split, validation_inputs
+from data.encode import Encoder, choose_split, explain_empty_split, validation_inputs
 from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
@@ -200,9 +200,14 @@ def _tokenize(
     print(f"{args.name}: {size}, {args.tokenizer}, {plural(workers, 'worker')}{resuming}")
     bar = progress_bar(every=30, desc=args.name, total=total, unit="B", unit_scale=True)
     batches = encode_inputs(inputs, encoder, workers, Position(progress.files, progress.documents))
+    cut = any(file.split == "ends" for file in inputs)
     with bar, closing(batches):
         for encoded, position, read_bytes in batches:
-            _write_encoded(writer, encoded, cut=any(file.split == "ends" for file in inputs))
+            for split, ids in (("train", encoded.train), ("val", encoded.val)):
+                # Where documents are cut, end-of-text stands between their parts only, so not before the first.
+                first = cut and not writer.splits[split].tokens
+                documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
+                writer.write(split, ids[1:] if first else ids, documents)
             progress.add(encoded)
             progress.files, progress.documents = position
             bar.update(read_bytes - bar.n)
@@ -214,14 +219,6 @@ def _tokenize(
         counts += f", {plural(progress.links, 'link')} or paths out of archives" if progress.links else ""
         print(f"left out: {counts}")
     return {key: getattr(progress, key) for key in LEFT_OUT}
-
-
-def _write_encoded(writer: Writer, encoded: Encoded, cut: bool) -> None:
-    """Write ids; where documents are `cut`, end-of-text stands between their parts only, so not before the first."""
-    for split, ids in (("train", encoded.train), ("val", encoded.val)):
-        first = cut and not writer.splits[split].tokens
-        documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
-        writer.write(split, ids[1:] if first else ids, documents)
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:

@@ -13,7 +13,6 @@ results.json and table.md at the end.
 import argparse
 import hashlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -154,8 +153,18 @@ def send_to_wandb(results: dict[str, Metrics], trained: Trained, args: argparse.
             print(f"wandb: not sent ({type(error).__name__}: {error}); results.json has every number")
 
 
-def evaluate_run(args: argparse.Namespace) -> None:
-    """Evaluate all tasks and write the report. Raises ValueError and OSError."""
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate all tasks and write the report."""
+    parser = build_parser("eval.downstream", __doc__)
+    add_run_arguments(parser)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)")
+    parser.add_argument("--tasks-dir", type=Path, metavar="FOLDER", help="local files TASK.jsonl instead of the hub")
+    parser.add_argument("--limit", type=int, help="documents per task, for a trial")
+    parser.add_argument("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
+    add_device_argument(parser)
+    args = parser.parse_args(argv)
+    args.tasks = list(dict.fromkeys(args.tasks))
     if args.num_fewshot < 0 or (args.limit is not None and args.limit < 1):
         raise RunError("--num-fewshot must be at least 0, --limit at least 1")
     manager = check_tasks(args.tasks, args.tasks_dir)
@@ -173,27 +182,6 @@ def evaluate_run(args: argparse.Namespace) -> None:
         evaluate_tasks(manager, adapter, folder, shared, args)
     if not ranks.rank:
         write_report(folder, shared, trained, args)
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = build_parser("eval.downstream", __doc__)
-    add_run_arguments(parser)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the harness (default: the paper's six)")
-    parser.add_argument("--tasks-dir", type=Path, metavar="FOLDER", help="local files TASK.jsonl instead of the hub")
-    parser.add_argument("--limit", type=int, help="documents per task, for a trial")
-    parser.add_argument("--num-fewshot", type=int, default=0, help="(default: %(default)s)")
-    add_device_argument(parser)
-    args = parser.parse_args(argv)
-    args.tasks = list(dict.fromkeys(args.tasks))
-    try:
-        evaluate_run(args)
-    except (ValueError, OSError):
-        if "0" in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK")):  # once per node: one may lack the run
-            raise
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

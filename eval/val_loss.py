@@ -206,8 +206,20 @@ def window_count(text: str) -> float:
     return math.inf if text == "all" else int(text)
 
 
-def evaluate_run(args: argparse.Namespace) -> None:
-    """Open all data, score it, print the table and write val_loss.json. Raises ValueError and OSError."""
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Open all data, score it, print the table and write val_loss.json."""
+    parser = build_parser("eval.val_loss", __doc__)
+    add_run_arguments(parser)
+    add, data = parser.add_argument, "prepared folders, names in data.dir, text files that data.prepare reads"
+    add("--data", nargs="+", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
+    add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
+    add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
+    windows = "number, spread evenly, with --stride the first N; or all"
+    by_default = "(default: all; of a set without --stride\nthe run's eval.windows)"
+    add("--windows", type=window_count, metavar="N", help=f"{windows} {by_default}")
+    add_device_argument(parser)
+    args = parser.parse_args(argv)
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
@@ -234,22 +246,6 @@ def evaluate_run(args: argparse.Namespace) -> None:
             line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
             output.write(json.dumps(line) + "\n")
     print(file)
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = build_parser("eval.val_loss", __doc__)
-    add_run_arguments(parser)
-    add, data = parser.add_argument, "prepared folders, names in data.dir, text files that data.prepare reads"
-    add("--data", nargs="+", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
-    add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
-    add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
-    windows = "number, spread evenly, with --stride the first N; or all"
-    by_default = "(default: all; of a set without --stride\nthe run's eval.windows)"
-    add("--windows", type=window_count, metavar="N", help=f"{windows} {by_default}")
-    add_device_argument(parser)
-    evaluate_run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
