@@ -1,4 +1,4 @@
-"""hf/swap.py: a trained softmax mixture gets another router. hf/upcycle.py: a dense model becomes a mixture."""
+"""hf/convert.py: a trained softmax mixture gets another router; a dense model becomes a mixture."""
 
 import re
 
@@ -144,7 +144,7 @@ def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(module_tiny, s
         assert norms[1] == pytest.approx(norms[0], rel=0.04)
 
 
-# ---- hf/upcycle.py: mixtures that start from dense models
+# ---- mixtures that start from dense models
 # Of a dense model of width 16: E experts, K chosen, hidden width of each, router
 COPIES = ["model.n_expert=8", "model.top_k=3", "model.expert_hidden=16", "model.router=softmax-renorm"]
 SLICES = ["model.n_expert=8", "model.top_k=2", "model.expert_hidden=8", "model.router=softmax-renorm"]
