@@ -25,8 +25,7 @@ from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
 from hf.convert import find_overrides, is_upcycled, match_gates, take_routers, upcycle
-from hf.formats import FORMATS, Format, dense_width
-from hf.names import BUFFERS
+from hf.formats import BUFFERS, FORMATS, Format, dense_width
 from hf.tokenizer_files import make_vocabulary
 from model import GPT
 from router import Router, find_spec

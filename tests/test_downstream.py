@@ -25,7 +25,7 @@ from eval.harness import Adapter
 from eval.routing import record_routing
 from eval.scoring import Scorer, batch_by_length
 from eval.trained import load_run
-from hf.names import to_gpt2
+from hf.formats import FORMATS
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
 from scripts.export import export_run
@@ -43,7 +43,7 @@ def clients(tmp_path_factory):
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
-    for name, view in to_gpt2(ours.state_dict()).items():
+    for name, view in FORMATS["gpt2"].from_own(ours.state_dict()).items():
         view.copy_(theirs.state_dict()[name])
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(ByteTokenizer(), path, 32)

@@ -26,7 +26,7 @@ import train
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained, load_model
-from hf.names import to_hf
+from hf.formats import FORMATS
 from hf.tokenizer_files import find_merges, write_tokenizer
 from model import GPT, count_parameters
 from router import ROUTERS
@@ -169,7 +169,7 @@ def test_export_is_trained_as_the_run(exported, checkpointing):
     assert_near(theirs(idx, labels=idx).loss, loss, NEAR)
     loss.backward()
     F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).backward()  # transformers' loss rounds to fp32
-    wanted = to_hf({name: p.grad for name, p in own.named_parameters()})
+    wanted = FORMATS["nanokern"].from_own({name: p.grad for name, p in own.named_parameters()})
     for name, p in theirs.named_parameters():
         assert_near(p.grad, wanted[name], NEAR, name)
 
@@ -346,7 +346,7 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
     (tmp_path / "out").symlink_to(tmp_path / "behind")
     call(export.main, run, tmp_path / "out", "--checkpoint", 2)
     assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "out").is_symlink()
-    wanted = to_hf(load_model(run, 2).model.state_dict())
+    wanted = FORMATS["nanokern"].from_own(load_model(run, 2).model.state_dict())
     assert all(tensor.equal(wanted[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
     lines = map(json.loads, (run / "metrics.jsonl").open())
     loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)

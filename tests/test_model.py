@@ -15,7 +15,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, GPT2Config, GPT2LMHe
 import attention
 from attention import KVCache
 from configure import Config
-from hf.names import to_gpt2, to_hf
+from hf.formats import FORMATS
 from model import GPT, count_parameters, flops_per_token
 from router import EPS, ROUTERS
 
@@ -80,7 +80,7 @@ def test_dense_equals_gpt2_of_transformers():
     model = build_random(router="dense", bias=True)
     sizes = {"vocab_size": V, "n_positions": T, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 24}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).double().eval()
-    assert_equals_theirs(model, theirs, to_gpt2, tolerance(torch.float64, 32, roundings=48))
+    assert_equals_theirs(model, theirs, FORMATS["gpt2"].from_own, tolerance(torch.float64, 32, roundings=48))
 
 
 GLM4 = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -94,7 +94,7 @@ GLM4 |= {"num_mtp_layers": 0, "experts_implementation": "eager", "attn_implement
 def to_glm4(tensors):
     """Its names; its experts are transposed."""
     renamed = {}
-    for name, tensor in to_hf(tensors).items():
+    for name, tensor in FORMATS["nanokern"].from_own(tensors).items():
         name = name.replace(".mlp.router.", ".mlp.gate.").replace("gate.selection_bias", "gate.e_score_correction_bias")
         renamed[name] = tensor.mT if ".experts." in name else tensor
     return renamed
