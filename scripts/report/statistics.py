@@ -1,9 +1,6 @@
-"""Differences of losses: Student's t over paired seeds, or over documents where seeds are few, and verdicts.
+"""Differences of losses, their intervals and p-values by a paired t-test, and verdicts. Needs scipy.
 
-A seed's loss is one observation. Two routers are compared by the seeds that both have: the mean of the differences, its
-95% interval and its p-value are those of a paired t-test. With fewer than MIN_SEEDS paired seeds the interval is over
-the documents of the validation text instead. Such an interval says how far another text would move the difference of
-*these* runs. It says nothing about other seeds, so the verdict stays "undecided". Needs scipy.
+`HOW` of page.py tells a reader of a report what they mean.
 """
 
 import math

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from scripts.report.statistics import Difference, estimate_difference, judge_fam
 from scripts.report.style import style
 from scripts.track.protocol import BALANCE, REPO_ROOT, Protocol
 from scripts.track.record import Record, judged_runs, losses_of, task_of
-
-if TYPE_CHECKING:  # it may not be installed
-    from matplotlib.figure import Figure
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"
@@ -162,9 +159,9 @@ def format_measures(row: Row) -> list[str]:
     ]
 
 
-def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
-    """Each entry's difference from the reference with its 95% interval, and the margin of equivalence."""
-    from matplotlib.figure import Figure
+def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> None:
+    """Draw each entry's difference from the reference with its 95% interval, and the margin of equivalence."""
+    from matplotlib.figure import Figure  # it may not be installed
 
     judged = {row.record["name"]: row.against.get(protocol.reference) for row in reversed(rows)}
     drawn = {name: difference for name, difference in judged.items() if difference and math.isfinite(difference.mean)}
@@ -180,7 +177,7 @@ def plot_differences(protocol: Protocol, rows: Sequence[Row]) -> "Figure":
     axes.set_xlabel(f"validation loss minus {protocol.reference}'s, nats per byte, 95% interval")
     axes.legend(fontsize=8, loc="upper right")
     axes.grid(axis="x", alpha=0.3)
-    return figure
+    figure.savefig(picture)
 
 
 def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
@@ -197,5 +194,5 @@ def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
             raise ValueError(f"{page} lacks the lines {begin.strip()} and {end} that the table goes between")
         write_atomic(page, f"{head}{begin}{table}\n{end}{tail}")
     picture = PAGE.parent / f"{protocol.name}.png"
-    plot_differences(protocol, rows).savefig(picture)
+    draw_differences(protocol, rows, picture)
     return picture
