@@ -1,4 +1,4 @@
-"""scripts/report/statistics.py against scipy.stats and formulas by hand."""
+"""scripts/report/comparisons.py against scipy.stats and formulas by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.report.statistics import Difference, cluster_error, correct_holm, estimate_difference, judge_family
+from scripts.report.comparisons import Difference, cluster_error, correct_holm, estimate_difference, judge_family
 
 
 @pytest.mark.parametrize("windows, documents", [(None, None), (np.ones(4), None), (np.ones(4), np.zeros(4))])

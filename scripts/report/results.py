@@ -22,13 +22,11 @@ from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import markdown_table
 from router import find_spec
-from scripts.report import tables
+from scripts.report import comparisons, tables
 from scripts.report.__main__ import make_parser
-from scripts.report.comparisons import choose_best, find_pairs, judge_pairs
 from scripts.report.page import Report, read_report
 from scripts.report.pictures import plot_loss, plot_product
 from scripts.report.settings import Arm, Setting
-from scripts.report.statistics import MIN_SEEDS, estimate_difference, judge_family
 from scripts.report.tables import Table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -96,12 +94,14 @@ def format_tables(report: Report) -> str:
         means = [([setting.label or head[0], *head[1:]], rows)]
         means += [] if setting.key or len(setting.arms) > 6 else [tables.build_measure_table(setting)]
         made += [(head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means]
-        named = [(a, b) for a, b in find_pairs(setting, report.baseline) if report.baseline in (b.router, b.label)]
-        pairs = judge_pairs(setting, named, report.margin)
-        if any(pair.difference.seeds >= MIN_SEEDS for pair in pairs):
+        named = comparisons.find_pairs(setting, report.baseline)
+        named = [(left, right) for left, right in named if report.baseline in (right.router, right.label)]
+        pairs = comparisons.judge_pairs(setting, named, report.margin)
+        if any(pair.difference.seeds >= comparisons.MIN_SEEDS for pair in pairs):
             made.append(tables.build_pairs_table(setting, pairs, setting.xs if setting.key else ()))
         if report.choose_on:
-            made.append(tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin)))
+            best = comparisons.choose_best(setting, report.choose_on, report.margin)
+            made.append(tables.build_pairs_table(setting, best))
         made += tabulate_effects(setting, report.margin)
     if len({setting.values[TOP_K] for setting in report.settings}) > 2:
         made.append(tabulate_growth(report.settings))
@@ -120,10 +120,10 @@ def tabulate_effects(setting: Setting, margin: float) -> list[Table]:
     cells = [cell for arm in setting.arms for cell in arm.cells.values()]
     seeds = sorted(set.intersection(*map(set, cells)))
     losses = np.array([[setting.evaluation(cell[seed])["val/loss"] for seed in seeds] for cell in cells])  # (8, S)
-    effects = [estimate_difference(losses[part].mean(0) - losses[~part].mean(0)) for part in has.T]
+    effects = [comparisons.estimate_difference(losses[part].mean(0) - losses[~part].mean(0)) for part in has.T]
     rows = [
         [f"**{part}**", str(effect), f"{effect.seeds} seeds", f"**{effect.verdict}**", f"{effect.p:.2g}"]
-        for part, effect in zip(("l2 norm", "ReLU", "γ"), judge_family(effects, margin), strict=True)
+        for part, effect in zip(("l2 norm", "ReLU", "γ"), comparisons.judge_family(effects, margin), strict=True)
     ]
     return [(["part of the formula", "with minus without, 95%", "interval over", "with is", "Holm's p"], rows)]
 
@@ -143,7 +143,7 @@ def tabulate_growth(settings: Sequence[Setting]) -> Table:
         best = np.array(
             [[find_best(setting, arm, seed) for seed in seeds] for setting, arm in zip(settings, arms, strict=True)]
         )
-        slope = estimate_difference(np.polyfit(tops, best, 1)[0])
+        slope = comparisons.estimate_difference(np.polyfit(tops, best, 1)[0])
         rows.append([f"**{router}**", *(f"{2 ** logs.mean():.2f}" for logs in best), str(slope)])
     return ["best norm", *(f"top_k {setting.values[TOP_K]}" for setting in settings), "slope, 95%"], rows
 
