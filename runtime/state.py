@@ -1,11 +1,12 @@
 """The training state: what a step changes and a checkpoint holds."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from configure.schema import Optim
@@ -14,9 +15,8 @@ from model import GPT, MoE
 from router import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
-from runtime.ema import WeightAverage
 from runtime.optimizers import AdamW, Muon, is_for_muon
-from runtime.parallel import distribute, full_tensor, try_compiling, warm_up_ddp_buckets
+from runtime.parallel import distribute, full_tensor, local_part, try_compiling, warm_up_ddp_buckets
 from runtime.preflight import Plan
 from runtime.statistics import Statistics, join
 from runtime.updates import Updates
@@ -69,6 +69,56 @@ def measure_signal(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor
     first = sum(full_tensor(state["exp_avg"].square().sum()) for state in states) / (1 - beta1**step) ** 2
     second = sum(full_tensor(state["exp_avg_sq"].sum()) for state in states) / (1 - beta2**step)
     return (first / second - floor) / (1 - floor)
+
+
+class WeightAverage:
+    """The running mean of weights (train.ema_decay): decay · mean + (1 - decay) · weights after each step taken.
+
+    Of parameters and buffers, from the initial ones on, in fp32 on their device; under FSDP2 each rank holds the mean
+    of its own part. The tables of hash layers are constants.
+
+    Attributes:
+        tensors: {name in model.state_dict(): mean}; a checkpoint holds them.
+    """
+
+    def __init__(self, model: GPT, decay: float) -> None:
+        """Begin with the weights that `model`, on its device and sharded, has now."""
+        self.model, self.decay = model, decay
+        # An optimizer step changes these in place. Under FSDP2 they are the sharded parameters only outside of passes.
+        self.weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.tensors = {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each mean, and of its weight."""
+        for name, mean in self.tensors.items():
+            if mean.is_floating_point():
+                yield local_part(mean), local_part(self.weights[name].detach())
+
+    @torch.no_grad()
+    def update(self, taken: Tensor) -> None:
+        """Move the mean towards the weights after a step, if it was `taken`, () bool on the device."""
+        part = (1 - self.decay) * taken.float()  # a tensor: the host does not wait to know whether it was taken
+        for mean, weight in self._pairs():
+            mean.lerp_(weight, part)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within it the model computes with the mean. Weights and mean change places, so no third copy is needed."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # the root keeps what it gathered for an evaluation, which would hide the exchange
+        for mean, weight in self._pairs():
+            before = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(before)
 
 
 class TrainState(AbstractContextManager["TrainState"]):
