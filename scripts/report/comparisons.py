@@ -1,7 +1,7 @@
 """Which of two arms of a setting has the lower loss: differences, their intervals by Student's t, and verdicts.
 
-All pairs of a setting are one family (`judge_family`), in one table. `HOW` of page.py tells a reader what the verdicts
-mean. Needs scipy.
+All pairs of a setting are one family (`judge_family`), in one table. text.toml tells a reader what the verdicts mean.
+Needs scipy.
 """
 
 import math

@@ -7,6 +7,7 @@ file name, caption). Text may use **bold** and `code`; HTML in it, such as in th
 import base64
 import html
 import re
+import tomllib
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,25 +27,7 @@ from scripts.report.settings import Setting, group_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
 Block = tuple[Any, ...]
-HOW = f"""\
-A seed's loss is one observation. Differences are paired by seed, with 95% intervals and p-values by Student's t over
-seeds. With fewer than {MIN_SEEDS} paired seeds the interval is **over documents** of the validation text: it holds for
-these runs, says nothing of other seeds, and decides nothing. An interval is about one difference. **Verdicts** count
-all pairs of a table as one family, by Holm's p-values: below 0.05 the first has a **lower** or a **higher** loss, else
-the pair is **undecided**. Undecided does not mean equal.
-**In the paper**: what the paper says of the first loss of a pair at the routers' own norms."""
-HOW_SEEDS = f"""\
-**Add seeds** for a verdict, {MIN_SEEDS} for each router, such as: python train.py {{run.folder}}/config.toml \
---run.seed={{seed}} --run.name={{name}}-seed{{seed}}"""
-HOW_EQUIVALENT = """\
-**Equivalent**: two one-sided t-tests, with Holm's correction, place the difference within ±{} nats."""
-HOW_BEST = "Each arm at the value with its lowest mean loss over seeds {}, compared by its other seeds, one family."
-HOW_PAPER = """\
-The paper's numbers are those of `{}`, at the same part of training. Where the runs differ from that file in more than
-the router, compare differences between routers, not losses. ± is the standard deviation over seeds, ours of a sample,
-the paper's of a population. ? marks doubtful numbers: eval/paper_numbers.toml says why."""
-HOW_RUNS = """\
-Runs timed one after another cannot show what a router costs: `python -m scripts.bench step` times routers in turn."""
+TEXT = tomllib.loads(Path(__file__).with_name("text.toml").read_text("utf-8"))
 
 
 @dataclass
@@ -86,10 +69,10 @@ def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> 
         blocks += format_setting(report, setting, folder)
     explained: list[Block] = []
     if runs := [run for setting in report.settings for run in setting.runs]:
-        explained += [("h2", "How to read the verdicts"), ("p", HOW)]
-        explained += [("p", HOW_EQUIVALENT.format(report.margin))] if report.margin else []
+        explained += [("h2", "How to read the verdicts"), ("p", TEXT["verdicts"].format(min_seeds=MIN_SEEDS))]
+        explained += [("p", TEXT["equivalent"].format(margin=report.margin))] if report.margin else []
         rows = [*map(tables.summarize_run, runs)]
-        explained += [("h2", "Runs"), ("table", tables.RUN_COLUMNS, rows), ("p", HOW_RUNS)]
+        explained += [("h2", "Runs"), ("table", tables.RUN_COLUMNS, rows), ("p", TEXT["runs"])]
     write_page(plural(len(runs), "run"), [*before, *blocks, *explained], folder)
     return blocks
 
@@ -99,8 +82,8 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
     comparisons = compare_setting(setting, report.baseline, report.margin)
     blocks: list[Block] = [("h2", setting.label or "Loss"), ("p", tables.describe_setting(setting))]
     if report.experiment:
-        missing = f"The paper prints no loss of `{report.experiment}` in this setting."
-        blocks.append(("p", HOW_PAPER.format(report.experiment) if setting.printed else missing))
+        text = TEXT["paper" if setting.printed else "not_in_paper"]
+        blocks.append(("p", text.format(experiment=report.experiment)))
 
     def add_picture(name: str, figure: Figure | None, caption: str) -> None:
         if figure is not None:
@@ -108,22 +91,21 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
             figure.savefig(folder / file)
             blocks.append(("picture", file, caption))
 
-    caption = "Losses: mean and range over seeds, lower is better. Differences: 95% intervals of each point alone."
-    add_picture("loss", pictures.plot_loss(setting, report.baseline), caption)
+    add_picture("loss", pictures.plot_loss(setting, report.baseline), TEXT["losses"])
     blocks.append(("table", *tables.build_loss_table(setting)))
     if comparisons:
         xs = setting.xs if setting.key else ()
         blocks.append(("table", *tables.build_pairs_table(setting, comparisons, xs)))
         if few := [pair.left.runs[-1] for pair in comparisons if pair.difference.seeds < MIN_SEEDS]:
             name = few[0].config.run.name.removesuffix(f"-seed{few[0].seed}")
-            blocks.append(("list", [HOW_SEEDS.format(run=few[0], name=name, seed=few[0].seed + 1)]))
+            more = {"min_seeds": MIN_SEEDS, "run": few[0], "name": name, "seed": few[0].seed + 1}
+            blocks.append(("list", [TEXT["seeds"].format(**more)]))
     if report.choose_on:
         best = tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin))
-        blocks += [("table", *best), ("p", HOW_BEST.format(", ".join(map(str, report.choose_on))))]
+        blocks += [("table", *best), ("p", TEXT["best"].format(seeds=", ".join(map(str, report.choose_on))))]
     head, rows = tables.build_measure_table(setting)
     blocks += [("table", head, rows)] if rows else []
-    caption = "Mean and range over seeds of what metrics.jsonl has by these names (docs/wandb.md)."
-    add_picture("measures", pictures.plot_measures(setting), caption)
+    add_picture("measures", pictures.plot_measures(setting), TEXT["measures"])
     return blocks
 
 
