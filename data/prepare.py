@@ -165,8 +165,7 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
 
 def _open_inputs(args: argparse.Namespace, made_from: dict, partial: Path) -> tuple[dict, list[Input], Encoder]:
     """The files to read, what turns them into ids, and `made_from` with what identifies both."""
-    hub = SOURCES[args.corpus].hub.get(args.config)
-    streamed = hub if not args.source else None
+    streamed = None if args.source else SOURCES[args.corpus].hub.get(args.config)
     inputs = [] if streamed else _local_files(args)
     val_inputs = validation_inputs(args.val_source, inputs)
     tokenizer = load_tokenizer(args.tokenizer, args.bpe_ranks)

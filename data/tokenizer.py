@@ -129,8 +129,7 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     Raises DataError if a file is missing or unreadable, or names no such id.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        eot = config["eos_token_id"]
+        eot = json.loads((folder / "config.json").read_bytes())["eos_token_id"]
         eot = eot[0] if isinstance(eot, list) else eot
         tokenizer = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
     except Exception as error:  # the library raises its own, all of them plain Exceptions

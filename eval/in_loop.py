@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from runtime.distributed import Ranks
 from runtime.parallel import gather_model
 from runtime.signals import Stop
 
-if TYPE_CHECKING:  # an extra that other commands do not need
-    from lm_eval.tasks import TaskManager
-
 
 @contextmanager
 def name_key() -> Iterator[None]:
@@ -35,8 +32,8 @@ def name_key() -> Iterator[None]:
         raise (RunError if distributed.local_rank() else RankError)(f"eval.tasks: {error}") from error
 
 
-def check_tasks(config: Config) -> tuple["TaskManager", list[str], Path | None]:
-    """The harness' index, the tasks of a run, and the folder of their files. Loads no documents.
+def check_tasks(config: Config) -> tuple[Any, list[str], Path | None]:
+    """The harness' TaskManager, the tasks of a run, and the folder of their files. Loads no documents.
 
     Raises RunError if the harness, a task or its file is missing.
     """

@@ -203,10 +203,9 @@ def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
 
 def judge_pairs(setting: Setting, pairs: Iterable[tuple[Arm, Arm]], margin: float = 0.0) -> list[Comparison]:
     """A Comparison at the end for each pair, all of them one family; without pairs that lack a common seed."""
-    known = [(left, right, estimate(setting, left, right)) for left, right in pairs]
-    known = [(left, right, difference) for left, right, difference in known if difference]
-    judged = judge_family([difference for _, _, difference in known], margin)
-    return [Comparison(left, right, difference) for (left, right, _), difference in zip(known, judged, strict=True)]
+    known = [Comparison(*pair, difference) for pair in pairs if (difference := estimate(setting, *pair))]
+    judged = judge_family([pair.difference for pair in known], margin)
+    return [pair._replace(difference=difference) for pair, difference in zip(known, judged, strict=True)]
 
 
 def compare_setting(setting: Setting, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:

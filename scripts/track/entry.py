@@ -60,8 +60,7 @@ def check_committed() -> None:
 
 def prepare_data(protocol: Protocol) -> None:
     """Prepare the track's set if it is missing. Raises ValueError if it, or the text, is not the protocol's."""
-    config = configure.load(protocol.file)
-    (folder,) = config.data.folders
+    (folder,) = configure.load(protocol.file).data.folders
     if not (folder / "meta.json").exists():
         source, val_source = protocol.text
         command = ["-m", "data.prepare", "text", "--source", source, "--val-source", val_source, "--tokenizer", "bytes"]
