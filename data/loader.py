@@ -42,8 +42,7 @@ class Loader:
         seed: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        parts = [tokens] if isinstance(tokens, Tokens) else tokens
-        self._tokens = JoinedTokens(parts, block_size)
+        self._tokens = JoinedTokens([tokens] if isinstance(tokens, Tokens) else tokens, block_size)
         self._counts, self._shares = np.diff(self._tokens.starts), to_shares(weights)
         self._block_size, self._batch_size, self._seed = block_size, batch_size, seed
 

@@ -92,7 +92,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     source = SOURCES[args.corpus]
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
-    args.name = args.name or name_set(args.corpus, args.source)
+    if not args.name and args.corpus == "text" and len(args.source) == 1:  # as its file or folder, where a set can be
+        name = Path(args.source[0]).resolve().name.partition(".")[0]
+        args.name = name if re.fullmatch(NAME, name) and name not in SOURCES else None
+    args.name = args.name or args.corpus
     args.tokenizer = args.tokenizer or source.tokenizer
     if args.val_fraction is None:
         args.val_fraction = 0.0 if args.val_source else source.val_fraction
@@ -100,12 +103,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     _check_source(args)
     _check_output(args)
     return args
-
-
-def name_set(corpus: str, source: list[str]) -> str:
-    """The corpus' name; of the corpus `text` that of its only file or folder, where a set can be called that."""
-    name = Path(source[0]).resolve().name.partition(".")[0] if corpus == "text" and len(source) == 1 else ""
-    return name if re.fullmatch(NAME, name) and name not in SOURCES else corpus
 
 
 def _check_source(args: argparse.Namespace) -> None:

@@ -111,7 +111,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
 
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
     """The `average` checkpoints up to `step`, by default the last. Raises RunError if there are not that many."""
-    steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.damaged_steps(folder / "checkpoints")
+    steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.steps(folder / "checkpoints", ".damaged")
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import shutil
 import sys
 import threading
@@ -39,7 +38,6 @@ from configure.schema import Train
 from runtime import RankError, RunError, describe_write_errors, distributed
 from runtime.distributed import Ranks
 
-NAME = re.compile(r"step_(\d{8})")
 MANIFEST = "manifest.json"
 SAVE_TIMEOUT = timedelta(hours=1)  # for the slowest rank's part to be written
 
@@ -52,14 +50,9 @@ class DamagedError(RunError):
     """A checkpoint's files differ from what was written."""
 
 
-def steps(folder: str | Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist."""
-    return sorted(int(match[1]) for path in Path(folder).glob("step_*") if (match := NAME.fullmatch(path.name)))
-
-
-def damaged_steps(folder: str | Path) -> list[int]:
-    """Steps of the quarantined checkpoints in `folder`, ascending."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in Path(folder).glob("step_*.damaged"))
+def steps(folder: str | Path, end: str = "") -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist. Quarantined ones end in .damaged."""
+    return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
 
 
 def folder_of(folder: str | Path, step: int) -> Path:

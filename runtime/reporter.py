@@ -29,16 +29,12 @@ class SilentReporter(AbstractContextManager["SilentReporter"]):
     """In place of a Reporter on ranks other than 0: the same methods, nothing said."""
 
     metadata: dict[str, Any] = {}
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
     pause = nullcontext
 
     def ignore(self, *_: object) -> None:
         """In place of every method that reports."""
 
-    log_evaluation = log_steps = count_step = sync = ignore
+    __exit__ = log_evaluation = log_steps = count_step = sync = ignore
 
 
 class Reporter(AbstractContextManager["Reporter"]):

@@ -67,10 +67,8 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
         planned = replace(config, "train", activation_checkpointing=checkpointing)
         plans[parallel, checkpointing] = estimate_memory(planned, shapes, parallel, shards, accumulates)
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
-    rows = []
-    for part, sizes in zip(Memory._fields, zip(*plans.values(), strict=True), strict=True):
-        if any(sizes):
-            rows.append([part, *map(format_bytes, sizes)])
+    parts = zip(Memory._fields, zip(*plans.values(), strict=True), strict=True)
+    rows = [[part, *map(format_bytes, sizes)] for part, sizes in parts if any(sizes)]
     rows.append(["sum", *(format_bytes(sum(memory)) for memory in plans.values())])
     rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits)])
     names = [f"{parallel}, checkpointing" if checkpointing else parallel for parallel, checkpointing in plans]

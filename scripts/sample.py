@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: expected 1 or more")
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
-    model = trained.model.to(pick_device(args))
-    print_continuations(model, tokenizer, args.prompt, args, params)
+    print_continuations(trained.model.to(pick_device(args)), tokenizer, args.prompt, args, params)
 
 
 if __name__ == "__main__":
