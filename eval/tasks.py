@@ -47,8 +47,6 @@ TASKS = {
 }
 FOLDERS = ("arc", "hellaswag", "piqa", "sciq", "winogrande")  # of TASKS in lm-evaluation-harness
 
-FEWSHOT_SEED = 1234  # the harness' own
-
 Metrics = dict[str, Any]  # {metric: value, "documents": count} of one task
 
 
@@ -214,7 +212,7 @@ def score_task(
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        task.set_fewshot_seed(seed=1234)  # the harness' own
     try:
         with fixed_seeds():
             # Of the lower level: lm_eval.simple_evaluate would look at the machine for seconds.

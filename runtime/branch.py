@@ -17,9 +17,7 @@ from runtime.folder import RunFolder, refused_changes
 from runtime.metrics import list_arrays, read_metrics
 
 # What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the branch's step on.
-OF_DECAY = frozenset(
-    ("train.branch_from", "train.branch_step", "optim.decay_fraction", "optim.decay", "optim.min_lr_ratio")
-)
+OF_DECAY = ("train.branch_from", "train.branch_step", "optim.decay_fraction", "optim.decay", "optim.min_lr_ratio")
 
 
 class Branch(NamedTuple):

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter
@@ -38,9 +38,9 @@ def replace(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def refused_changes(old: Config, new: Config, more: frozenset[str] = frozenset()) -> list[str]:
+def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[str]:
     """Lines `key: old -> new` of settings that must not change: all but those of MAY_CHANGE and `more`."""
-    allowed = MAY_CHANGE | more
+    allowed = MAY_CHANGE.union(more)
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
         allowed = allowed - {"train.micro_batch_size"}  # the loss depends on how large micro-batches are
     return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]

@@ -87,8 +87,7 @@ class Protocol(Section):
             drawn = {f"optim.{key}": self._scale(key, part[key]) for key in part if key != "gate_norm"}
             own = own_norm < self.draws["own_gate_norm"]
             drawn["model.gate_norm"] = 0.0 if own else self._scale("gate_norm", part["gate_norm"])
-            methods = [None, "balance_loss_coef", "bias_update_rate"]
-            if method := methods[int(3 * balance)]:
+            if method := (None, "balance_loss_coef", "bias_update_rate")[int(3 * balance)]:
                 drawn[f"train.{method}"] = self._scale(method, strength)
             settings.append(drawn)
         return settings
