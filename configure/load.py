@@ -193,8 +193,11 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     sweep = table.pop("sweep", {})
     table.pop("track", None)  # a contest's protocol: scripts/track/protocol.py
     in_file = {key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}}
-    if Path(path).name == "config.toml":
-        in_file = _older_behaviour(in_file) | in_file
+    # A run's own config.toml has every key of its day. Those that it lacks get what runs did before they existed.
+    if Path(path).name == "config.toml" and {"run.name", "log.group", "optim.eps"} <= in_file.keys():
+        before = {key: schema for key, schema in KEYS.items() if "before" in schema}
+        older = {key: schema["before"] for key, schema in before.items() if in_file.get(schema.get("with", ""), True)}
+        in_file = older | in_file
     given, opened = {}, {}
     for text in overrides:
         key, value = _parse_override(text, lists)
@@ -212,14 +215,6 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     errors += [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
     _raise_if(errors)
     return Settings(in_file, given, axes)
-
-
-def _older_behaviour(in_file: dict[str, Any]) -> dict[str, Any]:
-    """What a run did before a key existed. Its own config.toml has every key of its day: what it lacks is younger."""
-    if not {"run.name", "log.group", "optim.eps"} <= in_file.keys():
-        return {}  # a file that a user wrote
-    before = {key: schema for key, schema in KEYS.items() if "before" in schema}
-    return {key: schema["before"] for key, schema in before.items() if in_file.get(schema.get("with", ""), True)}
 
 
 def _find_axis_errors(keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str) -> list[str]:

@@ -21,10 +21,9 @@ SAMPLE_TOKENS = 60
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     parser = build_parser("data.verify", __doc__)
-    parser.add_argument("names", nargs="+", metavar="name", help="name of a data set, or its folder")
-    parser.add_argument(
-        "--out", type=Path, default=bins.DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)"
-    )
+    add = parser.add_argument
+    add("names", nargs="+", metavar="name", help="name of a data set, or its folder")
+    add("--out", type=Path, default=bins.DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
     args = parser.parse_args(argv)
     for name in args.names:
         print(verify_dataset(Path(name) if os.sep in name else args.out / name))

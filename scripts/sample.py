@@ -44,15 +44,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = build_parser("scripts.sample", __doc__)
     add_run_arguments(parser)
-    parser.add_argument(
-        "--prompt", nargs="+", default=[""], help="texts to continue (default: the start of a document)"
-    )
-    parser.add_argument("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)")
-    parser.add_argument("--ignore-end", action="store_true", help="continue after the end of the document")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add = parser.add_argument
+    add("--prompt", nargs="+", default=[""], help="texts to continue (default: the start of a document)")
+    add("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
+    add("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
+    add("--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)")
+    add("--ignore-end", action="store_true", help="continue after the end of the document")
+    add("--seed", type=int, default=0, help="(default: %(default)s)")
     add_device_argument(parser)
     args = parser.parse_args(argv)
     params = SamplingParams(args.temperature, args.top_k, args.top_p)
