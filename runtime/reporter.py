@@ -181,8 +181,7 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
         print(f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
     if config.data.mix:
-        epochs = plan.loader.count_epochs(config.train.max_steps)
-        parts = zip(config.data.sets.items(), epochs, strict=True)
+        parts = zip(config.data.sets.items(), plan.loader.count_epochs(config.train.max_steps), strict=True)
         text = ", ".join(f"{name} {part:.1%} ({epoch:.2g} epochs)" for (name, part), epoch in parts)
         print(f"{plan.run}: data: {text}")
     if plan.changes:

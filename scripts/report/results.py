@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 file.extractall(folder, filter="data")  # runs/NAME, without their weights
         for page in PAGES:
             before = (DOCS / page).read_text()
-            text = COMMAND.sub(partial(compute, folder=Path(folder), draw=not args.check), before)
+            text = COMMAND.sub(partial(fill_command, folder=Path(folder), draw=not args.check), before)
             if args.check and text != before:
                 raise ValueError(f"docs/{page} differs from docs/records: run without --check, then git diff")
             if not args.check:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"wrote docs/{page}")
 
 
-def compute(match: re.Match, folder: Path, draw: bool) -> str:
+def fill_command(match: re.Match, folder: Path, draw: bool) -> str:
     """The tables of a COMMAND of a page, from the runs below `folder`; its picture is written anew if `draw`."""
     line, arguments, picture, _ = match.groups()
     if not picture:
