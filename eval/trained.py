@@ -13,8 +13,7 @@ from data import DataError
 from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
-from runtime import RunError, checkpoint, distributed
-from runtime.folder import explain_missing
+from runtime import RunError, check_is_run, checkpoint, distributed
 from runtime.metrics import read_metrics
 
 
@@ -84,8 +83,7 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
     Source: LAWA (arXiv 2209.14981) for the mean.
     """
     folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        raise RunError(explain_missing(folder))
+    check_is_run(folder)
     config = configure.load(folder / "config.toml")
     if ema and not config.train.ema_decay:
         raise RunError(

@@ -17,6 +17,13 @@ class Stopped(Exception):
     """The run was asked to stop, and did so at a checkpoint."""
 
 
+def check_is_run(folder: Path) -> None:
+    """Raise RunError if `folder` is not a run's."""
+    if not (folder / "config.toml").is_file():
+        fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
+        raise RunError(f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern")
+
+
 @contextmanager
 def describe_write_errors(path: str | Path) -> Iterator[None]:
     """Turn an OSError raised within into a RunError that names `path` and the remedy."""

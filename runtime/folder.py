@@ -247,9 +247,3 @@ def _under_free_name(config: Config) -> Config:
         number += 1
         config = replace(config, "run", name=f"{name}-{number}")
     return config
-
-
-def explain_missing(folder: Path) -> str:
-    """Why `folder` is not a run's."""
-    fault = "no config.toml, so not a run" if folder.is_dir() else "no such folder"
-    return f"{folder}: {fault}; give a run's folder, such as runs/quickstart-kern"

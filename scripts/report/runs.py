@@ -11,7 +11,7 @@ import numpy as np
 
 import configure
 from data.tokenizer import ByteTokenizer
-from runtime import RunError
+from runtime import RunError, check_is_run
 from runtime.metrics import ARRAYS, read_metrics
 
 REMEDY = "give them separate reports, or score both on one text: python -m eval.val_loss RUN --data SET_OR_FILE"
@@ -94,10 +94,7 @@ def load_run(folder: Path) -> Run:
     Raises:
         ValueError: the folder is not a run. RunError or ConfigError of a broken file is one too.
     """
-    if not (folder / "config.toml").is_file():
-        from runtime.folder import explain_missing  # imports torch
-
-        raise ValueError(explain_missing(folder))
+    check_is_run(folder)
     run = Run(folder, configure.load(folder / "config.toml"))
     for line in read_metrics(folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]):
         if "val/window_weights" in line:  # of a mixture: so their mean is val/loss
