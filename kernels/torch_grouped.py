@@ -122,7 +122,7 @@ def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, toget
     rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(descending=True, stable=True)
     experts = rank.argsort()[experts]  # numbered by load from here on
     load, order = sort_by_expert(experts, n_expert)
-    sizes = [-(-rows // unit) * unit for rows in load.tolist()]
+    sizes, number = [-(-rows // unit) * unit for rows in load.tolist()], rank.tolist()
     ranges, first = [], 0
     for end in range(1, n_expert + 1):
         part = sizes[first : end + 1]  # with one more expert
@@ -136,7 +136,7 @@ def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, toget
     parts, stop = [], 0
     for first, end in ranges:
         start, stop = stop, stop + (end - first) * sizes[first]
-        alone = slice(int(rank[first]), int(rank[first]) + 1)  # a view of weights, not a copy
+        alone = slice(number[first], number[first] + 1)  # a view of weights, not a copy
         shape, slots = (end - first, sizes[first]), slice(start, stop)
         parts.append(Part(rank[first:end] if end - first > 1 else alone, shape, slots, token[slots], gate[slots]))
     return slot, n_slot, parts
