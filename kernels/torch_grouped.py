@@ -143,10 +143,7 @@ def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, toget
 
 
 def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
-    """Order the rows of experts (N, K) by expert, then by token.
-
-    Returns, both int64: rows (E,) of each expert; the sorted indices (N·K,) into the flattened `experts`.
-    """
+    """Rows (E,) of each expert, and flattened experts' indices (N·K,) sorted by expert, then by token; both int64."""
     flat = experts.flatten()
     load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     return load, flat.int().argsort(stable=True)  # int32 sorts in half the time of int64

@@ -110,7 +110,6 @@ def untimed(lines: list[dict]) -> list[dict]:
 
 
 # ---- runs that differ by rounding alone
-
 MARGIN = 1e-5  # least distance between the last expert chosen and the next, relative to a token's largest score
 ROUNDINGS = 8  # a step passes through about ten operators in two blocks, and AdamW keeps the errors of those before
 

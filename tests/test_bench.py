@@ -173,7 +173,6 @@ def test_bad_input_is_refused_before_anything_is_timed(arguments, message, tiny_
 
 
 # ---- gpu_check.sh
-
 FAKE = """\
 #!/usr/bin/env bash
 # In place of Python: prints its arguments.

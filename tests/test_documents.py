@@ -95,7 +95,6 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
     with torch.no_grad():
         whole = {(r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut}
         past = KVCache(masked.config, start, T, torch.float64)
-        assert past.columns.shape == (2, 2, 3, n_kv_head or 4, T, 8)
         logits = torch.cat([all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)], 1)
     for row, first, stop in cut:
         assert_near(logits[row, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}")

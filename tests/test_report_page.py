@@ -14,7 +14,6 @@ import scripts.report.__main__ as report
 from scripts.report import pictures
 from scripts.report.page import write_page
 from scripts.report.runs import load_run
-from scripts.report.settings import group_runs
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +49,6 @@ def test_losses_over_steps(tmp_path):
     interval = stats.ttest_rel(tanh, kern).confidence_interval()
     (bar,) = (path.vertices[:, 1] for path in minus.collections[0].get_paths() if path.vertices[0, 0] == 500)
     assert (min(bar), max(bar)) == pytest.approx((interval.low, interval.high))
-
-
-def test_the_axis_leaves_out_first_steps_but_no_run(tmp_path):
-    runs = [make_run(tmp_path / "long", until=1), make_run(tmp_path / "short", "model.router=tanh", until=0.1)]
-    ((setting,), _) = group_runs([*map(load_run, runs)], unfinished=True)
-    axes = pictures.plot_loss(setting, "kern").axes[0]
-    (_, kern), (_, tanh) = (lines_of(axes)[router] for router in ("kern", "tanh"))
-    low, high = axes.get_ylim()
-    assert low < min(kern) and max(tanh[-1], kern[3]) < high < max(kern[0], tanh[0])
 
 
 def test_options_have_panels_of_their_own(tmp_path):

@@ -57,8 +57,6 @@ def dead_process():
 
 
 # ---- the state of a run
-
-
 LOG, ME, ELSEWHERE = [(10, TRAINING)], platform.node(), "elsewhere"
 
 
