@@ -137,7 +137,7 @@ CASES.append(("softmax", ["--model.n_expert=256"], "float32"))  # more experts t
 @pytest.mark.parametrize("router, more, dtype", CASES)
 def test_activations_are_what_autograd_keeps(router, more, dtype):
     planned, kept = planned_and_kept(router, more, dtype)
-    assert planned == pytest.approx(kept, rel=0.05)
+    assert 0.93 * kept < planned < 1.05 * kept  # a CPU pads the experts' slots, by a few percent
 
 
 # ---- the choice of a parallelism
