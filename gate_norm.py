@@ -1,19 +1,20 @@
 """The initial norm √E‖g‖² of a router's gates, and the factor on them that gives another (model.gate_norm).
 
-A router's form sets the size of its gates at initialisation, over a 20-fold range, and with it the size of the MoE's
-output. Routers compare at equal size if all begin at one norm.
+A router's form sets the size of its gates at initialisation, over a 20-fold range, and with it the
+size of the MoE's output. Routers compare at equal size if all begin at one norm.
 
-Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std · router_init_ratio · √n_embd
-for the input that LayerNorm or RMSNorm leaves, of squared length n_embd (where model.norm_eps is small beside the
-variance before it).
-Then these facts give E Σ gⁿ by quadrature for most routers, in numpy alone:
+Logits of a fresh router are N(0, τ²) and independent over draws of W, with τ = init_std ·
+router_init_ratio · √n_embd for the input that LayerNorm or RMSNorm leaves, of squared length n_embd
+(where model.norm_eps is small beside the variance before it). Then these facts give E Σ gⁿ by
+quadrature for most routers, in numpy alone:
 
-1. A logit z is among the top k if at most k - 1 of the other M - 1 are above it, a binomial probability. So a sum of
-   f(z) over the top k has the expectation M ∫ f(z) p(z) P(Bin(M - 1, Q(z)) < k) dz, with the normal density p and its
-   upper tail Q: one integral, no order statistics.
-2. Direction and length of a Gaussian vector are independent, so the expectation after an l2 norm is that of the
-   numerator over that of the denominator.
-3. Where a sum S stays in the denominator: S⁻ⁿ = ∫ tⁿ⁻¹ e^(-tS) dt / Γ(n), and e^(-tS) is a product over logits.
+1. A logit z is among the top k if at most k - 1 of the other M - 1 are above it, a binomial
+   probability. So a sum of f(z) over the top k has the expectation M ∫ f(z) p(z) P(Bin(M - 1, Q(z))
+   < k) dz, with the normal density p and its upper tail Q: one integral, no order statistics.
+2. Direction and length of a Gaussian vector are independent, so the expectation after an l2 norm is
+   that of the numerator over that of the denominator.
+3. Where a sum S stays in the denominator: S⁻ⁿ = ∫ tⁿ⁻¹ e^(-tS) dt / Γ(n), and e^(-tS) is a product
+   over logits.
 
 Relative errors of quadrature are below 1e-4 (tests/test_theory.py). Other routers are sampled.
 """
@@ -31,13 +32,18 @@ from router import ROUTERS, Router, RouterSpec, find_spec, monte_carlo_scale
 
 Array = np.ndarray
 
-Z = np.linspace(-9, 9, 3601)  # 0 is a node between two of Simpson's parabolas: ReLU has its kink there
+# 0 is a node between two of Simpson's parabolas: ReLU has its kink there
+Z = np.linspace(-9, 9, 3601)
 P = np.exp(-(Z**2) / 2) / math.sqrt(2 * math.pi)
 RELU = Z.clip(0)
-ABOVE = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in Z])  # Q; ABOVE[::-1] is 1 - Q without cancellation
+# Q; ABOVE[::-1] is 1 - Q without cancellation
+ABOVE = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in Z])
 
 # The gates of a router without norms, as functions of the logit
-ELEMENTWISE: dict[str, Callable[[Array], Array]] = {"sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2, "tanh": np.tanh}
+ELEMENTWISE: dict[str, Callable[[Array], Array]] = {
+    "sigmoid": lambda s: (1 + np.tanh(s / 2)) / 2,
+    "tanh": np.tanh,
+}
 NUMERATORS = {"kern": RELU, "kern-norelu": Z}  # of gates divided by the l2 norm of all logits
 
 
@@ -75,12 +81,15 @@ def expected_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float) -> 
 
 @cache
 @torch.no_grad()
-def sample_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float, precision: float = 1e-3) -> float:
+def sample_square(
+    spec: RouterSpec, n_expert: int, top_k: int, tau: float, precision: float = 1e-3
+) -> float:
     """Estimate E Σ g² of `spec` for logits N(0, τ²), to a standard error of `precision` times the mean.
 
     Half of that in the norm. Seeded: each call gives the same.
     """
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):  # the model's own weights are drawn as without it
+    # the model's own weights are drawn as without it
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         router = Router(n_expert, n_expert, top_k, spec)
         router.weight.copy_(torch.eye(n_expert))
     generator = torch.Generator().manual_seed(0)
@@ -96,12 +105,16 @@ def sample_square(spec: RouterSpec, n_expert: int, top_k: int, tau: float, preci
 
 
 def gate_sum(router: str, n_expert: int, top_k: int, tau: float, power: int = 1) -> float:
-    """E Σ g^power of the gates, power 1 or 2, of kern, kern-norelu, sigmoid, tanh or softmax. KERN's is free of τ."""
+    """E Σ g^power of the gates, power 1 or 2, of kern, kern-norelu, sigmoid, tanh or softmax.
+
+    KERN's is free of τ.
+    """
     if router in ELEMENTWISE:
         return top_sum(ELEMENTWISE[router](tau * Z) ** power, n_expert, top_k)
     if router == "softmax":
         return softmax_moments(n_expert, top_k, tau)[power - 1]
-    return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)  # fact 2
+    # fact 2
+    return top_sum(NUMERATORS[router] ** power, n_expert, top_k) / mean_norm(n_expert, power)
 
 
 @cache
@@ -116,7 +129,8 @@ def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float
     below = running_integral(decay, h)
     above = running_integral(decay[:, ::-1], h)[:, ::-1]
     both = below + above
-    picked = decay * both ** (M - 1) * fewer(k, M - 1, above / both, below / both)  # fewer than k of the others above z
+    # fewer than k of the others above z
+    picked = decay * both ** (M - 1) * fewer(k, M - 1, above / both, below / both)
 
     def moment(n: int) -> float:  # ∫ tⁿ⁻¹ … dt = ∫ tⁿ … du; Γ(1) = Γ(2) = 1
         return float((np.exp(n * u) * M * simpson(picked * e**n, h)).sum() * 0.25)
@@ -125,7 +139,10 @@ def softmax_moments(n_expert: int, top_k: int, tau: float) -> tuple[float, float
 
 
 def mean_norm(n: int, power: int = 1) -> float:
-    """E ‖z‖^power of n standard normals: 2^(power/2) Γ((n + power)/2) / Γ(n/2). Power -1 needs n > 1."""
+    """E ‖z‖^power of n standard normals: 2^(power/2) Γ((n + power)/2) / Γ(n/2).
+
+    Power -1 needs n > 1.
+    """
     return 2 ** (power / 2) * math.exp(math.lgamma((n + power) / 2) - math.lgamma(n / 2))
 
 
@@ -150,7 +167,16 @@ def fewer(k: int, n: int, q: Array, rest: Array) -> Array:
 
 def simpson(values: Array, h: float) -> Array:
     """∫ over the last dimension by Simpson's rule, of an odd number of values h apart."""
-    return h / 3 * (values[..., 0] + 4 * values[..., 1::2].sum(-1) + 2 * values[..., 2:-1:2].sum(-1) + values[..., -1])
+    return (
+        h
+        / 3
+        * (
+            values[..., 0]
+            + 4 * values[..., 1::2].sum(-1)
+            + 2 * values[..., 2:-1:2].sum(-1)
+            + values[..., -1]
+        )
+    )
 
 
 def running_integral(values: Array, h: float) -> Array:

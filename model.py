@@ -1,8 +1,8 @@
 """The GPT of the paper: decoder-only, pre-norm, with a dense MLP or a mixture of experts (MoE) in every block.
 
-The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes in comments: B
-sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K = top_k, H = expert_hidden,
-V = vocab_size, L = n_layer.
+The paper leaves most of the architecture open; docs/paper.md lists each choice made here. Shapes in
+comments: B sequences, T positions, C = n_embd, nh heads of size hs, N = B·T tokens, E experts, K =
+top_k, H = expert_hidden, V = vocab_size, L = n_layer.
 """
 
 import math
@@ -32,11 +32,15 @@ class Output(NamedTuple):
     logits: Tensor | None  # (B, 1, V) of the last position; None if there were targets
     loss: Tensor | None  # () cross-entropy alone, nats per token; None without targets
     stats: Stats
-    losses: Tensor | None  # (B,) mean cross-entropy of each sequence, without gradient; None without targets
+    # (B,) mean cross-entropy of each sequence, without gradient; None without targets
+    losses: Tensor | None
 
 
 class MLP(nn.Module):
-    """A dense MLP as wide as n experts. With n = K + shared experts it has as many active parameters as an MoE."""
+    """A dense MLP as wide as n experts.
+
+    With n = K + shared experts it has as many active parameters as an MoE.
+    """
 
     def __init__(self, config: ModelConfig, n: int, bias: bool) -> None:
         super().__init__()
@@ -49,7 +53,10 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs as two stacked tensors. As separate parameters, an idle expert's would get no gradient and stall DDP."""
+    """E MLPs as two stacked tensors.
+
+    As separate parameters, an idle expert's would get no gradient and stall DDP.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -57,17 +64,22 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
         self.w_out = nn.Parameter(torch.empty(E, H, C))
         self.backend, self.activation = config.backend, config.activation
-        self.copies: tuple[Tensor, Tensor] | None = None  # of the weights in autocast's dtype, see GPT.cast_once
+        # of the weights in autocast's dtype, see GPT.cast_once
+        self.copies: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return expert_mlp(x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies)
+        return expert_mlp(
+            x, self.w_in, self.w_out, weights, experts, self.backend, self.activation, self.copies
+        )
 
 
 class MoE(nn.Module):
-    """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose. No token is dropped.
+    """Mixture of experts, paper eq. 5: Σ_m g_m(x) E_m(x) over the K experts the router chose.
 
-    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv 2401.06066). In a hash layer
-    the token's id chooses the experts.
+    No token is dropped.
+
+    Shared experts add their output to every token's, without a gate (DeepSeekMoE, arXiv
+    2401.06066). In a hash layer the token's id chooses the experts.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -79,12 +91,15 @@ class MoE(nn.Module):
         self.router = Router(config.n_embd, *sizes, spec, gate_scale(config), table)
         self.router.fused = partial(route, backend=config.backend)
         self.experts = Experts(config)
-        self.shared = MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
+        self.shared = (
+            MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
+        )
 
     def forward(self, x: Tensor, exact: Tensor | None, idx: Tensor) -> tuple[Tensor, Stats]:
         """Return the output (N, C) and the Stats of this layer, without their dimension L.
 
-        x (B, T, C) is the input, `exact` the same in float32 if autocast has rounded it; idx (B, T) token ids.
+        x (B, T, C) is the input, `exact` the same in float32 if autocast has rounded it; idx (B, T)
+        token ids.
         """
         tokens = x.flatten(0, 1)  # (N, C)
         unrounded = tokens if exact is None else exact.flatten(0, 1)
@@ -99,8 +114,8 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + MLP(norm(x)) or x + MoE(norm(x)).
 
-    Each sum is left to the norm that comes next, so that x is read once for both: a block takes and returns x and the
-    output y that is still to be added to it.
+    Each sum is left to the norm that comes next, so that x is read once for both: a block takes and
+    returns x and the output y that is still to be added to it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -112,17 +127,30 @@ class Block(nn.Module):
         n_active = config.top_k + config.n_shared_expert
         self.mlp = MLP(config, n_active, config.bias) if self.dense else MoE(config, layer)
         self.dropout = config.dropout
-        self.checkpointing = False  # activation checkpointing: keep only x, recompute the block in the backward pass
+        # activation checkpointing: keep only x, recompute the block in the backward pass
+        self.checkpointing = False
 
     def forward(
-        self, x: Tensor, y: Tensor | None, idx: Tensor, past: KVCache | None = None, documents: Documents | None = None
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        idx: Tensor,
+        past: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Stats | None]:
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(self._forward, add(x, y), None, idx, None, documents, use_reentrant=False)
+            return checkpoint(
+                self._forward, add(x, y), None, idx, None, documents, use_reentrant=False
+            )
         return self._forward(x, y, idx, past, documents)
 
     def _forward(
-        self, x: Tensor, y: Tensor | None, idx: Tensor, past: KVCache | None, documents: Documents | None
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        idx: Tensor,
+        past: KVCache | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, Tensor, Stats | None]:
         x, h, _ = add_norm(x, y, self.ln_1, backend=self.backend)
         y = self.attn(h, past, documents)
@@ -132,10 +160,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. `config` may be any object with the attributes of `configure.schema.Model`.
+    """The language model.
+
+    `config` may be any object with the attributes of `configure.schema.Model`.
 
     Attributes:
-        document_token: the id that begins a document of its own (data.document_mask); None: attention crosses them.
+        document_token: the id that begins a document of its own (data.document_mask); None:
+            attention crosses them.
         compiled: whether its blocks are (`parallel.compile_blocks`).
     """
 
@@ -145,15 +176,24 @@ class GPT(nn.Module):
         self.document_token: int | None = None
         self.compiled = False
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
+        self.wpe = (
+            nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
+        )
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.ln_f = make_norm(config, config.n_embd)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        )
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """As GPT-2: N(0, init_std²), residual projections divided by √(2L). Norms and γ stay 1, biases 0."""
+        """As GPT-2: N(0, init_std²), residual projections divided by √(2L).
+
+        Norms and γ stay 1, biases 0.
+        """
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 std = self.config.init_std
@@ -165,7 +205,9 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 p.zero_()
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, past: KVCache | None = None) -> Output:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, past: KVCache | None = None
+    ) -> Output:
         """Compute the loss of the targets, or the logits of the next token.
 
         Args:
@@ -182,19 +224,26 @@ class GPT(nn.Module):
             logits = self.logits(x[:, [-1]])  # (B, 1, V)
         else:
             x = self.ln_f(x).flatten(0, 1)  # (N, C)
-            loss, losses = linear_cross_entropy(x, self.head, targets.flatten(), self.config.backend)
+            loss, losses = linear_cross_entropy(
+                x, self.head, targets.flatten(), self.config.backend
+            )
             losses = losses.view(idx.shape).mean(1)
         return Output(logits, loss, stack_stats(layers, idx.device), losses)
 
     @contextmanager
-    def cast_once(self, dtype: torch.dtype, copies: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+    def cast_once(
+        self, dtype: torch.dtype, copies: Mapping[Tensor, Tensor] | None = None
+    ) -> Iterator[None]:
         """Let all passes under autocast to `dtype` share one copy of each expert's weights, which must not change.
 
         Those in `copies`, {weight: copy}, are there already.
         """
         experts = [module for module in self.modules() if isinstance(module, Experts)]
         for e in experts:
-            w_in, w_out = (copies[w] if copies and w in copies else w.detach().to(dtype) for w in (e.w_in, e.w_out))
+            w_in, w_out = (
+                copies[w] if copies and w in copies else w.detach().to(dtype)
+                for w in (e.w_in, e.w_out)
+            )
             e.copies = w_in, w_out
         try:
             yield
@@ -206,14 +255,18 @@ class GPT(nn.Module):
         """Return the residual stream (B, T, C) after the last block, before ln_f, and the Stats of each block."""
         T = idx.shape[1]
         if T > self.config.block_size:
-            raise ValueError(f"{T} tokens are more than the model's block_size of {self.config.block_size}")
+            raise ValueError(
+                f"{T} tokens are more than the model's block_size of {self.config.block_size}"
+            )
         if past is not None:
             past.prepare(idx, self.document_token)
         documents = self.find_documents(idx, self.compiled) if past is None else None
         given = documents if past is None else past
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe(torch.arange(T, device=idx.device) if given is None else given.positions)
+            x = x + self.wpe(
+                torch.arange(T, device=idx.device) if given is None else given.positions
+            )
         x = F.dropout(x, self.config.dropout, self.training)
         y, layers = None, []
         for block in self.blocks:
@@ -226,8 +279,14 @@ class GPT(nn.Module):
         if self.document_token is None:
             return None
         device = idx.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.wte.weight.dtype
-        return find_documents(idx, self.document_token, dtype, compiled and idx.is_cuda and not self.config.dropout)
+        dtype = (
+            torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else self.wte.weight.dtype
+        )
+        return find_documents(
+            idx, self.document_token, dtype, compiled and idx.is_cuda and not self.config.dropout
+        )
 
     @property
     def head(self) -> Tensor:
@@ -262,7 +321,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count (total, active) parameters; active ones include K of E experts. A tied embedding counts once."""
+    """Count (total, active) parameters; active ones include K of E experts.
+
+    A tied embedding counts once.
+    """
     shapes = parameter_shapes(config)
     return sum(map(math.prod, shapes.values())), sum(count_active(config, shapes).values())
 
@@ -270,19 +332,25 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def count_active(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     """Elements of each of the model's parameters that act on a token: all, but only K of E experts."""
     return {
-        name: math.prod(shape) // shape[0] * config.top_k if ".experts." in name else math.prod(shape)
+        name: math.prod(shape) // shape[0] * config.top_k
+        if ".experts." in name
+        else math.prod(shape)
         for name, shape in shapes.items()
     }
 
 
 def flops_per_token(config: ModelConfig) -> int:
-    """Floating-point operations of one training step per token, as in PaLM (arXiv 2204.02311, App. B).
+    """Floating-point operations of one training step per token, as in PaLM (arXiv 2204.02311, App.
 
-    6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding look-ups, and 12·L·T·C
-    for attention, without halving it for causality.
+    B).
+
+    6 per active matrix weight (2 forward, 4 backward), including the LM head but not embedding
+    look-ups, and 12·L·T·C for attention, without halving it for causality.
     """
     shapes = {
-        name: shape for name, shape in parameter_shapes(config).items() if len(shape) > 1 and name.startswith("blocks.")
+        name: shape
+        for name, shape in parameter_shapes(config).items()
+        if len(shape) > 1 and name.startswith("blocks.")
     }
     weights = sum(count_active(config, shapes).values()) + config.vocab_size * config.n_embd
     return 6 * weights + 12 * config.n_layer * config.block_size * config.n_embd

@@ -2,11 +2,12 @@
 
     g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
-KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 2509.25913, Sec. 3.4) is φ = relu after
-an l2 norm over all logits, times a learnable γ. To add a router, add one line to ROUTERS: configs, sweeps and tests
-find its name there.
+KERN ("Understanding the Mixture-of-Experts with Nadaraya-Watson Kernel", arXiv 2509.25913, Sec.
+3.4) is φ = relu after an l2 norm over all logits, times a learnable γ. To add a router, add one
+line to ROUTERS: configs, sweeps and tests find its name there.
 
-Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported models can ship it.
+Shapes: N tokens, C = n_embd, E experts, K = top_k. This file imports only torch, so that exported
+models can ship it.
 """
 
 import math
@@ -27,11 +28,13 @@ EPS = 1e-8  # the paper's ε; it rounds to 0 in float16, one reason why routers 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda s: s,
     "relu": F.relu,
-    "exp": lambda s: (s - s.detach().amax(-1, keepdim=True)).exp(),  # scaled per token; the post norm removes the scale
+    # scaled per token; the post norm removes the scale
+    "exp": lambda s: (s - s.detach().amax(-1, keepdim=True)).exp(),
     "sqrtexp": lambda s: (0.5 * (s - s.detach().amax(-1, keepdim=True))).exp(),
     "sigmoid": F.sigmoid,
     "tanh": F.tanh,
-    "sqrtsoftplus": lambda s: F.softplus(s).clamp_min(1e-30).sqrt(),  # sqrt has an infinite gradient at 0
+    # sqrt has an infinite gradient at 0
+    "sqrtsoftplus": lambda s: F.softplus(s).clamp_min(1e-30).sqrt(),
 }
 NORMS = ("none", "l1 over all", "l2 over all", "l1 over topk", "l2 over topk")
 
@@ -40,8 +43,8 @@ NORMS = ("none", "l1 over all", "l2 over all", "l1 over topk", "l2 over topk")
 class RouterSpec:
     """One router as data: the terms of the formula above.
 
-    A norm is over `all` E logits or over the `topk` chosen ones. With `pre` over topk, experts are chosen by their raw
-    logits. c is a number, or "monte_carlo" for `monte_carlo_scale`.
+    A norm is over `all` E logits or over the `topk` chosen ones. With `pre` over topk, experts are
+    chosen by their raw logits. c is a number, or "monte_carlo" for `monte_carlo_scale`.
 
     Raises:
         ValueError: an unknown φ or norm, or a combination that has no meaning.
@@ -63,7 +66,9 @@ class RouterSpec:
         if "exp" in self.phi and self.post == "none":
             raise ValueError(f"phi {self.phi!r} is computed up to a factor and needs a post norm")
         if self.c == "monte_carlo" and (self.phi, self.pre) != ("relu", "l2 over all"):
-            raise ValueError("c = 'monte_carlo' is the constant of phi 'relu' after pre 'l2 over all'")
+            raise ValueError(
+                "c = 'monte_carlo' is the constant of phi 'relu' after pre 'l2 over all'"
+            )
 
     @property
     def ignores_shift(self) -> bool:
@@ -87,21 +92,26 @@ KERN = RouterSpec("relu", pre="l2 over all", gamma=True, bias=True)
 
 # A dict literal: configure/schema.py parses its keys from this source without importing torch.
 ROUTERS: dict[str, RouterSpec | None] = {
-    "dense": None,  # no router: one MLP of hidden top_k · expert_hidden, equal active parameters (paper's baseline)
+    # no router: one MLP of hidden top_k · expert_hidden, equal active parameters (paper's baseline)
+    "dense": None,
     "softmax": RouterSpec("exp", post="l1 over all"),  # paper's baseline; Switch, OLMoE
     "sigmoid": RouterSpec("sigmoid"),  # paper's baseline
     "tanh": RouterSpec("tanh"),  # paper's baseline
     "kern": KERN,  # the paper's router, Sec. 3.4
     "kern-norelu": replace(KERN, phi="identity"),  # App. "The Effect of ReLU"
-    "kern-after": replace(KERN, pre="l2 over topk"),  # App. "The Importance of Considering All Router Logit"
+    # App. "The Importance of Considering All Router Logit"
+    "kern-after": replace(KERN, pre="l2 over topk"),
     "kern-mc": replace(KERN, c="monte_carlo"),  # App. "The Effect of KERN Initialization"
     "kern-nogamma": replace(KERN, gamma=False),  # control: the effect of the learnable scale
     "kern-nobias": replace(KERN, bias=False),  # the paper's formula has b, its listing shows none
     "softmax-renorm": RouterSpec("exp", post="l1 over topk"),  # Mixtral
-    "sigmoid-renorm": RouterSpec("sigmoid", post="l1 over topk"),  # DeepSeek-V3, with train.bias_update_rate
-    "sqrtsoftplus": RouterSpec("sqrtsoftplus", post="l1 over topk"),  # DeepSeek-V4, with train.bias_update_rate
+    # DeepSeek-V3, with train.bias_update_rate
+    "sigmoid-renorm": RouterSpec("sigmoid", post="l1 over topk"),
+    # DeepSeek-V4, with train.bias_update_rate
+    "sqrtsoftplus": RouterSpec("sqrtsoftplus", post="l1 over topk"),
     "softmax-l2": RouterSpec("exp", post="l2 over all"),  # control: KERN's norm with softmax's φ
-    "sqrtgate": RouterSpec("sqrtexp", post="l2 over topk"),  # control for scale: √softmax over topk, so Σ g² = 1
+    # control for scale: √softmax over topk, so Σ g² = 1
+    "sqrtgate": RouterSpec("sqrtexp", post="l2 over topk"),
 }
 
 
@@ -128,7 +138,9 @@ def find_spec(router: str) -> RouterSpec | None:
         elif term == "c=monte_carlo":
             fields[name] = value
         else:
-            raise ValueError(f"router {router!r}: {term!r} is none of pre=NORM, post=NORM, gamma, bias, c=NUMBER")
+            raise ValueError(
+                f"router {router!r}: {term!r} is none of pre=NORM, post=NORM, gamma, bias, c=NUMBER"
+            )
     return RouterSpec(phi, **fields)
 
 
@@ -139,13 +151,15 @@ class Stats(NamedTuple):
     """What a model reports about its routers: a row for each of its L layers with experts, which one layer's lack."""
 
     loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
-    probability: Tensor  # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
+    # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
+    probability: Tensor
     z_loss: Tensor  # (L,) router z-loss, with gradient
     entropy: Tensor  # (L,) nats, mean over tokens of the entropy of `token_distribution`
     zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
     gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
     gate_sum: Tensor  # (L,) mean over tokens of Σ g
-    margins: Tensor | None = None  # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
+    # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
+    margins: Tensor | None = None
 
 
 class Routing(NamedTuple):
@@ -153,7 +167,8 @@ class Routing(NamedTuple):
 
     weights: Tensor  # (N, K) gates of the chosen experts
     experts: Tensor  # (N, K) int64, distinct per token, by descending score or as in the hash table
-    scores: Tensor  # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
+    # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
+    scores: Tensor
     logits: Tensor  # (N, E) W x + b
     stats: Stats | None = None  # if asked for
 
@@ -161,14 +176,17 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Choose K of E experts for every token and weight them by the gates of the formula above.
 
-    It computes in fp32 with autocast off: in fp16, squares overflow at 256 and ε is 0, so zero logits give NaN. Ties go
-    to the lower index. A token without a positive KERN score gets gates of exactly 0: its MoE output is 0, so the
-    residual stream passes it on, and `DeadTokenGradient` supplies the router's gradient.
+    It computes in fp32 with autocast off: in fp16, squares overflow at 256 and ε is 0, so zero
+    logits give NaN. Ties go to the lower index. A token without a positive KERN score gets gates of
+    exactly 0: its MoE output is 0, so the residual stream passes it on, and `DeadTokenGradient`
+    supplies the router's gradient.
     """
 
     c: Tensor  # (1,) constant of the formula, a buffer
-    selection_bias: Tensor  # (E,) β: shifts the choice of experts, never the gates; 0 unless train.bias_update moves it
-    hash_table: Tensor | None  # (V, K) int64, the experts of each token id, in a hash layer: a buffer
+    # (E,) β: shifts the choice of experts, never the gates; 0 unless train.bias_update moves it
+    selection_bias: Tensor
+    # (V, K) int64, the experts of each token id, in a hash layer: a buffer
+    hash_table: Tensor | None
 
     def __init__(
         self,
@@ -181,7 +199,8 @@ class Router(nn.Module):
     ) -> None:
         """Build a router of `spec`; `gate_scale` multiplies c, to control the initial scale of the gates.
 
-        `table`, a `hash_table`, makes it a hash layer's: scores give the gates, and the token's id chooses the experts.
+        `table`, a `hash_table`, makes it a hash layer's: scores give the gates, and the token's id
+        chooses the experts.
 
         Raises:
             ValueError: top_k is not between 1 and n_expert.
@@ -192,7 +211,8 @@ class Router(nn.Module):
         self.top_k = top_k
         self.spec = spec
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
-        self.replay: Tensor | None = None  # (N, K) experts that take the place of the choice, see eval/traces.py
+        # (N, K) experts that take the place of the choice, see eval/traces.py
+        self.replay: Tensor | None = None
         self.counts_margins = False  # whether Stats in training have them
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
@@ -201,7 +221,9 @@ class Router(nn.Module):
         c = gate_scale * (monte_carlo_scale(n_expert, top_k) if spec.c == "monte_carlo" else spec.c)
         self.register_buffer("c", torch.tensor([c], dtype=torch.float32))
         self.register_buffer("selection_bias", torch.zeros(n_expert))
-        self.register_buffer("hash_table", None if table is None else table.to(self.weight.device, copy=True))
+        self.register_buffer(
+            "hash_table", None if table is None else table.to(self.weight.device, copy=True)
+        )
 
     def forward(self, x: Tensor, n_sequence: int = 0, ids: Tensor | None = None) -> Routing:
         """Route tokens x (N, C) of any floating dtype; if the number of their sequences is given, with `stats`.
@@ -217,15 +239,27 @@ class Router(nn.Module):
                 given = self.hash_table[ids].flatten(0, -2)  # (N, K)
             if self.fused is not None and given is None:
                 formula = (self.spec.phi, self.spec.pre, self.spec.post)
-                out = self.fused(logits, self.selection_bias, self.c, self.gamma, formula, self.top_k, n_sequence or 1)
+                out = self.fused(
+                    logits,
+                    self.selection_bias,
+                    self.c,
+                    self.gamma,
+                    formula,
+                    self.top_k,
+                    n_sequence or 1,
+                )
                 if out is not None:
                     weights, experts, scores, *stats = out
                     routing = Routing(weights, experts, scores, logits, Stats(*stats))
             if routing is None:
                 routing = self.choose(logits, given)
-                routing = routing._replace(stats=measure(routing, n_sequence) if n_sequence else None)
+                routing = routing._replace(
+                    stats=measure(routing, n_sequence) if n_sequence else None
+                )
             if routing.stats is not None and self.counts_margins and self.training:
-                margins = count_margins(routing.scores, self.selection_bias, self.top_k, self.spec.reach)
+                margins = count_margins(
+                    routing.scores, self.selection_bias, self.top_k, self.spec.reach
+                )
                 routing = routing._replace(stats=routing.stats._replace(margins=margins))
             return routing
 
@@ -234,7 +268,8 @@ class Router(nn.Module):
 
         Raises ValueError if `experts` are of another N or K.
         """
-        phi, by_logits = PHI[self.spec.phi], self.spec.pre.endswith("topk")  # which then normalises the chosen ones
+        # which then normalises the chosen ones
+        phi, by_logits = PHI[self.spec.phi], self.spec.pre.endswith("topk")
         scores = logits if by_logits else phi(normalize(logits, self.spec.pre))  # (N, E)
         if self.spec.post.endswith("all") and not by_logits:
             scores = normalize(scores, self.spec.post)
@@ -256,20 +291,23 @@ class Router(nn.Module):
         return Routing(weights, experts, scores, logits)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, {self.spec}" + (", by token id" if self.hash_table is not None else "")
+        return f"top_k={self.top_k}, {self.spec}" + (
+            ", by token id" if self.hash_table is not None else ""
+        )
 
 
 class DeadTokenGradient(torch.autograd.Function):
     """Pass weights (N, K) through; backward, give logits (N, E) a gradient for tokens whose gates are all 0.
 
-    ReLU gives such a token no gradient, so a router without a positive score would stay dead. The gates' own gradients
-    still say whether more of the chosen experts would lower the loss. If their mean is negative, it becomes the
-    gradient of the mean of the E logits: all logits rise together, in unchanged order, until the best is positive and
-    plain ReLU takes over. It bypasses the norm, which removes any common shift, and never lowers logits, since the
-    gates would stay 0.
+    ReLU gives such a token no gradient, so a router without a positive score would stay dead. The
+    gates' own gradients still say whether more of the chosen experts would lower the loss. If their
+    mean is negative, it becomes the gradient of the mean of the E logits: all logits rise together,
+    in unchanged order, until the best is positive and plain ReLU takes over. It bypasses the norm,
+    which removes any common shift, and never lowers logits, since the gates would stay 0.
 
-    This rule is ours; docs/paper.md has the measurements. At initialisation a token has no positive score with
-    probability 2^-E, so at the paper's 64 experts nothing changes: the other tokens' gradients get exactly 0 added.
+    This rule is ours; docs/paper.md has the measurements. At initialisation a token has no positive
+    score with probability 2^-E, so at the paper's 64 experts nothing changes: the other tokens'
+    gradients get exactly 0 added.
     """
 
     @staticmethod
@@ -282,7 +320,8 @@ class DeadTokenGradient(torch.autograd.Function):
     def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # *grads there
         (weights,) = ctx.saved_tensors  # (N, K)
         dead = weights.sum(-1, keepdim=True) == 0  # (N, 1)
-        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)  # (N, 1), negative: descent raises the logits
+        # (N, 1), negative: descent raises the logits
+        rise = d_weights.sum(-1, keepdim=True).clamp_max(0)
         rise = torch.where(dead, rise / (weights.shape[-1] * ctx.n_expert), 0)
         return d_weights, rise.expand(-1, ctx.n_expert)
 
@@ -314,7 +353,8 @@ class L2Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  # *grads there
         out, norm = ctx.saved_tensors
-        along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))  # (N, 1), 0 where s is 0
+        # (N, 1), 0 where s is 0
+        along = (d_out * out).sum(-1, keepdim=True) * ((norm + EPS) / norm.clamp_min(1e-30))
         return torch.addcmul(d_out, out, along, value=-1) / (norm + EPS)
 
 
@@ -322,23 +362,26 @@ class L2Normalize(torch.autograd.Function):
 def top_k_indices(scores: Tensor, k: int) -> Tensor:
     """Return (N, k) int64 indices of the k largest of scores (N, E), largest first; ties go to the lower index.
 
-    torch.topk leaves the order of ties undefined. Here each fp32 score becomes an int64 of the same order with the
-    index in its low bits, so no two are equal. A stable sort gives the same and takes 2 to 3 times as long on a CPU (64
-    and 256 scores; 2 threads of an Intel Xeon, torch 2.13.0).
+    torch.topk leaves the order of ties undefined. Here each fp32 score becomes an int64 of the same
+    order with the index in its low bits, so no two are equal. A stable sort gives the same and
+    takes 2 to 3 times as long on a CPU (64 and 256 scores; 2 threads of an Intel Xeon, torch
+    2.13.0).
     """
     n = scores.shape[-1]
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats
     index = torch.arange(n - 1, -1, -1, device=scores.device)
-    return torch.topk(order.long().mul_(2**32).add_(index), k, dim=-1).indices  # << and | take twice the time
+    # << and | take twice the time
+    return torch.topk(order.long().mul_(2**32).add_(index), k, dim=-1).indices
 
 
 @cache
 def hash_table(n_id: int, n_expert: int, top_k: int, seed: int) -> Tensor:
     """A random table (n_id, top_k) int64: distinct experts for each token id (Hash Layers, arXiv 2106.04426).
 
-    Up to any id every expert appears equally often, up to one, so ids that only pad the vocabulary change nothing: the
-    table is made of permutations of the experts, each repeated until its end is the end of a row.
+    Up to any id every expert appears equally often, up to one, so ids that only pad the vocabulary
+    change nothing: the table is made of permutations of the experts, each repeated until its end is
+    the end of a row.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = n_expert // math.gcd(n_expert, top_k)  # of a block
@@ -351,11 +394,13 @@ def hash_table(n_id: int, n_expert: int, top_k: int, seed: int) -> Tensor:
 def monte_carlo_scale(n_expert: int, top_k: int, samples: int = 200_000, seed: int = 0) -> float:
     """Estimate the paper's constant c = E[1 / ‖top_k of relu(y)‖₂], y uniform on the unit sphere.
 
-    With it gates have about unit l2 norm at initialisation; (64, 8) gives 1.713. Two faults of the listing are fixed:
-    the generator is seeded, so that every rank has the same constant, and the mean is over samples with a positive
-    score, where the listing gives inf (one sample in 2^n_expert has none). Strictly the expectation is infinite for any
-    number of experts (docs/theory.md), because of samples whose positive scores are all near 0. From 32 experts on
-    these are too rare to matter; below about 16 the mean is finite and repeatable, but not a meaningful scale.
+    With it gates have about unit l2 norm at initialisation; (64, 8) gives 1.713. Two faults of the
+    listing are fixed: the generator is seeded, so that every rank has the same constant, and the
+    mean is over samples with a positive score, where the listing gives inf (one sample in
+    2^n_expert has none). Strictly the expectation is infinite for any number of experts
+    (docs/theory.md), because of samples whose positive scores are all near 0. From 32 experts on
+    these are too rare to matter; below about 16 the mean is finite and repeatable, but not a
+    meaningful scale.
 
     Source: App. "Implementation Details".
     """
@@ -373,14 +418,17 @@ def monte_carlo_scale(n_expert: int, top_k: int, samples: int = 200_000, seed: i
 class NormRouter(nn.Module):
     """The paper's module as listed: logits (..., E) in, scores (..., E) in fp32 out; top-k is left to the caller.
 
-    A drop-in for `logits.softmax(-1)` in other codebases. `initial_method` is "one" or "monte_carlo".
+    A drop-in for `logits.softmax(-1)` in other codebases. `initial_method` is "one" or
+    "monte_carlo".
 
     Source: App. "Implementation Details".
     """
 
     scale_initial: Tensor
 
-    def __init__(self, initial_method: str = "one", total_expert: int = 64, top_k: int = 8, eps: float = EPS) -> None:
+    def __init__(
+        self, initial_method: str = "one", total_expert: int = 64, top_k: int = 8, eps: float = EPS
+    ) -> None:
         super().__init__()
         if initial_method not in ("one", "monte_carlo"):
             raise ValueError(f"initial_method {initial_method!r} is not 'one' or 'monte_carlo'")
@@ -415,22 +463,28 @@ def token_distribution(routing: Routing) -> Tensor:
 def measure(routing: Routing, n_sequence: int) -> Stats:
     """Compute the statistics of tokens that form `n_sequence` sequences."""
     experts, gates = routing.experts, routing.weights.detach()
-    loads = expert_loads(experts.view(n_sequence, -1, experts.shape[1]), routing.scores.shape[1])  # (B, E)
+    # (B, E)
+    loads = expert_loads(experts.view(n_sequence, -1, experts.shape[1]), routing.scores.shape[1])
     distribution = token_distribution(routing)  # (N, E)
     probability = distribution.view(n_sequence, -1, distribution.shape[1]).mean(1)  # (B, E)
-    of_gates = ((gates == 0).float().mean(), gates.square().sum() / len(gates), gates.sum() / len(gates))
+    of_gates = (
+        (gates == 0).float().mean(),
+        gates.square().sum() / len(gates),
+        gates.sum() / len(gates),
+    )
     return Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
 
 
 def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:
     """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E when one expert takes every token.
 
-    Scores are normalised per token, so the loss moves them against each other and cannot shrink KERN's γ or scale.
+    Scores are normalised per token, so the loss moves them against each other and cannot shrink
+    KERN's γ or scale.
 
     Args:
         probability: (..., E) P, the mean over tokens of `token_distribution`. Carries the gradient.
-        loads: (..., E), tokens per expert, of these tokens or of others; f_e is their share of all choices. No
-            gradient.
+        loads: (..., E), tokens per expert, of these tokens or of others; f_e is their share of all
+            choices. No gradient.
 
     Returns:
         (...) dimensionless.
@@ -448,7 +502,10 @@ def entropy(distribution: Tensor) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    """Router z-loss, a scalar (): mean over tokens of logsumexp(logits)². Source: ST-MoE (arXiv 2202.08906), eq. 5."""
+    """Router z-loss, a scalar (): mean over tokens of logsumexp(logits)².
+
+    Source: ST-MoE (arXiv 2202.08906), eq. 5.
+    """
     return torch.logsumexp(routing.logits, dim=-1).square().mean()
 
 
@@ -474,10 +531,10 @@ MARGIN_BINS = 1000
 def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
     """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts, for `solve_selection_bias`.
 
-    A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if the margin is
-    negative. Bins span ±(reach + max β - min β), beyond which no margin lies. Their edges are the cubes of even steps,
-    finest at 0, where the margins of balanced experts end: in 1,000 even bins, those of softmax over hundreds of
-    experts share one.
+    A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if
+    the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies. Their
+    edges are the cubes of even steps, finest at 0, where the margins of balanced experts end: in
+    1,000 even bins, those of softmax over hundreds of experts share one.
 
     Args:
         scores: (N, E), of any part of a step: counts of parts add up.
@@ -495,18 +552,21 @@ def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: flo
 
 
 @torch.no_grad()
-def solve_selection_bias(selection_bias: Tensor, margins: Tensor, top_k: int, reach: float) -> Tensor:
+def solve_selection_bias(
+    selection_bias: Tensor, margins: Tensor, top_k: int, reach: float
+) -> Tensor:
     """The β (E,), of mean 0, under which an expert would have had K/E of a step's tokens, were other β as they are.
 
-    It is the K/E quantile of margin + β, interpolated within a bin. `margins` (E, MARGIN_BINS) are sums over the step's
-    tokens on all ranks; the other arguments are those of `count_margins`.
+    It is the K/E quantile of margin + β, interpolated within a bin. `margins` (E, MARGIN_BINS) are
+    sums over the step's tokens on all ranks; the other arguments are those of `count_margins`.
 
     Source: Quantile Balancing (kexue.fm/archives/11619); histograms as in Kimi K3's report, App. D.
     """
     n_expert, counts, old = len(selection_bias), margins.long(), selection_bias.double()
     below = counts.cumsum(-1)  # (E, bins); of integers, so exact and deterministic on a GPU, too
     wanted = top_k * below[:, -1:]  # times E, an integer
-    at = (below * n_expert < wanted).sum(-1, keepdim=True)  # (E, 1) first bin with enough tokens up to its end
+    # (E, 1) first bin with enough tokens up to its end
+    at = (below * n_expert < wanted).sum(-1, keepdim=True)
     inside = counts.gather(-1, at)
     place = at + 1 - (below.gather(-1, at) - wanted.double() / n_expert) / inside
     place = 2 * place / MARGIN_BINS - 1

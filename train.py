@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=8 train.py config/125m.toml
     python train.py --help        every key, its default and meaning
 
-A run has a folder runs/<name>/: config.toml, metrics.jsonl, arrays/, checkpoints/. The same command resumes from its
-last checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an error, which is named, 75 asked to
-stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and saved: start it again.
+A run has a folder runs/<name>/: config.toml, metrics.jsonl, arrays/, checkpoints/. The same command
+resumes from its last checkpoint; --fresh starts over in runs/<name>-2. Exit codes: 0 finished, 2 an
+error, which is named, 75 asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) and saved: start it
+again.
 """
 
 import os
@@ -29,7 +30,8 @@ def check_new_run(config: configure.Config) -> None:
         sys.exit(2)
 
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds: a typo or missing data is reported at once
+# before torch is imported, which takes seconds: a typo or missing data is reported at once
+if __name__ == "__main__":
     check_new_run(configure.from_command_line(sys.argv[1:]))
 
 import math
@@ -70,8 +72,9 @@ next:
 def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
     """Rate of optimizer step `step` (from 0).
 
-    Linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps; or, with schedule "wsd", lr until the decay,
-    which goes to lr · min_lr_ratio at max_steps as 1 - p or 1 - √p (arXiv 2405.18392) of its part p.
+    Linear warm-up to lr, then a cosine to lr · min_lr_ratio at max_steps; or, with schedule "wsd",
+    lr until the decay, which goes to lr · min_lr_ratio at max_steps as 1 - p or 1 - √p (arXiv
+    2405.18392) of its part p.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -87,8 +90,9 @@ def learning_rate(optim: Optim, max_steps: int, step: int) -> float:
 def step_loads(plan: Plan, state: TrainState, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Loads (L, E) of a whole step over all ranks, in a forward pass of its micro-batches without gradients.
 
-    The loads of the step before would be free, but with them the balance loss chases loads that it has just moved, and
-    does not balance a small model at a high rate (docs/LOG.md). Dropout draws the same numbers in the pass to come.
+    The loads of the step before would be free, but with them the balance loss chases loads that it
+    has just moved, and does not balance a small model at a high rate (docs/LOG.md). Dropout draws
+    the same numbers in the pass to come.
     """
     cuda = [plan.device] if plan.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(cuda), plan.autocast:
@@ -96,15 +100,19 @@ def step_loads(plan: Plan, state: TrainState, parts: list[tuple[Tensor, Tensor]]
     return distributed.sum_over_ranks(torch.stack(of_parts).sum(0))
 
 
-def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None, n_hash_layer: int = 0) -> Tensor:
+def auxiliary_loss(
+    train: Train, routing: Stats, loads: Tensor | None = None, n_hash_layer: int = 0
+) -> Tensor:
     """Weighted balance loss and z-loss of a micro-batch, mean over layers: (), 0 if no layer has a router.
 
     Args:
         train: their weights and train.balance_loss_scope.
         routing: of the micro-batch.
-        loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear in the scores, so with
-            loads that all micro-batches share it does not depend on how a step is cut up.
-        n_hash_layer: the first of the L layers, where scores choose no experts: they have no balance loss.
+        loads: (L, E) of the whole step, over all ranks, for scope "global". The loss is linear in
+            the scores, so with loads that all micro-batches share it does not depend on how a step
+            is cut up.
+        n_hash_layer: the first of the L layers, where scores choose no experts: they have no
+            balance loss.
     """
     loss = routing.z_loss.new_zeros(())
     if len(routing.loads) and train.balance_loss_coef:
@@ -112,7 +120,11 @@ def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None, n_
             loads = (routing.loads.sum(1) if loads is None else loads)[:, None]  # (L, 1, E)
         else:
             loads = routing.loads  # (L, B, E)
-        loss = loss + train.balance_loss_coef * balance_loss(routing.probability, loads)[n_hash_layer:].mean()
+        loss = (
+            loss
+            + train.balance_loss_coef
+            * balance_loss(routing.probability, loads)[n_hash_layer:].mean()
+        )
     if len(routing.loads) and train.z_loss_coef:
         loss = loss + train.z_loss_coef * routing.z_loss.mean()
     return loss
@@ -121,15 +133,19 @@ def auxiliary_loss(train: Train, routing: Stats, loads: Tensor | None = None, n_
 def forward_backward(
     plan: Plan, state: TrainState, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[Statistics, list[Tensor]]:
-    """Add one step's gradients, times the loss scale, to those in place. Nothing waits for the device.
+    """Add one step's gradients, times the loss scale, to those in place.
+
+    Nothing waits for the device.
 
     Args:
         plan: the run's plan.
         state: model and loss scale.
-        batches: this rank's micro-batches, (B, T) int64 inputs and targets; a step's number of them is taken.
+        batches: this rank's micro-batches, (B, T) int64 inputs and targets; a step's number of them
+            is taken.
 
     Returns:
-        The step's statistics over all ranks, and the loss of each of this rank's micro-batches, (), nats per token.
+        The step's statistics over all ranks, and the loss of each of this rank's micro-batches, (),
+        nats per token.
     """
     train, count = plan.config.train, plan.accumulation
     stats, losses, scale = state.interval.new(state.n_bin), [], state.updates.scale
@@ -137,7 +153,11 @@ def forward_backward(
     for x, y in islice(batches, count):
         parts.append((x.to(plan.device, non_blocking=True), y.to(plan.device, non_blocking=True)))
     shared = train.balance_loss_coef and train.balance_loss_scope == "global" and len(stats.loads)
-    with state.model.cast_once(plan.dtype, state.optimizer.fresh_copies()) if plan.shares_casts else nullcontext():
+    with (
+        state.model.cast_once(plan.dtype, state.optimizer.fresh_copies())
+        if plan.shares_casts
+        else nullcontext()
+    ):
         loads = step_loads(plan, state, parts) if shared and count > 1 else None
         for micro, (x, y) in enumerate(parts):
             set_gradient_sync(state.runner, plan.parallel, last=micro == count - 1)
@@ -154,7 +174,9 @@ def forward_backward(
     return stats, losses
 
 
-def recompute(plan: Plan, state: TrainState, ranks: distributed.Ranks, step: int) -> tuple[list[Tensor], float]:
+def recompute(
+    plan: Plan, state: TrainState, ranks: distributed.Ranks, step: int
+) -> tuple[list[Tensor], float]:
     """Forward and backward pass of a step once more: this rank's losses, and the step's learning rate."""
     seed_step(plan.config.run.seed, step, ranks)
     _, losses = forward_backward(plan, state, micro_batches(plan, [step], ranks))
@@ -162,14 +184,18 @@ def recompute(plan: Plan, state: TrainState, ranks: distributed.Ranks, step: int
 
 
 def train(
-    config: configure.Config, stop: Stop | None = None, open_tasks: OpenTasks | None = None, notes: Iterable[str] = ()
+    config: configure.Config,
+    stop: Stop | None = None,
+    open_tasks: OpenTasks | None = None,
+    notes: Iterable[str] = (),
 ) -> None:
     """Train the run that `config` describes, from its newest intact checkpoint on.
 
     Args:
         config: checked settings (`configure.load`).
         stop: its `asked` ends the run at a checkpoint; it may be set at any time, by any rank.
-        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; needed with those alone.
+        open_tasks: `eval.in_loop.TaskScores`, which scores the model on eval.tasks; needed with
+            those alone.
         notes: lines to print once nothing is left that could refuse the run.
 
     Raises:
@@ -189,15 +215,21 @@ def train(
 
     with ExitStack() as stack:  # closes everything, the last first, on every path
         stack.enter_context(distributed.attention_kernels(plan.device, config.train.deterministic))
-        ranks = stack.enter_context(distributed.process_group(plan.device, config.train.timeout_minutes))
+        ranks = stack.enter_context(
+            distributed.process_group(plan.device, config.train.timeout_minutes)
+        )
         agreed = f"train.parallel = {plan.parallel}, {plan.run.path.name} at step {plan.last_step}"
         distributed.check_agreement(agreed, ranks)
         with distributed.share_errors(ranks):
             stack.enter_context(plan.run.claim(ranks))
         state = stack.enter_context(TrainState(plan, ranks))
         with distributed.share_errors(ranks):
-            report = stack.enter_context(Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter())
-        saver = stack.enter_context(Saver(plan.run.checkpoints, ranks, plan.sharded, plan.config.train))
+            report = stack.enter_context(
+                Reporter(plan, state, ranks) if ranks.rank == 0 else SilentReporter()
+            )
+        saver = stack.enter_context(
+            Saver(plan.run.checkpoints, ranks, plan.sharded, plan.config.train)
+        )
         batches = prefetch(micro_batches(plan, range(state.step, max_steps), ranks))
         stack.callback(batches.close)
         cadence = Cadence(plan, state.step, ranks, stop)
@@ -217,7 +249,13 @@ def train(
                         guard.check_val_loss(step, values["val/loss"])
                 if due.save:
                     report.sync()
-                    saver.save(step, state.model, state.optimizer, state.tensors, state.metadata | report.metadata)
+                    saver.save(
+                        step,
+                        state.model,
+                        state.optimizer,
+                        state.tensors,
+                        state.metadata | report.metadata,
+                    )
                     cadence.note_save(step)
                 saver.poll()
             if due.stop or step == max_steps:
@@ -235,23 +273,31 @@ def train(
             report.count_step()
             if cadence.is_log_due(step + 1):
                 counters = guard.check()  # waits for the device
-                report.log_steps(step + 1, lr, counters, state.interval.mean(), state.describe_routers())
+                report.log_steps(
+                    step + 1, lr, counters, state.interval.mean(), state.describe_routers()
+                )
                 state.interval.vector.zero_()
 
     if due.stop:
-        raise Stopped(f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it")
+        raise Stopped(
+            f"{plan.run}: asked to stop, saved at step {cadence.saved_step}. The same command resumes it"
+        )
     distributed.print_once(f"{plan.run}: finished, {plan.run.describe_result(max_steps)}")
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
-    """Train from a command line; every error that a user can mend is one message. Returns the exit code."""
+    """Train from a command line; every error that a user can mend is one message.
+
+    Returns the exit code.
+    """
     config, notes = configure.from_command_line(argv), []
     try:
         if "--fresh" in argv:
             config = renamed(config)
         elif not configure.is_name_chosen(*configure.split_command_line(argv)):
             config = find_or_rename(config, notes.append)
-        distributed.pick_device(config.train.device)  # and the tasks' names: for a finished run, too
+        # and the tasks' names: for a finished run, too
+        distributed.pick_device(config.train.device)
         open_tasks = None
         if config.eval.task_names:
             from eval.in_loop import TaskScores, check_tasks
@@ -268,19 +314,25 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
         rank, first_of_node = os.environ.get("RANK", "0"), distributed.local_rank() == 0
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
-        elif isinstance(error, OSError | RankError) or (isinstance(error, DataError) and first_of_node):
-            print(f"error on rank {rank}: {error}", file=sys.stderr)  # other errors come to rank 0 alike
+        elif isinstance(error, OSError | RankError) or (
+            isinstance(error, DataError) and first_of_node
+        ):
+            # other errors come to rank 0 alike
+            print(f"error on rank {rank}: {error}", file=sys.stderr)
         code = 2
     except Exception as error:  # most often another rank is lost
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            error.add_note("torch cannot compile the model: set --train.compile=off and start again")
+            error.add_note(
+                "torch cannot compile the model: set --train.compile=off and start again"
+            )
         if distributed.world_size() == 1:
             raise
         traceback.print_exc()
         code = 1
     else:
         return 0
-    if distributed.world_size() > 1:  # threads that still wait for a lost rank must not keep this process, or abort it
+    # threads that still wait for a lost rank must not keep this process, or abort it
+    if distributed.world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -291,5 +343,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:], Stop().listen()))
     except KeyboardInterrupt:
-        distributed.print_once("interrupted again: not saved. The same command resumes from the last checkpoint")
+        distributed.print_once(
+            "interrupted again: not saved. The same command resumes from the last checkpoint"
+        )
         sys.exit(130)

@@ -18,14 +18,16 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m MODULE` whose --help begins with `doc`, the module's docstring, as it is written."""
-    return Parser(prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    return Parser(
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter
+    )
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate `main(argv) -> int | None`: ValueError and OSError become one line on stderr and the exit code 2.
 
-    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0. Under torchrun each
-    node prints the line once: one of them alone may lack the run.
+    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0.
+    Under torchrun each node prints the line once: one of them alone may lack the run.
     """
 
     @functools.wraps(main)
@@ -54,7 +56,8 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        # the interpreter flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
 

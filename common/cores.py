@@ -17,8 +17,14 @@ def read_idle_seconds() -> float | None:
     if not STAT.exists():
         return None
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    cores = [fields for fields in map(str.split, STAT.read_text().splitlines()) if fields and fields[0] in own]
-    return sum(int(idle) + int(waiting) for _, _, _, _, idle, waiting, *_ in cores) / os.sysconf("SC_CLK_TCK")
+    cores = [
+        fields
+        for fields in map(str.split, STAT.read_text().splitlines())
+        if fields and fields[0] in own
+    ]
+    return sum(int(idle) + int(waiting) for _, _, _, _, idle, waiting, *_ in cores) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 BEGAN = time.monotonic(), time.process_time(), read_idle_seconds()

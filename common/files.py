@@ -7,8 +7,8 @@ from pathlib import Path
 def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
     """Write `data`, text as UTF-8: a reader, or a kill at any moment, finds the old content or the new, never a part.
 
-    `durable`: also survive a power failure, at the cost of two waits for the disk. Raises OSError if the file cannot be
-    written; `path` is then unchanged.
+    `durable`: also survive a power failure, at the cost of two waits for the disk. Raises OSError
+    if the file cannot be written; `path` is then unchanged.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -27,7 +27,10 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Make the names in `folder` (files created, renamed or removed) survive a power failure. Raises OSError."""
+    """Make the names in `folder` (files created, renamed or removed) survive a power failure.
+
+    Raises OSError.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,8 @@ FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{
 def progress_bar(every: float | None = None, **options: Any) -> Any:
     """A bar with tqdm's `options` on a terminal, also on one that does not know its width, where tqdm shows nothing.
 
-    Where stderr is a file or a pipe, ProgressLines, at least `every` seconds apart; by default nothing is shown there.
+    Where stderr is a file or a pipe, ProgressLines, at least `every` seconds apart; by default
+    nothing is shown there.
     """
     if sys.stderr.isatty():
         if 0 in os.get_terminal_size(sys.stderr.fileno()):
@@ -29,10 +30,17 @@ def progress_bar(every: float | None = None, **options: Any) -> Any:
 class ProgressLines(AbstractContextManager["ProgressLines"]):
     """What is used of a tqdm bar, for a file: a line every so many seconds and at the end, without the bar itself."""
 
-    def __init__(self, every: float, desc: str, total: int, initial: int = 0, **options: Any) -> None:
+    def __init__(
+        self, every: float, desc: str, total: int, initial: int = 0, **options: Any
+    ) -> None:
         """`bar_format`, `unit` and `unit_scale` among tqdm's `options` have a meaning here."""
         layout = re.sub(r" \|\{bar.*?\}\|", ",", options.pop("bar_format", FORMAT))
-        self.options = options | {"prefix": desc, "total": total, "initial": initial, "bar_format": layout}
+        self.options = options | {
+            "prefix": desc,
+            "total": total,
+            "initial": initial,
+            "bar_format": layout,
+        }
         self.every, self.n, self.shown = every, initial, initial
         self.started = self.shown_at = time.monotonic()
 
@@ -58,5 +66,9 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
 
     def _show(self) -> None:
         now = time.monotonic()
-        print(tqdm.format_meter(self.n, elapsed=now - self.started, **self.options), file=sys.stderr, flush=True)
+        print(
+            tqdm.format_meter(self.n, elapsed=now - self.started, **self.options),
+            file=sys.stderr,
+            flush=True,
+        )
         self.shown, self.shown_at = self.n, now

@@ -8,10 +8,15 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
     lines = [[cell.replace("**", "") for cell in line] for line in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
-        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
-    return "\n".join([aligned[0].rstrip(), "-" * len(aligned[0]), *(line.rstrip() for line in aligned[1:])])
+    return "\n".join(
+        [aligned[0].rstrip(), "-" * len(aligned[0]), *(line.rstrip() for line in aligned[1:])]
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -30,7 +35,9 @@ def format_bytes(size: float) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], gap: str = " ") -> str:
-    """A Markdown table: the first column to the left, the others to the right. HTML in cells is escaped.
+    """A Markdown table: the first column to the left, the others to the right.
+
+    HTML in cells is escaped.
 
     `gap` stands between cells and bars.
     """

@@ -1,6 +1,7 @@
 """What is wrong with settings: one at a time, and between keys that are each valid alone but not together.
 
-An error names the nearest key or value. Of a conflict it names a remedy, and the overrides in it make it valid.
+An error names the nearest key or value. Of a conflict it names a remedy, and the overrides in it
+make it valid.
 """
 
 import difflib
@@ -42,14 +43,20 @@ def find_errors(settings: dict[str, Any], source: str | Path) -> list[str]:
             Config.model_validate({section: {name: value}})
         except ValidationError as invalid:
             for error in invalid.errors(include_url=False):
-                errors.append(f"{source}: {show_key(key)} = {show(value)}: {_explain(key, value, error)}")
+                errors.append(
+                    f"{source}: {show_key(key)} = {show(value)}: {_explain(key, value, error)}"
+                )
     return errors
 
 
 def _explain(key: str, value: Any, error: Any) -> str:
     """The reason of one of pydantic's errors on a key, with the nearest key or choice."""
     if error["type"] == "extra_forbidden":
-        return "is a section; set one of its keys" if key in SECTIONS else f"unknown key{_suggest_key(key)}"
+        return (
+            "is a section; set one of its keys"
+            if key in SECTIONS
+            else f"unknown key{_suggest_key(key)}"
+        )
     entry = error["loc"][2:]  # in the table that the key holds
     reason = ": ".join([*map(repr, entry), error["msg"].removeprefix("Value error, ")])
     if error["type"] == "literal_error" and isinstance(value, str):
@@ -87,7 +94,13 @@ def show(value: Any) -> str:
 def format_toml(value: Any) -> str:
     """A value as TOML writes it, on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {format_toml(inner)}" for name, inner in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{json.dumps(name)} = {format_toml(inner)}" for name, inner in value.items()
+            )
+            + "}"
+        )
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -134,10 +147,17 @@ def _check_model(model: Model) -> Iterator[str]:
 
 
 def _check_balance(model: Model, train: Train) -> Iterator[str]:
-    """Of what balances loads. `runtime.preflight` checks that quantile balancing suits the router's formula."""
+    """Of what balances loads.
+
+    `runtime.preflight` checks that quantile balancing suits the router's formula.
+    """
     if model.router == "dense":
         return
-    quantile, rate, coef = train.bias_update == "quantile", train.bias_update_rate, train.balance_loss_coef
+    quantile, rate, coef = (
+        train.bias_update == "quantile",
+        train.bias_update_rate,
+        train.balance_loss_coef,
+    )
     if quantile and rate:
         remedy = "set --train.bias_update_rate=0 or --train.bias_update=sign"
         yield f"train.bias_update_rate = {rate:g} is no setting of train.bias_update = quantile; {remedy}"
@@ -145,7 +165,10 @@ def _check_balance(model: Model, train: Train) -> Iterator[str]:
         yield "train.bias_update = quantile: each token takes all experts anyway; set --train.bias_update=sign"
     hashed = model.n_hash_layer
     if hashed and hashed == model.n_layer - model.n_dense_layer and (quantile or rate or coef):
-        keys, remedy = "train.balance_loss_coef, bias_update or bias_update_rate", f"--model.n_hash_layer={hashed - 1}"
+        keys, remedy = (
+            "train.balance_loss_coef, bias_update or bias_update_rate",
+            f"--model.n_hash_layer={hashed - 1}",
+        )
         yield f"model.n_hash_layer = {hashed} leaves no loads that {keys} could balance; leave them out or set {remedy}"
 
 

@@ -24,8 +24,8 @@ deletes nothing. Many GPUs: torchrun --nproc_per_node=8 train.py FILE [...]"""
 def from_command_line(argv: Sequence[str]) -> Config:
     """Load the Config of train.py's arguments, for as many ranks as torchrun started.
 
-    `--section.key value` works too. `--help` prints every key and exits with 0; a wrong command line or config prints
-    the errors to stderr and exits with 2. Ranks other than 0 exit silently.
+    `--section.key value` works too. `--help` prints every key and exits with 0; a wrong command
+    line or config prints the errors to stderr and exits with 2. Ranks other than 0 exit silently.
     """
     if "-h" in argv or "--help" in argv:
         _exit(0, f"{USAGE}\n\n{help_text()}")
@@ -38,7 +38,10 @@ def from_command_line(argv: Sequence[str]) -> Config:
 
 
 def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Split a command line into the config file and `--key=value` overrides. Raises ConfigError if not one file."""
+    """Split a command line into the config file and `--key=value` overrides.
+
+    Raises ConfigError if not one file.
+    """
     files, overrides = [], []
     arguments = iter(argv)
     for argument in arguments:
@@ -49,8 +52,14 @@ def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
         else:
             overrides.append(f"{argument}={next(arguments, '')}")
     if len(files) != 1:
-        given = f"found {len(files)}: {', '.join(files)} (overrides start with --)" if files else "found none"
-        raise ConfigError(f"one config file is needed, {given}\n{USAGE}\nevery key: python train.py --help")
+        given = (
+            f"found {len(files)}: {', '.join(files)} (overrides start with --)"
+            if files
+            else "found none"
+        )
+        raise ConfigError(
+            f"one config file is needed, {given}\n{USAGE}\nevery key: python train.py --help"
+        )
     return files[0], overrides
 
 
@@ -74,8 +83,16 @@ def _describe_type(key: str) -> str:
     schema = KEYS[key]
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
-    limits = ", ".join(f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema)
+    signs = {
+        "minimum": ">=",
+        "exclusiveMinimum": ">",
+        "maximum": "<=",
+        "exclusiveMaximum": "<",
+        "pattern": "matching",
+    }
+    limits = ", ".join(
+        f"{sign} {schema[limit]}" for limit, sign in signs.items() if limit in schema
+    )
     return f"{schema['type']} {limits}".strip()
 
 
@@ -89,4 +106,6 @@ def tell_torchrun(error: str) -> None:
     """Leave an error for torchrun, which prints it after its own trace."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+            Path(file).write_text(
+                json.dumps({"message": f"error: {error}", "timestamp": int(time.time())})
+            )

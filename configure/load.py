@@ -1,15 +1,17 @@
 """From a TOML file and a command line to a checked `Config`, and back to text.
 
-Precedence: defaults < file < overrides such as `--model.router=kern`. A file's `[sweep]` lists axes: a dotted key with
-its values, or several linked keys with rows of values. The points of the sweep are all combinations:
+Precedence: defaults < file < overrides such as `--model.router=kern`. A file's `[sweep]` lists
+axes: a dotted key with its values, or several linked keys with rows of values. The points of the
+sweep are all combinations:
 
     [sweep]
     "model.router" = ["softmax", "kern"]
     "model.n_expert, model.top_k, model.expert_hidden" = [[64, 8, 384], [128, 16, 192]]
     "run.seed" = [0, 1, 2]
 
-An override of its keys closes an axis; a run needs all axes closed. A run without a name is named after the file, the
-router, the axes' values, and the seed where there are several or the command line sets it.
+An override of its keys closes an axis; a run needs all axes closed. A run without a name is named
+after the file, the router, the axes' values, and the seed where there are several or the command
+line sets it.
 """
 
 import difflib
@@ -54,11 +56,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
 
     Args:
         path: the TOML file.
-        overrides: `"--section.key=value"` strings, the dashes optional; the last one for a key wins.
+        overrides: `"--section.key=value"` strings, the dashes optional; the last one for a key
+            wins.
         world_size: number of ranks that will train.
 
     Raises:
-        ConfigError: the file or an override is wrong, or leaves a sweep axis open. Names all errors at once.
+        ConfigError: the file or an override is wrong, or leaves a sweep axis open. Names all errors
+            at once.
     """
     read = _read(path, overrides)
     if read.open_axes:
@@ -69,19 +73,27 @@ def load(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -
     values["optim.warmup_steps"] = _shorten_warmup(values, read)
     stem = Path(path).stem
     values["run.name"] = values["run.name"] or _name_run(stem, values, read)
-    values["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)  # characters that TOML can hold
+    # characters that TOML can hold
+    values["log.group"] = values["log.group"] or re.sub(r"[^\w.-]+", "-", stem)
     names = {section: model.model_fields for section, model in SECTIONS.items()}
-    config = Config.model_validate({part: {name: values[f"{part}.{name}"] for name in names[part]} for part in names})
+    config = Config.model_validate(
+        {part: {name: values[f"{part}.{name}"] for name in names[part]} for part in names}
+    )
     errors = find_conflicts(config, world_size)
     if "data.name" in read.given and config.data.mix:
         change = f"data.name = {show_key(config.data.name)} would change nothing beside data.mix = {config.data.mix}"
-        errors.append(f"{change}; add --data.mix={{}} to train on that set alone, or leave data.name out")
+        errors.append(
+            f"{change}; add --data.mix={{}} to train on that set alone, or leave data.name out"
+        )
     _raise_if(errors)
     return config
 
 
 def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Whether the file or an override sets `run.name`; else `load` makes one up. Raises ConfigError as `load` does."""
+    """Whether the file or an override sets `run.name`; else `load` makes one up.
+
+    Raises ConfigError as `load` does.
+    """
     read = _read(path, overrides)
     return bool((read.in_file | read.given).get("run.name"))
 
@@ -89,8 +101,9 @@ def is_name_chosen(path: str | Path, overrides: Sequence[str] = ()) -> bool:
 def sweep_points(path: str | Path, overrides: Sequence[str] = ()) -> list[list[str]]:
     """List the overrides of each run of a sweep: `overrides` plus one value of every open axis, the last axis fastest.
 
-    A list among the `overrides`, such as `--run.seed=[0,1,2]`, replaces an axis of the file or is added as the last. A
-    file without open axes gives one point. Every point is loaded once, so that a sweep fails before its first run.
+    A list among the `overrides`, such as `--run.seed=[0,1,2]`, replaces an axis of the file or is
+    added as the last. A file without open axes gives one point. Every point is loaded once, so that
+    a sweep fails before its first run.
 
     Raises:
         ConfigError: as `load` does, and if two points would write to the same folder.
@@ -123,7 +136,9 @@ def dumps(config: Config) -> str:
 def differences(old: Config, new: Config) -> list[str]:
     """List the keys that differ, a line each, such as `model.router: 'kern' -> 'softmax'`."""
     before, after = ({key: attrgetter(key)(config) for key in KEYS} for config in (old, new))
-    return [f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]]
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}" for key in KEYS if before[key] != after[key]
+    ]
 
 
 # ---- settings that follow from others
@@ -143,10 +158,14 @@ def _shorten_warmup(values: dict[str, Any], read: Settings) -> int:
     before_decay = steps
     if values["optim.schedule"] == "wsd" and not values["train.branch_from"]:
         before_decay = Optim(decay_fraction=values["optim.decay_fraction"]).decay_start(steps)
-    set_for_this_length = "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given
+    set_for_this_length = (
+        "optim.warmup_steps" in read.in_file and "train.max_steps" not in read.given
+    )
     if warmup <= before_decay or set_for_this_length or "optim.warmup_steps" in read.given:
         return warmup
-    _print_note(f"train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {before_decay // 10}")
+    _print_note(
+        f"train.max_steps = {steps} shortens optim.warmup_steps from {warmup} to {before_decay // 10}"
+    )
     return before_decay // 10
 
 
@@ -154,8 +173,8 @@ def _name_run(stem: str, values: dict[str, Any], read: Settings) -> str:
     """Name a run's folder: file, router, the values of the axes, the seed if it was chosen.
 
     Of linked keys the first names the run, and all where values of the first repeat.
-    `folder.find_or_rename` finds a run of before seeds or another axis were added. A branch is named after its trunk
-    and its steps instead: TRUNK-800to1000.
+    `folder.find_or_rename` finds a run of before seeds or another axis were added. A branch is
+    named after its trunk and its steps instead: TRUNK-800to1000.
     """
     seed = read.in_file.get("run.seed", KEYS["run.seed"]["default"])
     parts, named = [stem, values["model.router"]], ["model.router", "run.seed"]
@@ -192,11 +211,21 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
     table.pop("track", None)  # a contest's protocol: scripts/track/protocol.py
-    in_file = {key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}}
-    # A run's own config.toml has every key of its day. Those that it lacks get what runs did before they existed.
-    if Path(path).name == "config.toml" and {"run.name", "log.group", "optim.eps"} <= in_file.keys():
+    in_file = {
+        key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}
+    }
+    # A run's own config.toml has every key of its day. Those that it lacks get what runs did before
+    # they existed.
+    if (
+        Path(path).name == "config.toml"
+        and {"run.name", "log.group", "optim.eps"} <= in_file.keys()
+    ):
         before = {key: schema for key, schema in KEYS.items() if "before" in schema}
-        older = {key: schema["before"] for key, schema in before.items() if in_file.get(schema.get("with", ""), True)}
+        older = {
+            key: schema["before"]
+            for key, schema in before.items()
+            if in_file.get(schema.get("with", ""), True)
+        }
         in_file = older | in_file
     given, opened = {}, {}
     for text in overrides:
@@ -208,30 +237,46 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
         keys = tuple(key.strip() for key in text.split(","))
         if len(keys) == 1 and isinstance(rows, list):
             rows = [[value] for value in rows]
-        errors += _find_axis_errors(keys, rows, given, COMMAND_LINE if text in opened else f"{path} [sweep]")
+        errors += _find_axis_errors(
+            keys, rows, given, COMMAND_LINE if text in opened else f"{path} [sweep]"
+        )
         axes[keys] = rows
     counts = Counter(itertools.chain(*axes))
     repeated = [show_key(key) for key, count in counts.items() if count > 1]
-    errors += [f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated]
+    errors += [
+        f"{path} [sweep]: {key}: is in the axes more than once; keep it in one" for key in repeated
+    ]
     _raise_if(errors)
     return Settings(in_file, given, axes)
 
 
-def _find_axis_errors(keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str) -> list[str]:
+def _find_axis_errors(
+    keys: tuple[str, ...], rows: Any, given: dict[str, Any], source: str
+) -> list[str]:
     """What is wrong with the rows of an axis, or with linked keys of which the command line sets only one."""
     text = show_key(", ".join(keys))
-    if not isinstance(rows, list) or not rows or any(not isinstance(r, list) or len(r) != len(keys) for r in rows):
+    if (
+        not isinstance(rows, list)
+        or not rows
+        or any(not isinstance(r, list) or len(r) != len(keys) for r in rows)
+    ):
         kind = "values" if len(keys) == 1 else f"rows of {len(keys)} values, one for each key"
         return [f"{source}: {text} = {show(rows)}: expected a list of {kind}"]
-    errors = [error for row in rows for error in find_errors(dict(zip(keys, row, strict=True)), source)]
+    errors = [
+        error for row in rows for error in find_errors(dict(zip(keys, row, strict=True)), source)
+    ]
     missing = [f"--{key}=VALUE" for key in keys if key not in given]
     if 0 < len(missing) < len(keys):
-        errors.append(f"{source}: {text}: are linked, set all of them or none; add {' '.join(missing)}")
+        errors.append(
+            f"{source}: {text}: are linked, set all of them or none; add {' '.join(missing)}"
+        )
     return errors
 
 
 def _describe_open_axes(path: str | Path, axes: dict[tuple[str, ...], list[list]]) -> str:
-    first_point = shlex.join(itertools.chain(*(_as_overrides(keys, rows[0]) for keys, rows in axes.items())))
+    first_point = shlex.join(
+        itertools.chain(*(_as_overrides(keys, rows[0]) for keys, rows in axes.items()))
+    )
     return (
         f"{path} sweeps {', '.join(itertools.chain(*axes))}, and one run needs one value of each\n"
         f"  train all: python -m scripts.sweep {path}\n"
@@ -245,14 +290,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {_suggest_file(path)}") from None
-    except (ValueError, RecursionError) as error:  # also: not UTF-8, a number of 5,000 digits, deep brackets
-        raise ConfigError(f"{path} is not TOML: {error}; strings need quotes, booleans are true or false") from None
+    # also: not UTF-8, a number of 5,000 digits, deep brackets
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}; strings need quotes, booleans are true or false"
+        ) from None
 
 
 def _suggest_file(path: Path) -> str:
     """The remedy for a config file that cannot be read: the file of the nearest name, or those in its folder."""
     is_folder = os.path.isdir(path)
-    nearby = sorted({*(path if is_folder else path.parent).glob("*.toml")} - {Path("pyproject.toml")})
+    nearby = sorted(
+        {*(path if is_folder else path.parent).glob("*.toml")} - {Path("pyproject.toml")}
+    )
     by_stem = {file.stem: file for file in [*sorted(Path("config").rglob("*.toml")), *nearby]}
     nearest = [] if is_folder else difflib.get_close_matches(path.stem, by_stem, n=1)
     if nearest:
@@ -280,14 +330,18 @@ def _parse_override(text: str, lists: bool = False) -> tuple[str, Any]:
 
 def _as_overrides(keys: Sequence[str], row: Sequence) -> list[str]:
     pairs = zip(keys, row, strict=True)
-    return [f"--{key}={value if isinstance(value, str) else format_toml(value)}" for key, value in pairs]
+    return [
+        f"--{key}={value if isinstance(value, str) else format_toml(value)}" for key, value in pairs
+    ]
 
 
 def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
     """`{"model": {"router": "kern"}}` -> `{"model.router": "kern"}`; an empty table, or a key's own, stays a value."""
     flat = {}
     for key, value in table.items():
-        deeper = isinstance(value, dict) and value and KEYS.get(prefix + key, {}).get("type") != "object"
+        deeper = (
+            isinstance(value, dict) and value and KEYS.get(prefix + key, {}).get("type") != "object"
+        )
         flat |= _flatten(value, f"{prefix}{key}.") if deeper else {prefix + key: value}
     return flat
 

@@ -34,7 +34,8 @@ RELEASE_BYTES = 2**28  # mapped memory that the reader of a split may hold
 FAULT_BYTES = 2**16  # what Linux maps around a byte that is read
 
 
-# meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as true, 7.0 or "7".
+# meta.json is checked strictly, whoever wrote it: no key missing or added, no number written as
+# true, 7.0 or "7".
 CLOSED = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
@@ -83,7 +84,9 @@ class Meta:
         for name, split in self.splits.items():
             for i, shard in enumerate(split.files):  # no other name, so none outside the folder
                 if shard.name != f"{name}-{i:05d}.bin":
-                    raise ValueError(f"{name} file {i} is {shard.name!r}, expected '{name}-{i:05d}.bin'")
+                    raise ValueError(
+                        f"{name} file {i} is {shard.name!r}, expected '{name}-{i:05d}.bin'"
+                    )
             total = sum(shard.tokens for shard in split.files)
             if split.tokens != total:
                 raise ValueError(f"{name} has {split.tokens} tokens, its files {total}")
@@ -92,8 +95,8 @@ class Meta:
 class Tokens:
     """Shards of uint16 ids as one logical array.
 
-    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page cache, so that the
-    process does not grow.
+    Mapped shards are loaded as they are read. Beyond RELEASE_BYTES their pages go back to the page
+    cache, so that the process does not grow.
 
     Args:
         shards: uint16 arrays, (n,) each, in memory or np.memmap.
@@ -103,7 +106,11 @@ class Tokens:
     """
 
     def __init__(
-        self, shards: Sequence[np.ndarray], name: str = "these tokens", vocab_size: int = 2**16, eot: int | None = None
+        self,
+        shards: Sequence[np.ndarray],
+        name: str = "these tokens",
+        vocab_size: int = 2**16,
+        eot: int | None = None,
     ) -> None:
         self.name, self.vocab_size, self.eot, self._shards = name, vocab_size, eot, shards
         self._starts = [0, *accumulate(map(len, shards))]  # of each shard, and the end
@@ -128,29 +135,45 @@ class Tokens:
                     shard.base.madvise(mmap.MADV_DONTNEED)
         stop = start + count
         shards = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
-        parts = [self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]] for i in shards]
+        parts = [
+            self._shards[i][max(0, start - self._starts[i]) : stop - self._starts[i]]
+            for i in shards
+        ]
         ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
         if fault := _find_bad_id(ids, self.vocab_size, start):
-            raise DataError(f"{self.name}: {fault}. Find the damaged file with python -m data.verify")
+            raise DataError(
+                f"{self.name}: {fault}. Find the damaged file with python -m data.verify"
+            )
         return ids
 
 
 def read_meta(folder: str | Path) -> Meta:
-    """The checked meta.json of a set. Raises DataError if it is missing, half-prepared or of another format."""
+    """The checked meta.json of a set.
+
+    Raises DataError if it is missing, half-prepared or of another format.
+    """
     folder = Path(folder)
     path = folder / "meta.json"
     if not path.is_file():
         begun = folder.is_dir() or partial_folder(folder).is_dir()
-        state = "half-prepared. Resume with the command that began it" if begun else "no such data set. Prepare it"
+        state = (
+            "half-prepared. Resume with the command that began it"
+            if begun
+            else "no such data set. Prepare it"
+        )
         raise DataError(f"{folder}: {state}: {_prepare_command(folder)}")
     try:
         return TypeAdapter(Meta).validate_python(json.loads(path.read_bytes()))
     except ValidationError as error:
-        first, *more = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        first, *more = (
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+        )
         reason = first.removeprefix(": ") + (f", and {len(more)} more" if more else "")
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
         reason = f"{type(error).__name__}: {error}"
-    raise DataError(f"{path}: cannot be read ({reason}). Prepare the set again: {_prepare_command(folder)} --force")
+    raise DataError(
+        f"{path}: cannot be read ({reason}). Prepare the set again: {_prepare_command(folder)} --force"
+    )
 
 
 def open_tokens(folder: str | Path, split: str) -> Tokens:
@@ -159,7 +182,9 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
     files = [Path(folder, shard.name) for shard in meta.splits[split].files]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a map keeps its file open
     if soft != resource.RLIM_INFINITY and soft < len(files) + 1024:
-        limit = len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
+        limit = (
+            len(files) + 1024 if hard == resource.RLIM_INFINITY else min(hard, len(files) + 1024)
+        )
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     shards = [np.memmap(file, "<u2", "r") for file in files]
     name, tokenizer = f"the {split} split of {folder}", meta.tokenizer
@@ -168,7 +193,11 @@ def open_tokens(folder: str | Path, split: str) -> Tokens:
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that made this set, from the set's own files; needs no network."""
-    info, ranks, file = read_meta(folder).tokenizer, Path(folder, RANKS_FILE), Path(folder, TOKENIZER_FILE)
+    info, ranks, file = (
+        read_meta(folder).tokenizer,
+        Path(folder, RANKS_FILE),
+        Path(folder, TOKENIZER_FILE),
+    )
     if file.is_file():
         return FileTokenizer(info["name"], file.read_bytes(), info["eot"])
     return load_tokenizer(info["name"], ranks if ranks.is_file() else None)
@@ -177,11 +206,13 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 def check_dataset(folder: str | Path, vocab_size: int) -> Meta:
     """Check that training may use a set.
 
-    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read` checks the ids as
-    training reads them. `vocab_size` is the model's; the tokenizer's may be smaller.
+    Lengths of all shards always; every id and sha256 up to 1 GiB in all; above, `Tokens.read`
+    checks the ids as training reads them. `vocab_size` is the model's; the tokenizer's may be
+    smaller.
 
     Raises:
-        DataError: names the file, what was expected, what was found and the command that repairs it.
+        DataError: names the file, what was expected, what was found and the command that repairs
+            it.
         OSError: a file may not be read.
     """
     folder = Path(folder)
@@ -208,18 +239,24 @@ def check_lengths(folder: Path, meta: Meta) -> None:
         for shard in split.files:
             path = folder / shard.name
             if not path.is_file():
-                raise DataError(f"{path}: no such file, expected {shard.tokens} tokens. {_remedy(meta)}")
+                raise DataError(
+                    f"{path}: no such file, expected {shard.tokens} tokens. {_remedy(meta)}"
+                )
             if (size := path.stat().st_size) != 2 * shard.tokens:
                 expected = f"{2 * shard.tokens} bytes ({shard.tokens} tokens)"
                 raise DataError(f"{path}: expected {expected}, found {size}. {_remedy(meta)}")
 
 
 def scan_shard(
-    path: Path, sha256: str, tokenizer: TokenizerInfo, progress: Callable[[int], object] = lambda tokens: None
+    path: Path,
+    sha256: str,
+    tokenizer: TokenizerInfo,
+    progress: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[int, list[str]]:
     """Read a shard completely, once; `progress` is called with the number of tokens read since the last call.
 
-    Returns (end-of-text tokens, what differs from `sha256` and from the ids of `tokenizer`, in words).
+    Returns (end-of-text tokens, what differs from `sha256` and from the ids of `tokenizer`, in
+    words).
     """
     digest, ends, position, faults = hashlib.sha256(), 0, 0, []
     with path.open("rb") as file:
@@ -241,7 +278,11 @@ def fingerprint(meta: Meta) -> dict[str, str]:
 
     `data` is that of the shards in their order, `tokenizer` that of what decodes them.
     """
-    shards = [(split, shard.tokens, shard.sha256) for split in ("train", "val") for shard in meta.splits[split].files]
+    shards = [
+        (split, shard.tokens, shard.sha256)
+        for split in ("train", "val")
+        for shard in meta.splits[split].files
+    ]
     return {"data": sha256_of(shards), "tokenizer": sha256_of(meta.tokenizer)}
 
 
@@ -278,7 +319,10 @@ def _prepare_command(folder: Path) -> str:
     """The command that makes `folder`, guessed from its name."""
     corpus = folder.name if folder.name in SOURCES else "text"
     command = ["python", "-m", "data.prepare", corpus]
-    command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]  # nothing to stream
+    # nothing to stream
+    command += [] if SOURCES[corpus].hub or corpus == "stdlib" else ["--source", "FILES"]
     command += ["--name", folder.name] if corpus != folder.name else []
-    command += ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
+    command += (
+        ["--out", str(folder.parent)] if folder.parent.resolve() != DATA_DIR.resolve() else []
+    )
     return shlex.join(command)

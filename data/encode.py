@@ -22,7 +22,8 @@ FEW_DOCUMENTS = 10  # fewer are not enough to split by document, or to validate 
 class Encoded(NamedTuple):
     """What a list of raw documents became."""
 
-    train: np.ndarray  # (n,) uint16, an end-of-text token after each document (before it where the split is "ends")
+    # (n,) uint16, an end-of-text token after each document (before it where the split is "ends")
+    train: np.ndarray
     val: np.ndarray  # the same for validation
     empty: int  # documents of white space only
     bad: int  # documents that could not be read
@@ -45,7 +46,10 @@ class Encoder(NamedTuple):
     skip_bad: bool = False
 
     def __call__(self, documents: list[Raw]) -> Encoded:
-        """Encodes documents in their order. Raises DataError at a bad one unless `skip_bad` is set."""
+        """Encodes documents in their order.
+
+        Raises DataError at a bad one unless `skip_bad` is set.
+        """
         pieces: list[tuple[str, str, str]] = []  # split of the file, train or val, text
         empty = bad = links = 0
         for raw in documents:
@@ -54,10 +58,16 @@ class Encoder(NamedTuple):
                 bad, links = bad + (not raw.is_link), links + raw.is_link
             elif text.strip():
                 train, val = self.divide(text, raw.file.split)
-                pieces += [(raw.file.split, name, part) for name, part in (("train", train), ("val", val)) if part]
+                pieces += [
+                    (raw.file.split, name, part)
+                    for name, part in (("train", train), ("val", val))
+                    if part
+                ]
             else:
                 empty += 1
-        ids: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.uint16)] for name in ("train", "val")}
+        ids: dict[str, list[np.ndarray]] = {
+            name: [np.empty(0, np.uint16)] for name in ("train", "val")
+        }
         end = np.array([self.tokenizer.eot], np.uint16)
         encoded = self.tokenizer.encode_batch([text for _, _, text in pieces])
         for (split, name, _), new in zip(pieces, encoded, strict=True):
@@ -74,7 +84,10 @@ class Encoder(NamedTuple):
         return ("", text) if val else (text, "")
 
     def try_text(self, raw: Raw) -> str | None:
-        """`text`; None where it is left out. Raises DataError at an unreadable one unless `skip_bad` is set."""
+        """`text`; None where it is left out.
+
+        Raises DataError at an unreadable one unless `skip_bad` is set.
+        """
         if raw.is_link:
             return None
         try:
@@ -82,14 +95,18 @@ class Encoder(NamedTuple):
         except ValueError as error:
             if self.skip_bad:
                 return None
-            raise DataError(f"{raw.where} {error}; or leave such documents out with --skip-bad") from error
+            raise DataError(
+                f"{raw.where} {error}; or leave such documents out with --skip-bad"
+            ) from error
 
     def text(self, raw: Raw) -> str:
         """The text of a document. Raises ValueError naming the fault."""
         try:
             text = raw.data.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"is not UTF-8 at byte {error.start}: convert it with iconv -t utf-8") from error
+            raise ValueError(
+                f"is not UTF-8 at byte {error.start}: convert it with iconv -t utf-8"
+            ) from error
         if not raw.is_json:
             return text
         try:
@@ -101,7 +118,9 @@ class Encoder(NamedTuple):
         text = row.get(self.text_field, False)
         if text is not None and not isinstance(text, str):
             fields = ", ".join(map(repr, row)) or "none at all"
-            raise ValueError(f"has no text in field {self.text_field!r}; it has {fields}: choose one with --text-field")
+            raise ValueError(
+                f"has no text in field {self.text_field!r}; it has {fields}: choose one with --text-field"
+            )
         return text or ""
 
 
@@ -115,8 +134,13 @@ def split_position(text: str) -> float:
 
 
 def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
-    """The files of --val-source. Raises DataError as `local_inputs` does, and if one is among `inputs`."""
-    val_inputs = [file._replace(split="val") for file in local_inputs(map(Path, paths), "--val-source")]
+    """The files of --val-source.
+
+    Raises DataError as `local_inputs` does, and if one is among `inputs`.
+    """
+    val_inputs = [
+        file._replace(split="val") for file in local_inputs(map(Path, paths), "--val-source")
+    ]
     train = {os.path.realpath(file.url) for file in inputs}
     for file in val_inputs:
         if os.path.realpath(file.url) in train:
@@ -127,7 +151,8 @@ def validation_inputs(paths: Iterable[str], inputs: list[Input]) -> list[Input]:
 def choose_split(inputs: list[Input], val_inputs: list[Input], encoder: Encoder) -> str:
     """How validation is chosen from local `inputs`: by "documents", or at their "ends" where there are too few.
 
-    Reads no more documents than it needs to know. Raises DataError if there is nothing to train or to validate on.
+    Reads no more documents than it needs to know. Raises DataError if there is nothing to train or
+    to validate on.
     """
     if val_inputs:
         for option, files in (("--source", inputs), ("--val-source", val_inputs)):
@@ -166,4 +191,6 @@ def _read_texts(inputs: list[Input], encoder: Encoder, option: str) -> Iterator[
                 any_text = True
                 yield text
     if not any_text:
-        raise DataError(f"no documents to read, all are empty or bad: name other files with {option}")
+        raise DataError(
+            f"no documents to read, all are empty or bad: name other files with {option}"
+        )

@@ -1,8 +1,9 @@
 """Which windows a training step reads: a pure function of (seed, step), so there is nothing to save or replay.
 
-Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An epoch is a
-pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in the sequence of epochs. With
-several sets (mixture.py) that number is dealt to a set first, which has epochs of its own.
+Window w of a split is tokens [w*T, w*T + T + 1): T inputs and the T tokens that follow them. An
+epoch is a pseudo-random permutation of all windows; row r of step s is number s * batch_size + r in
+the sequence of epochs. With several sets (mixture.py) that number is dealt to a set first, which
+has epochs of its own.
 """
 
 from bisect import bisect_left
@@ -17,9 +18,11 @@ from data.mixture import JoinedTokens, assign_rows, count_windows, split_windows
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-CANDIDATES = 2**16  # windows among which those for validation are chosen, at most, however long the split is
+# windows among which those for validation are chosen, at most, however long the split is
+CANDIDATES = 2**16
 STRETCH = 2**14  # tokens that are searched at once for the end of a document
-UNIT = 2**20  # of the length of a document where windows are chosen: integers, so every machine chooses the same
+# of the length of a document where windows are chosen: integers, so every machine chooses the same
+UNIT = 2**20
 T = TypeVar("T")
 
 
@@ -53,13 +56,18 @@ class Loader:
             return indices.tolist()
         sets = np.searchsorted(self._tokens.starts, indices, side="right") - 1
         pairs = zip(sets, indices, strict=True)
-        return [[self._tokens.parts[part].name, int(index) - self._tokens.starts[part]] for part, index in pairs]
+        return [
+            [self._tokens.parts[part].name, int(index) - self._tokens.starts[part]]
+            for part, index in pairs
+        ]
 
     def count_epochs(self, steps: int) -> np.ndarray:
         """How often each set is read in that many steps, (S,)."""
         return steps * self._batch_size * (self._shares / self._shares.sum()) / self._counts
 
-    def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def batch(
+        self, step: int, start: int = 0, count: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Rows [start, start + count) of the batch of `step`, which counts from 0; by default all rows from `start`.
 
         Inputs and targets, (count, T) int64 each.
@@ -77,14 +85,17 @@ class Loader:
         return np.array(self._tokens.starts)[sets] + permute(indices, n, self._seed, epochs)
 
 
-def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "documents") -> np.ndarray:
+def fixed_windows(
+    tokens: Tokens, block_size: int, count: int, spread: str = "documents"
+) -> np.ndarray:
     """Choose the windows of every evaluation.
 
-    Evenly over tokens, a document has windows in proportion to its length, so a few books may hold most of them, and
-    windows of one document are alike: their mean varies more than their number says. Spread over documents, none has
-    more than c windows, c being the least number that suffices for `count`; documents below c keep their proportion to
-    each other. So long documents weigh less in the mean loss than they do in the split; where there are many more
-    documents than windows, c is 1 and few reach it.
+    Evenly over tokens, a document has windows in proportion to its length, so a few books may hold
+    most of them, and windows of one document are alike: their mean varies more than their number
+    says. Spread over documents, none has more than c windows, c being the least number that
+    suffices for `count`; documents below c keep their proportion to each other. So long documents
+    weigh less in the mean loss than they do in the split; where there are many more documents than
+    windows, c is 1 and few reach it.
 
     Args:
         tokens: of a split; without ends of documents its windows are spread evenly.
@@ -95,7 +106,8 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "do
     Returns:
         (W,) int64, indices of windows in ascending order, the same for the same arguments.
 
-    Source: systematic sampling with probability proportional to size, sizes capped (Cochran, Sampling Techniques).
+    Source: systematic sampling with probability proportional to size, sizes capped (Cochran,
+    Sampling Techniques).
     """
     n = count_windows(tokens, block_size)
     count = min(count, n)
@@ -103,17 +115,23 @@ def fixed_windows(tokens: Tokens, block_size: int, count: int, spread: str = "do
     if spread == "tokens" or count == len(candidates):
         return spread_evenly(n, count)
     documents = window_documents(tokens, block_size, candidates)
-    _, first, sizes = np.unique(documents, return_index=True, return_counts=True)  # (D,): first candidate, how many
+    # (D,): first candidate, how many
+    _, first, sizes = np.unique(documents, return_index=True, return_counts=True)
     if len(sizes) == 1:
         return spread_evenly(n, count)
     most = 1 + bisect_left(range(1, count + 1), count, key=lambda c: np.minimum(sizes, c).sum())
-    # Lay the documents end to end, `unit` per candidate but most * UNIT at most, and take `count` points UNIT apart.
-    unit = bisect_left(range(UNIT + 1), count * UNIT, key=lambda unit: np.minimum(most * UNIT, sizes * unit).sum())
+    # Lay the documents end to end, `unit` per candidate but most * UNIT at most, and take `count`
+    # points UNIT apart.
+    unit = bisect_left(
+        range(UNIT + 1), count * UNIT, key=lambda unit: np.minimum(most * UNIT, sizes * unit).sum()
+    )
     lengths = np.minimum(most * UNIT, sizes * unit)
     stops = np.cumsum(lengths)
     points = (2 * np.arange(count) + 1) * stops[-1] // (2 * count)
     owners = np.searchsorted(stops, points, side="right")  # (count,) documents
-    return candidates[first[owners] + (points - (stops - lengths)[owners]) * sizes[owners] // lengths[owners]]
+    return candidates[
+        first[owners] + (points - (stops - lengths)[owners]) * sizes[owners] // lengths[owners]
+    ]
 
 
 class Validation(NamedTuple):
@@ -123,11 +141,16 @@ class Validation(NamedTuple):
     windows: np.ndarray  # (W,) int64, indices of windows
     documents: np.ndarray  # (W,) int64, equal where they are of one document
     sets: np.ndarray  # (W,) int64, the set of each
-    weights: np.ndarray  # (W,) of each window in the mean, 1 on average: a set's sum to its weight times W
+    # (W,) of each window in the mean, 1 on average: a set's sum to its weight times W
+    weights: np.ndarray
 
 
 def choose_validation(
-    parts: Sequence[Tokens], block_size: int, count: int, spread: str = "documents", weights: Sequence[float] = (1.0,)
+    parts: Sequence[Tokens],
+    block_size: int,
+    count: int,
+    spread: str = "documents",
+    weights: Sequence[float] = (1.0,),
 ) -> Validation:
     """Choose the windows of every evaluation: `fixed_windows` of the validation split of each set.
 
@@ -135,10 +158,15 @@ def choose_validation(
     """
     joined = JoinedTokens(parts, block_size)
     numbers = split_windows(count, weights, np.diff(joined.starts).tolist())
-    chosen = [fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)]
+    chosen = [
+        fixed_windows(part, block_size, n, spread) for part, n in zip(parts, numbers, strict=True)
+    ]
     windows, documents = [], []
     for part, first, indices in zip(parts, joined.starts, chosen, strict=False):
-        labels, after = window_documents(part, block_size, indices), documents[-1][-1] + 1 if documents else 0
+        labels, after = (
+            window_documents(part, block_size, indices),
+            documents[-1][-1] + 1 if documents else 0,
+        )
         windows.append(first + indices)
         documents.append(after + labels)
     sizes, W = np.array([len(indices) for indices in chosen]), sum(map(len, chosen))
@@ -160,7 +188,8 @@ def spread_evenly(n: int, count: int) -> np.ndarray:
 def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np.ndarray:
     """The documents of windows `indices` (W,) int64, ascending, as `number_documents` has them: (W,) int64.
 
-    A window is of its middle target's document, so of that which has more than half of its targets, if one has.
+    A window is of its middle target's document, so of that which has more than half of its targets,
+    if one has.
     """
     return number_documents(tokens, indices * block_size + (block_size + 1) // 2)
 
@@ -168,14 +197,16 @@ def window_documents(tokens: Tokens, block_size: int, indices: np.ndarray) -> np
 def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
     """Which tokens are of one document.
 
-    Reads the split from the first of `places`, (n,) int64, ascending, to the last, in constant memory, and skips what
-    lies between the end of a place's document and the next place.
+    Reads the split from the first of `places`, (n,) int64, ascending, to the last, in constant
+    memory, and skips what lies between the end of a place's document and the next place.
 
     Returns:
-        (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is None.
+        (n,) int64, ascending numbers, equal for tokens of one document; all 0 where `tokens.eot` is
+        None.
     """
     numbers = np.zeros(len(places), np.int64)
-    start = number = done = 0  # token to read from; documents that ended before it; places whose document is known
+    # token to read from; documents that ended before it; places whose document is known
+    start = number = done = 0
     while done < len(places) and tokens.eot is not None:
         start = max(start, int(places[done])) if not done or number > numbers[done - 1] else start
         ids = tokens.read(start, min(STRETCH, len(tokens) - start))
@@ -186,8 +217,13 @@ def number_documents(tokens: Tokens, places: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def windows(tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read windows `indices` (B,) int64: inputs and targets, (B, T) int64 each. Raises DataError, see `Tokens.read`."""
+def windows(
+    tokens: Tokens | JoinedTokens, indices: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read windows `indices` (B,) int64: inputs and targets, (B, T) int64 each.
+
+    Raises DataError, see `Tokens.read`.
+    """
     ids = np.empty((len(indices), block_size + 1), np.uint16)
     for row, index in enumerate(indices):
         ids[row] = tokens.read(int(index) * block_size, block_size + 1)
@@ -217,12 +253,13 @@ def permute(indices: np.ndarray, n: int | np.ndarray, seed: int, epochs: np.ndar
     Returns:
         (B,) int64, where the indices go.
 
-    Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four; what leaves [0, n) passes it
-    again until it is back (cycle walking, Black and Rogaway 2002).
+    Source: a Feistel network (Luby and Rackoff 1988) permutes the next power of four; what leaves
+    [0, n) passes it again until it is back (cycle walking, Black and Rogaway 2002).
     """
     sizes = np.broadcast_to(n, len(indices))
     bits = np.frexp(sizes - 1.0)[1]  # int.bit_length
-    half = np.maximum(3, (bits + 1) // 2).astype(np.uint64)  # bits per side; below 64 places it mixes badly
+    # bits per side; below 64 places it mixes badly
+    half = np.maximum(3, (bits + 1) // 2).astype(np.uint64)
     seeds = np.full(len(indices), seed % 2**64, np.uint64)
     keys = _mix(_mix(seeds) + epochs.astype(np.uint64) * GOLDEN)
     out = indices.astype(np.uint64)

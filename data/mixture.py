@@ -1,8 +1,9 @@
 """Several prepared sets as one: which rows of the batches are of which set, and their splits under one numbering.
 
-Rows are dealt out like leap days, with no chance in it: the set of a row follows from its number alone, and of any
-number of rows since the first each set has its part, to a row or so. A set's own rows read its windows in the order in
-which a run on that set alone would, so each set has epochs of its own.
+Rows are dealt out like leap days, with no chance in it: the set of a row follows from its number
+alone, and of any number of rows since the first each set has its part, to a row or so. A set's own
+rows read its windows in the order in which a run on that set alone would, so each set has epochs of
+its own.
 """
 
 import itertools
@@ -32,16 +33,21 @@ def count_windows(tokens: Tokens, block_size: int) -> int:
 class JoinedTokens:
     """A split of several sets as one: windows of the first set come first, then those of the second, and so on.
 
-    `parts` has the tokens of each set, and a window T = `block_size` of them. Raises DataError as `count_windows`.
+    `parts` has the tokens of each set, and a window T = `block_size` of them. Raises DataError as
+    `count_windows`.
     """
 
     def __init__(self, parts: Sequence[Tokens], block_size: int) -> None:
         self.parts, self.block_size = parts, block_size
         counts = (count_windows(part, block_size) for part in parts)
-        self.starts = [0, *itertools.accumulate(counts)]  # the first window of each set, and the end
+        # the first window of each set, and the end
+        self.starts = [0, *itertools.accumulate(counts)]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of one window, (count,) uint16; window w begins at w * T. See `Tokens.read`."""
+        """Tokens [start, start + count) of one window, (count,) uint16; window w begins at w * T.
+
+        See `Tokens.read`.
+        """
         part = bisect_right(self.starts, start // self.block_size) - 1
         return self.parts[part].read(start - self.starts[part] * self.block_size, count)
 
@@ -74,7 +80,9 @@ def identify(metas: Sequence[Meta], weights: Sequence[float]) -> dict[str, str]:
     prints = [fingerprint(meta) for meta in metas]
     if len(metas) == 1:
         return prints[0]
-    parts = [[share, one["data"]] for share, one in zip(to_shares(weights).tolist(), prints, strict=True)]
+    parts = [
+        [share, one["data"]] for share, one in zip(to_shares(weights).tolist(), prints, strict=True)
+    ]
     return {"data": sha256_of(parts), "tokenizer": prints[0]["tokenizer"]}
 
 
@@ -89,9 +97,9 @@ def to_shares(weights: Sequence[float]) -> np.ndarray:
 def assign_rows(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The set of each row, and the row's number among the rows of that set.
 
-    Rows are split between two groups of sets, each group's again, and so on; of the first n rows of a group, those of
-    one side are n times its part, rounded. So a set's number of rows is off by half a row for each split at most, and
-    by less for splits further up.
+    Rows are split between two groups of sets, each group's again, and so on; of the first n rows of
+    a group, those of one side are n times its part, rounded. So a set's number of rows is off by
+    half a row for each split at most, and by less for splits further up.
 
     Args:
         rows: (B,) int64, counted from the first row of the first step.
@@ -100,7 +108,8 @@ def assign_rows(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.nd
     Returns:
         (B,) int64 each.
     """
-    order = np.argsort(-shares, kind="stable")  # the heaviest first: halves of a group are as equal as can be
+    # the heaviest first: halves of a group are as equal as can be
+    order = np.argsort(-shares, kind="stable")
     starts = np.append(0, np.cumsum(shares[order]))
     sets, places = np.empty(len(rows), np.int64), rows.astype(np.int64)
     groups = [(np.arange(len(rows)), 0, len(shares))]  # (which rows, first set, end)
@@ -109,7 +118,11 @@ def assign_rows(rows: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.nd
         if stop - first == 1:
             sets[at] = order[first]
             continue
-        middle = first + 1 + int(np.argmin(np.abs(2 * starts[first + 1 : stop] - starts[first] - starts[stop])))
+        middle = (
+            first
+            + 1
+            + int(np.argmin(np.abs(2 * starts[first + 1 : stop] - starts[first] - starts[stop])))
+        )
         part, whole = starts[middle] - starts[first], starts[stop] - starts[first]
         before = _round_part(places[at], part, whole)
         left = _round_part(places[at] + 1, part, whole) > before
@@ -144,7 +157,9 @@ def describe_sets(folder: Path) -> str:
     for name in list_sets(folder):
         try:
             meta = read_meta(folder / name)
-            lines.append(f"    {name}: tokenizer {meta.tokenizer['name']}, {describe_set(meta, folder / name)}")
+            lines.append(
+                f"    {name}: tokenizer {meta.tokenizer['name']}, {describe_set(meta, folder / name)}"
+            )
         except DataError as error:
             lines.append(f"    {name}: {error}")
     return "\n".join(lines if len(lines) > 1 else [*lines, "    none"])

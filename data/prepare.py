@@ -4,10 +4,11 @@
     python -m data.prepare fineweb-edu --config sample-10BT
     python -m data.prepare text --source FILES --name NAME
 
-Worker processes tokenize batches of documents (workers.py). This process writes the ids, in the order of the
-documents, into the shards of data/<name>.partial/ (writer.py) and records now and then how far it is; at
-the end the folder is renamed to data/<name>/. Killed at any moment, the same command resumes. The set is identical to
-the byte, however often that happens and however many workers there are.
+Worker processes tokenize batches of documents (workers.py). This process writes the ids, in the
+order of the documents, into the shards of data/<name>.partial/ (writer.py) and records now and then
+how far it is; at the end the folder is renamed to data/<name>/. Killed at any moment, the same
+command resumes. The set is identical to the byte, however often that happens and however many
+workers there are.
 """
 
 import argparse
@@ -27,14 +28,30 @@ from common.cores import count_cores
 from common.progress import progress_bar
 from common.text import format_bytes, plural
 from data import DataError
-from data.bins import DATA_DIR, HASHED_BYTES, SHARD_TOKENS, Meta, check_dataset, describe_set, partial_folder, read_meta
+from data.bins import (
+    DATA_DIR,
+    HASHED_BYTES,
+    SHARD_TOKENS,
+    Meta,
+    check_dataset,
+    describe_set,
+    partial_folder,
+    read_meta,
+)
 from data.encode import Encoder, choose_split, explain_empty_split, validation_inputs
 from data.mixture import describe_sets
 from data.readers import Input
 from data.sources import SOURCES, describe_sources, hub_inputs, local_inputs, stdlib_inputs
 from data.tokenizer import load_tokenizer
 from data.workers import Position, encode_inputs
-from data.writer import PROGRESS_FILE, Writer, describe_changes, find_revision, remove_leftovers, resume_progress
+from data.writer import (
+    PROGRESS_FILE,
+    Writer,
+    describe_changes,
+    find_revision,
+    remove_leftovers,
+    resume_progress,
+)
 
 LEFT_OUT = ("empty", "bad", "links")  # keys of meta.json's `source`: numbers of documents
 END_BYTES = 2**20  # of each end of a large input that are hashed
@@ -52,11 +69,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{describe_sources()}\n\n{describe_sets(args.out)}")
         return 0
     try:
-        prepare_dataset(args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")]))
+        prepare_dataset(
+            args, shlex.join(["python", "-m", "data.prepare", *(a for a in argv if a != "--force")])
+        )
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise DataError(f"{error}. What is done is kept: make room and start again to resume") from error
+        raise DataError(
+            f"{error}. What is done is kept: make room and start again to resume"
+        ) from error
     except KeyboardInterrupt:
         print("stopped; start again to resume", file=sys.stderr)
         return 130
@@ -67,23 +88,98 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The arguments, with the corpus' own defaults filled in. Raises DataError."""
     parser = build_parser("data.prepare", __doc__)
     add = parser.add_argument
-    add("corpus", nargs="?", choices=SOURCES, help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()))
-    add("--list", action="store_true", help="print the corpora with sources, sizes and licences; the sets in --out")
+    add(
+        "corpus",
+        nargs="?",
+        choices=SOURCES,
+        help="; ".join(f"{k}: {v.about}" for k, v in SOURCES.items()),
+    )
+    add(
+        "--list",
+        action="store_true",
+        help="print the corpora with sources, sizes and licences; the sets in --out",
+    )
     add("--config", help="variant of a corpus (see --list; default: the first)")
-    add("--revision", help="commit, branch or tag of the hub's data set (default: newest, or that begun with)")
-    add("--source", nargs="+", default=[], metavar="PATH", help="read local files and folders instead of the hub")
-    add("--val-source", nargs="+", default=[], metavar="PATH", help="validation files; all of --source is for training")
-    add("--roots", nargs="+", default=[], type=Path, metavar="FOLDER", help="for stdlib: Python sources there instead")
-    add("--text-field", default="text", metavar="FIELD", help="field of JSON rows or parquet (default: %(default)s)")
+    add(
+        "--revision",
+        help="commit, branch or tag of the hub's data set (default: newest, or that begun with)",
+    )
+    add(
+        "--source",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="read local files and folders instead of the hub",
+    )
+    add(
+        "--val-source",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="validation files; all of --source is for training",
+    )
+    add(
+        "--roots",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="for stdlib: Python sources there instead",
+    )
+    add(
+        "--text-field",
+        default="text",
+        metavar="FIELD",
+        help="field of JSON rows or parquet (default: %(default)s)",
+    )
     add("--name", help="name of the data set (default: that of the file or corpus)")
-    add("--tokenizer", metavar="NAME", help="bytes, gpt2, or a folder with tokenizer.json (default: see --list)")
-    add("--bpe-ranks", metavar="FILE", help="GPT-2's BPE file (default: tiktoken's cache, then its download)")
-    add("--out", type=Path, default=DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
-    add("--val-fraction", type=float, metavar="F", help="share of the documents for validation (default: see --list)")
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="tokens per file (default: %(default)s)")
-    add("--workers", type=int, default=count_cores(), metavar="N", help="processes (default: one per core)")
-    add("--skip-bad", action="store_true", help="leave out documents that cannot be read, and count them")
-    add("--force", action="store_true", help="replace an existing set, or an unfinished one of other arguments")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes, gpt2, or a folder with tokenizer.json (default: see --list)",
+    )
+    add(
+        "--bpe-ranks",
+        metavar="FILE",
+        help="GPT-2's BPE file (default: tiktoken's cache, then its download)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=DATA_DIR,
+        metavar="FOLDER",
+        help="folder of data sets (default: data)",
+    )
+    add(
+        "--val-fraction",
+        type=float,
+        metavar="F",
+        help="share of the documents for validation (default: see --list)",
+    )
+    add(
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        metavar="N",
+        help="tokens per file (default: %(default)s)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=count_cores(),
+        metavar="N",
+        help="processes (default: one per core)",
+    )
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="leave out documents that cannot be read, and count them",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="replace an existing set, or an unfinished one of other arguments",
+    )
     args = parser.parse_args(argv)
     if args.list:
         return args
@@ -92,7 +188,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     source = SOURCES[args.corpus]
     if source.hub and not args.source:
         args.config = args.config or next(iter(source.hub))
-    if not args.name and args.corpus == "text" and len(args.source) == 1:  # as its file or folder, where a set can be
+    # as its file or folder, where a set can be
+    if not args.name and args.corpus == "text" and len(args.source) == 1:
         name = Path(args.source[0]).resolve().name.partition(".")[0]
         args.name = name if re.fullmatch(NAME, name) and name not in SOURCES else None
     args.name = args.name or args.corpus
@@ -116,9 +213,13 @@ def _check_source(args: argparse.Namespace) -> None:
     if args.roots and corpus != "stdlib":
         raise DataError(f"--roots belongs to the corpus stdlib: {corpus} takes --source")
     if args.config and args.config not in source.hub:
-        raise DataError(f"{corpus} has no --config {args.config}: choose one of {', '.join(source.hub) or 'none'}")
+        raise DataError(
+            f"{corpus} has no --config {args.config}: choose one of {', '.join(source.hub) or 'none'}"
+        )
     if args.revision and (args.source or not source.hub):
-        raise DataError("--revision belongs to a data set on the hub, and these files are local: leave it out")
+        raise DataError(
+            "--revision belongs to a data set on the hub, and these files are local: leave it out"
+        )
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -130,7 +231,9 @@ def _check_output(args: argparse.Namespace) -> None:
     if not args.val_source and not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
     if not re.fullmatch(NAME, args.name) or args.name.endswith(".partial"):
-        raise DataError(f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end")
+        raise DataError(
+            f"--name {args.name!r}: use only letters, digits and . _ -, and no .partial at the end"
+        )
     if args.name != args.corpus and args.name in SOURCES:
         raise DataError(f"--name {args.name} is the name of a corpus: choose another")
     for option, value in (("--shard-tokens", args.shard_tokens), ("--workers", args.workers)):
@@ -139,9 +242,14 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
-    """Make the set that `args` describe unless it exists. `command_line`, what the user typed, goes into meta.json."""
+    """Make the set that `args` describe unless it exists.
+
+    `command_line`, what the user typed, goes into meta.json.
+    """
     folder = (args.out / args.name).resolve()
-    made_from = {key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")}
+    made_from = {
+        key: getattr(args, key) for key in ("corpus", "text_field", "val_fraction", "shard_tokens")
+    }
     made_from |= {"config": args.config} if args.config else {}
     if (folder / "meta.json").exists() and not args.force:
         print(f"already there: {describe_set(_check_existing(folder, made_from, args), folder)}")
@@ -154,13 +262,18 @@ def prepare_dataset(args: argparse.Namespace, command_line: str) -> None:
         if min(train.tokens, val.tokens) < 2:
             (writer.partial / PROGRESS_FILE).unlink(missing_ok=True)  # other arguments are needed
             if train.documents and val.documents:
-                raise DataError(f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text")
-            raise DataError(explain_empty_split(train.documents, val.documents, args.val_fraction))  # the hub's
+                raise DataError(
+                    f"train has {train.tokens} and val {val.tokens} token(s), both need 2; give more text"
+                )
+            # the hub's
+            raise DataError(explain_empty_split(train.documents, val.documents, args.val_fraction))
         meta = writer.finish(args.name, made_from | left_out, command_line)
     print(f"prepared: {describe_set(meta, folder)}")
 
 
-def _open_inputs(args: argparse.Namespace, made_from: dict, partial: Path) -> tuple[dict, list[Input], Encoder]:
+def _open_inputs(
+    args: argparse.Namespace, made_from: dict, partial: Path
+) -> tuple[dict, list[Input], Encoder]:
     """The files to read, what turns them into ids, and `made_from` with what identifies both."""
     streamed = None if args.source else SOURCES[args.corpus].hub.get(args.config)
     inputs = [] if streamed else _local_files(args)
@@ -182,7 +295,10 @@ def _open_inputs(args: argparse.Namespace, made_from: dict, partial: Path) -> tu
 def _tokenize(
     writer: Writer, inputs: list[Input], encoder: Encoder, made_from: dict, args: argparse.Namespace
 ) -> dict[str, int]:
-    """Write the documents of `inputs` from where an earlier process stopped. Returns the numbers of those left out."""
+    """Write the documents of `inputs` from where an earlier process stopped.
+
+    Returns the numbers of those left out.
+    """
     progress = resume_progress(writer.partial, made_from, args.force)
     if progress.bad and not args.skip_bad:
         begun = f"was begun with --skip-bad and lacks {plural(progress.bad, 'bad document')}"
@@ -200,7 +316,8 @@ def _tokenize(
     with bar, closing(batches):
         for encoded, position, read_bytes in batches:
             for split, ids in (("train", encoded.train), ("val", encoded.val)):
-                # Where documents are cut, end-of-text stands between their parts only, so not before the first.
+                # Where documents are cut, end-of-text stands between their parts only, so not
+                # before the first.
                 first = cut and not writer.splits[split].tokens
                 documents = int(np.count_nonzero(ids == writer.tokenizer.eot))
                 writer.write(split, ids[1:] if first else ids, documents)
@@ -212,20 +329,26 @@ def _tokenize(
                 progress.save(writer.partial)
     if progress.empty or progress.bad or progress.links:
         counts = f"{plural(progress.empty, 'empty document')}, {progress.bad:,} that cannot be read"
-        counts += f", {plural(progress.links, 'link')} or paths out of archives" if progress.links else ""
+        counts += (
+            f", {plural(progress.links, 'link')} or paths out of archives" if progress.links else ""
+        )
         print(f"left out: {counts}")
     return {key: getattr(progress, key) for key in LEFT_OUT}
 
 
 def _local_files(args: argparse.Namespace) -> list[Input]:
-    return stdlib_inputs(args.roots) if args.corpus == "stdlib" else local_inputs(map(Path, args.source))
+    return (
+        stdlib_inputs(args.roots)
+        if args.corpus == "stdlib"
+        else local_inputs(map(Path, args.source))
+    )
 
 
 def hash_inputs(inputs: list[Input]) -> str:
     """A hash of names and sizes and, of local files, of contents.
 
-    Beyond 1 GiB in all only the first and last MiB of each file are read: a change between them goes unnoticed if the
-    size stays.
+    Beyond 1 GiB in all only the first and last MiB of each file are read: a change between them
+    goes unnoticed if the size stays.
     """
     complete = sum(file.size for file in inputs) <= HASHED_BYTES
     digest = hashlib.sha256()
@@ -243,7 +366,10 @@ def hash_inputs(inputs: list[Input]) -> str:
 
 
 def _check_existing(folder: Path, made_from: dict, args: argparse.Namespace) -> Meta:
-    """The set in `folder`. Raises DataError if it is damaged, or its arguments or files differ from these."""
+    """The set in `folder`.
+
+    Raises DataError if it is damaged, or its arguments or files differ from these.
+    """
     meta = read_meta(folder)
     now = made_from | {"tokenizer": args.tokenizer}
     now |= {"revision": args.revision} if args.revision else {}
@@ -251,9 +377,13 @@ def _check_existing(folder: Path, made_from: dict, args: argparse.Namespace) -> 
         now["inputs"] = hash_inputs(_local_files(args))
     if args.val_source and all(map(os.path.exists, args.val_source)):
         now["val_inputs"] = hash_inputs(local_inputs(map(Path, args.val_source)))
-    follow = {*LEFT_OUT, "split", "inputs", "revision"} | ({"val_inputs"} if args.val_source else set())
+    follow = {*LEFT_OUT, "split", "inputs", "revision"} | (
+        {"val_inputs"} if args.val_source else set()
+    )
     not_asked = follow - set(now)  # what follows from the rest, and what is not known now
-    changes = describe_changes({key: value for key, value in meta.source.items() if key not in not_asked}, now)
+    changes = describe_changes(
+        {key: value for key, value in meta.source.items() if key not in not_asked}, now
+    )
     if changes:
         raise DataError(
             f"{folder} was made with other arguments, or its files have changed ({changes}): replace it with --force, "

@@ -1,7 +1,8 @@
 """From an input file to its raw documents, always in the same order: parquet, JSON lines, plain text, tar archives.
 
-Files may be local or on the Hugging Face hub, plain or compressed; nothing is extracted or copied to disk, and memory
-does not grow with the file. Decoding and parsing happen in encode.py, in the workers.
+Files may be local or on the Hugging Face hub, plain or compressed; nothing is extracted or copied
+to disk, and memory does not grow with the file. Decoding and parsing happen in encode.py, in the
+workers.
 """
 
 import bz2
@@ -19,7 +20,11 @@ from data import DataError
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSION = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _STEMS = (".txt", ".md", ".jsonl", ".json", ".tar")
-KINDS = (*(stem + end for end in ("", ".gz", ".zst", ".bz2") for stem in _STEMS), ".tgz", ".parquet")
+KINDS = (
+    *(stem + end for end in ("", ".gz", ".zst", ".bz2") for stem in _STEMS),
+    ".tgz",
+    ".parquet",
+)
 TEXT = (".txt", ".md")  # the members of an archive that are documents
 
 
@@ -65,11 +70,14 @@ def read_documents(file: Input, text_field: str) -> Iterator[Raw]:
             elif stem.endswith(".tar") or end == ".tgz":
                 yield from _read_members(file, raw, stream)
             else:
-                yield Raw(file.url, stream.read().removeprefix(BYTE_ORDER_MARK), False, file.size, file)
+                yield Raw(
+                    file.url, stream.read().removeprefix(BYTE_ORDER_MARK), False, file.size, file
+                )
     except (DataError, MemoryError):
         raise
     except Exception as error:
-        # pyarrow and tarfile raise many kinds of errors for damaged files, the hub's libraries as many for the network.
+        # pyarrow and tarfile raise many kinds of errors for damaged files, the hub's libraries as
+        # many for the network.
         if isinstance(error, OSError) and error.errno:
             raise  # the operating system's own, which name the file
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -85,18 +93,22 @@ def _open(url: str, sequential: bool = True) -> IO[bytes]:
         return open(url, "rb")
     from datasets.utils.file_utils import xopen  # opens as `datasets` does, with retries
 
-    return xopen(url, "rb", block_size=0) if sequential else xopen(url, "rb")  # 0: one request from beginning to end
+    # 0: one request from beginning to end
+    return xopen(url, "rb", block_size=0) if sequential else xopen(url, "rb")
 
 
 def _decompress(raw: IO[bytes], compression: str) -> IO[bytes]:
     """Decodes any number of frames in sequence; raises OSError or EOFError if the last one is cut short."""
-    if compression == "gzip":  # pyarrow takes zeros after the end, with which tapes and disk images pad, for damage
+    # pyarrow takes zeros after the end, with which tapes and disk images pad, for damage
+    if compression == "gzip":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)  # pyrefly: ignore[bad-argument-type]
     if compression == "bz2":
         return bz2.BZ2File(raw)  # pyrefly: ignore[bad-return]
     import pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), 2**20)
+    return io.BufferedReader(
+        pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), compression), 2**20
+    )
 
 
 def _read_lines(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Raw]:
@@ -133,7 +145,9 @@ def _read_members(file: Input, raw: IO[bytes], stream: IO[bytes]) -> Iterator[Ra
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
-                yield Raw(where, content.read().removeprefix(BYTE_ORDER_MARK), False, raw.tell(), file)
+                yield Raw(
+                    where, content.read().removeprefix(BYTE_ORDER_MARK), False, raw.tell(), file
+                )
 
 
 def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
@@ -141,13 +155,16 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
     from pyarrow.parquet import ParquetFile
 
     with closing(_open(file.url, sequential=False)) as raw:
-        # What pyarrow buffers ahead stays in memory, and its threads make the interpreter hang or abort at exit if the
-        # reading stops before the file ends (apache/arrow issue 45214); `datasets` streams parquet the same way.
+        # What pyarrow buffers ahead stays in memory, and its threads make the interpreter hang or
+        # abort at exit if the reading stops before the file ends (apache/arrow issue 45214);
+        # `datasets` streams parquet the same way.
         parquet = ParquetFile(raw, pre_buffer=False)
         schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
         if text_field not in schema.names:
             fields = ", ".join(map(repr, schema.names))
-            raise DataError(f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field")
+            raise DataError(
+                f"{file.url} has no field {text_field!r}; it has {fields}: choose one with --text-field"
+            )
         kind = schema.field(text_field).type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(
@@ -158,4 +175,10 @@ def _read_parquet(file: Input, text_field: str) -> Iterator[Raw]:
             column = batch.column(0)
             for data in column.cast(pyarrow.large_binary()).to_pylist():
                 number += 1
-                yield Raw(f"{file.url}: row {number}", data or b"", False, file.size * number // rows, file)
+                yield Raw(
+                    f"{file.url}: row {number}",
+                    data or b"",
+                    False,
+                    file.size * number // rows,
+                    file,
+                )

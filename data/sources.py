@@ -44,9 +44,17 @@ def read_sources() -> dict[str, Source]:
 
 SOURCES = read_sources()
 
-# Tests are more than half of the library, and many systems ship Python without them; encodings and pydoc_data are
-# generated tables; the others are installed packages.
-STDLIB_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+# Tests are more than half of the library, and many systems ship Python without them; encodings and
+# pydoc_data are generated tables; the others are installed packages.
+STDLIB_SKIPS = {
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+}
 
 
 def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
@@ -56,7 +64,9 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
     """
     inputs = []
     for root in roots or [Path(sysconfig.get_path("stdlib"))]:
-        modules = [path for path in root.rglob("*") if path.name.lower().endswith(".py") and path.is_file()]
+        modules = [
+            path for path in root.rglob("*") if path.name.lower().endswith(".py") and path.is_file()
+        ]
         if not modules:
             raise DataError(f"{root}: no .py file there: name another --roots")
         for path in sorted(modules, key=lambda path: path.relative_to(root).as_posix()):
@@ -70,8 +80,9 @@ def stdlib_inputs(roots: Iterable[Path] = ()) -> list[Input]:
 def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]:
     """The files named, and those below the folders named in sorted order; links are followed.
 
-    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind or a folder without
-    files of a known kind; OSError at a folder that may not be read or a link that leads nowhere.
+    Raises DataError, which tells to correct `option`, at a missing path, a file of unknown kind or
+    a folder without files of a known kind; OSError at a folder that may not be read or a link that
+    leads nowhere.
     """
     inputs = []
     for path in paths:
@@ -92,7 +103,8 @@ def local_inputs(paths: Iterable[Path], option: str = "--source") -> list[Input]
 def _walk(folder: Path, read: dict[tuple[int, int], Path]) -> Iterator[Path]:
     """The files of known kinds below `folder`, sorted by the parts of their paths.
 
-    `read` has device and inode of the folders read so far, none of which is read again: links may lead back to them.
+    `read` has device and inode of the folders read so far, none of which is read again: links may
+    lead back to them.
     """
     state = folder.stat()
     if read.setdefault((state.st_dev, state.st_ino), folder) != folder:
@@ -112,8 +124,8 @@ def _input(path: Path, root: Path, prefix: str = "") -> Input:
 def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]:
     """Files of a data set on the hub at `revision`, a commit, branch or tag; by default the newest commit.
 
-    Returns (the commit's name, its files in sorted order). Raises DataError if the hub is unreachable, or has no such
-    data set or files.
+    Returns (the commit's name, its files in sorted order). Raises DataError if the hub is
+    unreachable, or has no such data set or files.
     """
     import fsspec
     from huggingface_hub import HfApi
@@ -130,8 +142,13 @@ def hub_inputs(hub: Hub, revision: str | None = None) -> tuple[str, list[Input]]
             f"  hf download {hub.repo} --repo-type dataset --include '{hub.files}' --local-dir FOLDER"
         ) from error
     if not files:
-        raise DataError(f"{page} has no files {hub.files!r} at revision {commit}: choose another --config")
-    return str(commit), [Input(f"hf://{path}", path.removeprefix(root), files[path]["size"]) for path in sorted(files)]
+        raise DataError(
+            f"{page} has no files {hub.files!r} at revision {commit}: choose another --config"
+        )
+    return str(commit), [
+        Input(f"hf://{path}", path.removeprefix(root), files[path]["size"])
+        for path in sorted(files)
+    ]
 
 
 def describe_sources() -> str:
@@ -141,7 +158,15 @@ def describe_sources() -> str:
         lines.append(f"{name}: {source.about}")
         for config, hub in source.hub.items():
             lines.append(f"    --config {config}: {hub.repo}, {hub.files}")
-            lines.append(f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}")
-        lines.append(f"    tokenizer {source.tokenizer}, {source.val_fraction:.2%} of the documents for validation")
-        lines += [f"    {key}: {text}" for key, text in (("--source", source.local), ("notes", source.notes)) if text]
+            lines.append(
+                f"        download {hub.download}; {hub.tokens} tokens; licence: {hub.licence}"
+            )
+        lines.append(
+            f"    tokenizer {source.tokenizer}, {source.val_fraction:.2%} of the documents for validation"
+        )
+        lines += [
+            f"    {key}: {text}"
+            for key, text in (("--source", source.local), ("notes", source.notes))
+            if text
+        ]
     return "\n".join(lines)

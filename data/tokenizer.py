@@ -23,8 +23,8 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 WHISPER = "openai_whisper-20250625"  # its source distribution on PyPI has the file
 
-# tiktoken's regular expression fails (a Rust panic) where it must step back over 10^6 white-space characters,
-# so longer runs are cut first. The ids still decode to the same text.
+# tiktoken's regular expression fails (a Rust panic) where it must step back over 10^6 white-space
+# characters, so longer runs are cut first. The ids still decode to the same text.
 MAX_GAP = 500_000
 LONG_GAP = re.compile(rf"(\s{{{MAX_GAP}}})")
 
@@ -48,17 +48,28 @@ class ByteTokenizer(_Encoder):
     files: ClassVar[dict[str, bytes]] = {}
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text. Lone surrogates, which UTF-8 cannot hold, become `?`."""
-        return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16) for text in texts]
+        """One uint16 array, (n,), per text.
+
+        Lone surrogates, which UTF-8 cannot hold, become `?`.
+        """
+        return [
+            np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16)
+            for text in texts
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; broken UTF-8 becomes U+FFFD, 256 the end-of-text mark."""
-        data = b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in map(int, ids))
+        data = b"".join(
+            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in map(int, ids)
+        )
         return data.decode("utf-8", "replace")
 
 
 class GPT2Tokenizer(_Encoder):
-    """GPT-2's byte-pair encoding, by tiktoken. `hash` is the sha256 of its BPE file, whose content `ranks` is."""
+    """GPT-2's byte-pair encoding, by tiktoken.
+
+    `hash` is the sha256 of its BPE file, whose content `ranks` is.
+    """
 
     name = "gpt2"
     hash = RANKS_SHA256
@@ -70,17 +81,23 @@ class GPT2Tokenizer(_Encoder):
         from tiktoken_ext.openai_public import r50k_pat_str
 
         self.hash = hashlib.sha256(ranks).hexdigest()
-        self.files = {RANKS_FILE: ranks}  # stored beside the tokens, so that they decode without a network
+        # stored beside the tokens, so that they decode without a network
+        self.files = {RANKS_FILE: ranks}
         self.bpe = tiktoken.Encoding(
             self.name,
             pat_str=r50k_pat_str,
-            mergeable_ranks={b64decode(token): int(rank) for token, rank in map(bytes.split, ranks.splitlines())},
+            mergeable_ranks={
+                b64decode(token): int(rank) for token, rank in map(bytes.split, ranks.splitlines())
+            },
             special_tokens={END_OF_TEXT: self.eot},
             explicit_n_vocab=self.vocab_size,
         )
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text. `<|endoftext|>` is ordinary text; lone surrogates become U+FFFD."""
+        """One uint16 array, (n,), per text.
+
+        `<|endoftext|>` is ordinary text; lone surrogates become U+FFFD.
+        """
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> np.ndarray:
@@ -97,7 +114,9 @@ class GPT2Tokenizer(_Encoder):
 
 
 class FileTokenizer(_Encoder):
-    """A tokenizer.json of Hugging Face, by the library `tokenizers`. `hash` is the sha256 of its `content`.
+    """A tokenizer.json of Hugging Face, by the library `tokenizers`.
+
+    `hash` is the sha256 of its `content`.
 
     `name` is what to call it, such as its model's folder; the id `eot` ends a document.
     """
@@ -113,8 +132,13 @@ class FileTokenizer(_Encoder):
         self.vocab_size = 1 + max(self.file.get_vocab().values())
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint16 array, (n,), per text, without special tokens. Lone surrogates become U+FFFD."""
-        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+        """One uint16 array, (n,), per text, without special tokens.
+
+        Lone surrogates become U+FFFD.
+        """
+        texts = [
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
+        ]
         encoded = self.file.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint16) for one in encoded]
 
@@ -131,25 +155,33 @@ def read_tokenizer_folder(folder: Path) -> FileTokenizer:
     try:
         eot = json.loads((folder / "config.json").read_bytes())["eos_token_id"]
         eot = eot[0] if isinstance(eot, list) else eot
-        tokenizer = FileTokenizer(folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot)
+        tokenizer = FileTokenizer(
+            folder.resolve().name, (folder / TOKENIZER_FILE).read_bytes(), eot
+        )
     except Exception as error:  # the library raises its own, all of them plain Exceptions
         raise DataError(
             f"{folder}: cannot be read as a tokenizer ({type(error).__name__}: {first_line(error)}); it needs the "
             f"library tokenizers, {TOKENIZER_FILE} and config.json with eos_token_id, which ends a document"
         ) from error
     if type(eot) is not int or not 0 <= eot < tokenizer.vocab_size:
-        raise DataError(f"{folder}: eos_token_id is {eot!r}, no id of the tokenizer; use another tokenizer")
+        raise DataError(
+            f"{folder}: eos_token_id is {eot!r}, no id of the tokenizer; use another tokenizer"
+        )
     return tokenizer
 
 
 Tokenizer = ByteTokenizer | GPT2Tokenizer | FileTokenizer
-TOKENIZERS = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}  # those that need no file of the user's
+# those that need no file of the user's
+TOKENIZERS = {kind.name: kind for kind in (ByteTokenizer, GPT2Tokenizer)}
 
 
 def load_tokenizer(name: str, ranks: str | Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`, or in the folder `name`. `ranks` is GPT-2's BPE file; others ignore it.
+    """The tokenizer called `name`, or in the folder `name`.
 
-    Raises DataError if the name is unknown, or the BPE file is missing and unreachable, or has another sha256.
+    `ranks` is GPT-2's BPE file; others ignore it.
+
+    Raises DataError if the name is unknown, or the BPE file is missing and unreachable, or has
+    another sha256.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -173,8 +205,13 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     if isinstance(tokenizer, GPT2Tokenizer):
         return [tokenizer.bpe.decode_single_token_bytes(i) for i in range(tokenizer.eot)]
     of_bytes = "ByteLevel" in str(json.loads(tokenizer.files[TOKENIZER_FILE])["decoder"])
-    special = {i for i, token in tokenizer.file.get_added_tokens_decoder().items() if token.special} | {tokenizer.eot}
-    texts = ["" if i in special else tokenizer.file.id_to_token(i) or "" for i in range(tokenizer.vocab_size)]
+    special = {
+        i for i, token in tokenizer.file.get_added_tokens_decoder().items() if token.special
+    } | {tokenizer.eot}
+    texts = [
+        "" if i in special else tokenizer.file.id_to_token(i) or ""
+        for i in range(tokenizer.vocab_size)
+    ]
     return [_bytes_of_token(text, of_bytes) for text in texts]
 
 
@@ -187,9 +224,15 @@ def _bytes_of_token(text: str, of_bytes: bool) -> bytes:
     return text.replace("▁", " ").encode()
 
 
-SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+SEEN = [
+    *range(ord("!"), ord("~") + 1),
+    *range(ord("¡"), ord("¬") + 1),
+    *range(ord("®"), ord("ÿ") + 1),
+]
 HIDDEN = [byte for byte in range(256) if byte not in SEEN]
-CHARACTERS = {byte: chr(byte) for byte in SEEN} | {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+CHARACTERS = {byte: chr(byte) for byte in SEEN} | {
+    byte: chr(256 + i) for i, byte in enumerate(HIDDEN)
+}
 FROM_CHARACTERS = {character: byte for byte, character in CHARACTERS.items()}
 
 
@@ -210,10 +253,15 @@ def _read_bpe_file(ranks: str | Path | None = None) -> bytes:
         if ranks or cached.is_file():
             data = path.read_bytes()
         else:
-            requests.head(RANKS_URL, timeout=5).raise_for_status()  # tiktoken itself waits for a dead network forever
+            # tiktoken itself waits for a dead network forever
+            requests.head(RANKS_URL, timeout=5).raise_for_status()
             data = read_file_cached(RANKS_URL, RANKS_SHA256)
         actual = hashlib.sha256(data).hexdigest()
-        fault = f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}" if actual != RANKS_SHA256 else ""
+        fault = (
+            f"not GPT-2's BPE file: sha256 {actual}, expected {RANKS_SHA256}"
+            if actual != RANKS_SHA256
+            else ""
+        )
     except requests.RequestException as error:
         data, fault = b"", f"no such file, and its download fails ({type(error).__name__})"
     except (OSError, ValueError) as error:

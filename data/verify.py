@@ -2,8 +2,8 @@
 
     python -m data.verify NAME ...
 
-Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as documents; prints
-the set's numbers and how the two splits begin.
+Lengths and sha256 of all shards, every id below the vocabulary's end, as many end-of-text tokens as
+documents; prints the set's numbers and how the two splits begin.
 """
 
 import os
@@ -23,14 +23,23 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser("data.verify", __doc__)
     add = parser.add_argument
     add("names", nargs="+", metavar="name", help="name of a data set, or its folder")
-    add("--out", type=Path, default=bins.DATA_DIR, metavar="FOLDER", help="folder of data sets (default: data)")
+    add(
+        "--out",
+        type=Path,
+        default=bins.DATA_DIR,
+        metavar="FOLDER",
+        help="folder of data sets (default: data)",
+    )
     args = parser.parse_args(argv)
     for name in args.names:
         print(verify_dataset(Path(name) if os.sep in name else args.out / name))
 
 
 def verify_dataset(folder: Path) -> str:
-    """A description of the set in `folder`. Raises DataError naming a shard of wrong length, else all faults."""
+    """A description of the set in `folder`.
+
+    Raises DataError naming a shard of wrong length, else all faults.
+    """
     meta = bins.read_meta(folder)
     bins.check_lengths(folder, meta)
     total = sum(split.tokens for split in meta.splits.values())
@@ -48,11 +57,19 @@ def verify_dataset(folder: Path) -> str:
             ends = sum(count for count, _ in scans)
             between = meta.source.get("split") == "ends"  # see encode.py: none after the last
             if ends != split.documents - between:
-                faults.append(f"{name}: {ends:,} end-of-text tokens, meta.json says {split.documents:,} documents")
+                faults.append(
+                    f"{name}: {ends:,} end-of-text tokens, meta.json says {split.documents:,} documents"
+                )
     if faults:
-        raise DataError("\n  ".join([f"{folder} is damaged:", *faults, f"Prepare it again: {meta.prepare} --force"]))
+        raise DataError(
+            "\n  ".join(
+                [f"{folder} is damaged:", *faults, f"Prepare it again: {meta.prepare} --force"]
+            )
+        )
     tokenizer = bins.open_tokenizer(folder)
-    lines = [f"{bins.describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"]
+    lines = [
+        f"{bins.describe_set(meta, folder)}: intact. Tokenizer {tokenizer.name}, made by: {meta.prepare}"
+    ]
     for name in meta.splits:
         tokens = bins.open_tokens(folder, name)
         text = tokenizer.decode(tokens.read(0, min(SAMPLE_TOKENS, len(tokens))).tolist())

@@ -58,13 +58,17 @@ def encode_inputs(
         pool.shutdown(cancel_futures=True)
 
 
-def cut_batches(inputs: list[Input], text_field: str, start: Position) -> Iterator[tuple[list[Raw], Position, int]]:
+def cut_batches(
+    inputs: list[Input], text_field: str, start: Position
+) -> Iterator[tuple[list[Raw], Position, int]]:
     """(documents of BATCH_BYTES or a little more, the position after them, bytes of `inputs` up to there), in order."""
     documents: list[Raw] = []
     size, before = 0, sum(file.size for file in inputs[: start.files])
     for number, file in enumerate(inputs[start.files :], start.files):
         skipped = start.documents if number == start.files else 0
-        for count, raw in enumerate(islice(read_documents(file, text_field), skipped, None), skipped + 1):
+        for count, raw in enumerate(
+            islice(read_documents(file, text_field), skipped, None), skipped + 1
+        ):
             documents.append(raw)
             size += len(raw.data)
             if size >= BATCH_BYTES:

@@ -21,10 +21,13 @@ from data.bins import CLOSED, SHARD_TOKENS, Count, Meta, Shard, Split, partial_f
 from data.encode import Encoded
 from data.tokenizer import RANKS_FILE, TOKENIZER_FILE, Tokenizer, identity
 
-PROGRESS_FILE = "progress.json"  # in data/<name>.partial/, beside the shards that are written so far
-CHANGES = {"inputs": "the input files differ", "val_inputs": "the files of --val-source differ"}  # else key and values
+# in data/<name>.partial/, beside the shards that are written so far
+PROGRESS_FILE = "progress.json"
+# else key and values
+CHANGES = {"inputs": "the input files differ", "val_inputs": "the files of --val-source differ"}
 NAMES = "|".join(map(re.escape, (PROGRESS_FILE, "meta.json", RANKS_FILE, TOKENIZER_FILE)))
-OF_UNITS = "begun.json|units-[0-9a-f]{12}"  # what commit 11388ef leaves of a preparation that is killed
+# what commit 11388ef leaves of a preparation that is killed
+OF_UNITS = "begun.json|units-[0-9a-f]{12}"
 OURS = re.compile(rf"(train|val)-\d{{5,}}\.bin|({NAMES})(\.\d+\.tmp)?|lock|{OF_UNITS}")
 
 
@@ -35,34 +38,47 @@ class Writer(AbstractContextManager["Writer"]):
         writer.write("train", ids, documents)  # as often as there is text
         writer.finish(name, source, prepare)
 
-    Left without `finish`, it removes what it wrote, unless the folder `partial` has a record of progress.
+    Left without `finish`, it removes what it wrote, unless the folder `partial` has a record of
+    progress.
 
     Raises:
-        DataError: ids may not fit uint16, another process writes this set, or a folder holds files of others.
+        DataError: ids may not fit uint16, another process writes this set, or a folder holds files
+            of others.
     """
 
-    def __init__(self, folder: str | Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
+    def __init__(
+        self, folder: str | Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
         if tokenizer.vocab_size > 2**16:
-            raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536")
+            raise DataError(
+                f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids; uint16 shards hold 65536"
+            )
         self.folder, self.partial, self.tokenizer = Path(folder), partial_folder(folder), tokenizer
         for place in (self.folder, self.partial):
             refuse_foreign_files(place)
         self.partial.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.partial / "lock").open("a")  # held until it is closed, by a kill at the latest
+        # held until it is closed, by a kill at the latest
+        self._lock = (self.partial / "lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise DataError(f"{self.partial}: another process is preparing this set: wait for it") from error
+            raise DataError(
+                f"{self.partial}: another process is preparing this set: wait for it"
+            ) from error
         self._finished = False
-        (self.partial / "meta.json").unlink(missing_ok=True)  # a kill may have left a set without its name
-        self.splits = {name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")}
+        # a kill may have left a set without its name
+        (self.partial / "meta.json").unlink(missing_ok=True)
+        self.splits = {
+            name: _SplitWriter(self.partial, name, shard_tokens) for name in ("train", "val")
+        }
 
     def __exit__(self, *_: object) -> None:
         for split in self.splits.values():
             split.close()
         if not self._finished and not (self.partial / PROGRESS_FILE).exists():
-            shutil.rmtree(self.partial)  # after `finish` the folder may be another process's new one
+            # after `finish` the folder may be another process's new one
+            shutil.rmtree(self.partial)
         self._lock.close()
 
     def write(self, split: str, ids: np.ndarray, documents: int = 1) -> None:
@@ -74,7 +90,10 @@ class Writer(AbstractContextManager["Writer"]):
         return {name: split.save() for name, split in self.splits.items()}
 
     def resume(self, splits: dict[str, Split]) -> None:
-        """Go on from what `save` returned; cut off what was written later. Raises DataError if files lack something."""
+        """Go on from what `save` returned; cut off what was written later.
+
+        Raises DataError if files lack something.
+        """
         for name, split in splits.items():
             self.splits[name].resume(split)
 
@@ -88,7 +107,8 @@ class Writer(AbstractContextManager["Writer"]):
         write_atomic(self.partial / "meta.json", json.dumps(asdict(meta), indent=1), durable=True)
         self._finished = True
         refuse_foreign_files(self.folder)  # again: preparing takes hours
-        (self.folder / "meta.json").unlink(missing_ok=True)  # of the set that is replaced, which is none from here on
+        # of the set that is replaced, which is none from here on
+        (self.folder / "meta.json").unlink(missing_ok=True)
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.rename(self.partial, self.folder)
@@ -136,7 +156,9 @@ class _SplitWriter:
             sizes[self._next_path] = rest
         for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size < size:
-                raise DataError(f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force")
+                raise DataError(
+                    f"{path}: missing or shorter than {PROGRESS_FILE} says: start over with --force"
+                )
         if rest:
             self._file = self._next_path.open("r+b")
             self._file.truncate(rest)
@@ -195,7 +217,8 @@ class Progress:
     made_from: dict  # the arguments that decide what is in the set; other ones do not resume it
     files: Count = 0  # of the inputs that are tokenized completely
     documents: Count = 0  # of the next file
-    splits: dict[str, Split] = Field(default_factory=dict)  # written so far; `files` are the complete shards only
+    # written so far; `files` are the complete shards only
+    splits: dict[str, Split] = Field(default_factory=dict)
     empty: Count = 0  # documents of white space only
     bad: Count = 0  # documents that could not be read
     links: Count = 0  # in archives, which have no content of their own
@@ -213,7 +236,9 @@ class Progress:
 def read_progress(partial: Path) -> Progress | None:
     """What is recorded in `partial`; None if nothing is, or it is damaged."""
     try:
-        return TypeAdapter(Progress).validate_python(json.loads((partial / PROGRESS_FILE).read_bytes()))
+        return TypeAdapter(Progress).validate_python(
+            json.loads((partial / PROGRESS_FILE).read_bytes())
+        )
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -221,13 +246,18 @@ def read_progress(partial: Path) -> Progress | None:
 def find_revision(partial: Path, made_from: dict) -> str | None:
     """The revision of the hub's files that the set in `partial` was begun with; None if it was not."""
     begun = read_progress(partial)
-    return begun.made_from.get("revision") if begun and made_from.items() <= begun.made_from.items() else None
+    return (
+        begun.made_from.get("revision")
+        if begun and made_from.items() <= begun.made_from.items()
+        else None
+    )
 
 
 def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
     """The progress to go on from: what is recorded in `partial`, else none.
 
-    Raises DataError if it belongs to other arguments or is damaged, and `force`, which starts over, is not set.
+    Raises DataError if it belongs to other arguments or is damaged, and `force`, which starts over,
+    is not set.
     """
     was = read_progress(partial)
     if was and was.made_from == made_from:
@@ -236,7 +266,9 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
         fault = f"whose {PROGRESS_FILE} cannot be read: "
         if was:
             fault = f"made with other arguments ({describe_changes(was.made_from, made_from)}): resume with those, "
-        raise DataError(f"{partial} holds an unfinished set {fault}start over with --force, or choose another --name")
+        raise DataError(
+            f"{partial} holds an unfinished set {fault}start over with --force, or choose another --name"
+        )
     (partial / PROGRESS_FILE).unlink(missing_ok=True)
     return Progress(made_from)
 
@@ -244,4 +276,6 @@ def resume_progress(partial: Path, made_from: dict, force: bool) -> Progress:
 def describe_changes(was: dict, now: dict) -> str:
     """The keys whose values differ, in words; empty if none."""
     changed = [key for key in sorted(was | now) if was.get(key) != now.get(key)]
-    return "; ".join(CHANGES.get(key, f"{key} {was.get(key)!r}, now {now.get(key)!r}") for key in changed)
+    return "; ".join(
+        CHANGES.get(key, f"{key} {was.get(key)!r}, now {now.get(key)!r}") for key in changed
+    )

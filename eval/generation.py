@@ -10,7 +10,8 @@ from attention import KVCache
 from data.tokenizer import Tokenizer
 from model import GPT
 
-GREEDY = 1e-4  # a temperature below this takes the most likely token: dividing logits by it could overflow
+# a temperature below this takes the most likely token: dividing logits by it could overflow
+GREEDY = 1e-4
 
 
 class SamplingParams(NamedTuple):
@@ -26,7 +27,9 @@ class SamplingParams(NamedTuple):
             raise ValueError("--temperature and --top-k must be at least 0, --top-p in (0, 1]")
 
 
-def sample_token(logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
+def sample_token(
+    logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None
+) -> Tensor:
     """Sample the next token of each row of logits (B, V): (B,) int64; `generator`, on their device, or torch's own."""
     logits = logits.float()
     if params.temperature < GREEDY:
@@ -52,8 +55,9 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue each prompt by at most `count` tokens.
 
-    The model sees the last block_size tokens. Keys and values are cached while all tokens fit; after that each token
-    costs a forward pass over the whole window, because the positions in it shift.
+    The model sees the last block_size tokens. Keys and values are cached while all tokens fit;
+    after that each token costs a forward pass over the whole window, because the positions in it
+    shift.
 
     Args:
         model: in evaluation mode.
@@ -70,7 +74,10 @@ def generate(
     device, block = model.head.device, model.config.block_size
     width = max(map(len, prompts))
     start = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    idx = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)  # (B, width)
+    # (B, width)
+    idx = torch.tensor(
+        [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+    )
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     new, cache = idx, KVCache(model.config, start, block)
     for _ in range(count):
@@ -88,7 +95,10 @@ def generate(
 
 
 def begin_document(tokenizer: Tokenizer, text: str, block_size: int) -> list[int]:
-    """The ids of a text after the token that begins a document. Raises ValueError if they exceed `block_size`."""
+    """The ids of a text after the token that begins a document.
+
+    Raises ValueError if they exceed `block_size`.
+    """
     ids = tokenizer.encode(text)
     if len(ids) + 1 > block_size:
         raise ValueError(
@@ -99,11 +109,18 @@ def begin_document(tokenizer: Tokenizer, text: str, block_size: int) -> list[int
 
 
 def continue_prompts(
-    model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], count: int, params: SamplingParams, seed: int, end: bool
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    count: int,
+    params: SamplingParams,
+    seed: int,
+    end: bool,
 ) -> Iterator[list[list[int]]]:
     """Continue prompts, each the beginning of a document, by `count` tokens at most, or if `end` to its end.
 
-    Yields each text's ids so far, without end-of-text, after each step: the same lists. Raises as `begin_document`.
+    Yields each text's ids so far, without end-of-text, after each step: the same lists. Raises as
+    `begin_document`.
     """
     rows = [begin_document(tokenizer, prompt, model.config.block_size) for prompt in prompts]
     texts, last = [row[1:] for row in rows], tokenizer.eot if end else None
@@ -116,11 +133,19 @@ def continue_prompts(
 
 
 def generate_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, tokens: int = 200, temperature: float = 0.8, seed: int = 0
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> str:
     """A prompt, the beginning of a document, with its continuation by at most `tokens` tokens.
 
-    Temperature 0 takes the most likely token; equal seeds give equal texts. Raises ValueError as `begin_document` does.
+    Temperature 0 takes the most likely token; equal seeds give equal texts. Raises ValueError as
+    `begin_document` does.
     """
-    *_, (text,) = continue_prompts(model, tokenizer, [prompt], tokens, SamplingParams(temperature), seed, end=True)
+    *_, (text,) = continue_prompts(
+        model, tokenizer, [prompt], tokens, SamplingParams(temperature), seed, end=True
+    )
     return tokenizer.decode(text)

@@ -7,7 +7,9 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 EXPERIMENTS = FOLDER.parent / "config/paper"
-NUMBERS: dict[str, list[dict[str, Any]]] = tomllib.loads((FOLDER / "paper_numbers.toml").read_text())
+NUMBERS: dict[str, list[dict[str, Any]]] = tomllib.loads(
+    (FOLDER / "paper_numbers.toml").read_text()
+)
 
 
 def find_paper_table(experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,12 +23,14 @@ def find_paper_table(experiment: str, values: Mapping[str, Any]) -> dict[str, An
 def read_paper_losses(experiment: str, values: Mapping[str, Any]) -> dict[tuple[str, int], str]:
     """The paper's losses by (router, tenths of training: 1 for 5K, …, 10 for 50K) in the setting of `values`.
 
-    As text: `3.4429 ± 0.0040` with the deviation over seeds where it is printed, and `?` if the number is doubtful.
-    Raises ValueError if `experiment` is not a file in config/paper.
+    As text: `3.4429 ± 0.0040` with the deviation over seeds where it is printed, and `?` if the
+    number is doubtful. Raises ValueError if `experiment` is not a file in config/paper.
     """
     if not (EXPERIMENTS / f"{experiment}.toml").is_file():
         printed = ", ".join(stem for stem, tables in NUMBERS.items() if "loss" in tables[0])
-        raise ValueError(f"--experiment {experiment}: not a file in config/paper; the paper prints losses of {printed}")
+        raise ValueError(
+            f"--experiment {experiment}: not a file in config/paper; the paper prints losses of {printed}"
+        )
     table = find_paper_table(experiment, values)
     losses = {}
     for router, row in table.get("loss", {}).items():

@@ -7,16 +7,17 @@
     python -m eval.routing runs/quickstart-kern --replay FILE.npz                 the loss with those experts
     python -m eval.routing runs/quickstart-kern --text "for i in range(3):"       experts and gates of each token
 
-Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two), replacing that of an
-earlier call; `python -m scripts.draw FILE` draws the loads. Computed in float32. A comparison needs
-requirements-report.txt.
+Prints tables and writes routing.json to runs/NAME/eval/step_…/routing (routing-OTHER for two),
+replacing that of an earlier call; `python -m scripts.draw FILE` draws the loads. Computed in
+float32. A comparison needs requirements-report.txt.
 
-Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060, Sec. 5). The chance
-level is measured too: everything is counted a second time with each token's choices taken from another token of another
-window. That keeps how often each token and each expert occurs, and removes how they are related.
+Co-activation, vocabulary specialization and router saturation are those of OLMoE (arXiv 2409.02060,
+Sec. 5). The chance level is measured too: everything is counted a second time with each token's
+choices taken from another token of another window. That keeps how often each token and each expert
+occurs, and removes how they are related.
 
-Shapes: N tokens, E experts, K chosen per token, U tokens of the vocabulary that are common enough to be counted one by
-one.
+Shapes: N tokens, E experts, K chosen per token, U tokens of the vocabulary that are common enough
+to be counted one by one.
 """
 
 import argparse
@@ -38,14 +39,23 @@ from data.loader import choose_validation, windows
 from data.tokenizer import Tokenizer
 from eval.generation import begin_document
 from eval.traces import read_trace, record_decisions, trace_windows, write_trace
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set, pick_device
+from eval.trained import (
+    Trained,
+    add_device_argument,
+    add_run_arguments,
+    load_run,
+    open_set,
+    pick_device,
+)
 from model import GPT
 from router import Routing, entropy, expert_loads, find_spec, token_distribution
 
-COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")  # equal in two models to be compared
+# equal in two models to be compared
+COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")
 
 MIN_COUNT = 10  # rarer tokens say little about where such tokens go
-BATCH_TOKENS = 4096  # approximate; at least two windows, since chance takes choices from another window of the batch
+# approximate; at least two windows, since chance takes choices from another window of the batch
+BATCH_TOKENS = 4096
 SHOWN = 8  # tokens per expert
 # Nats per token: a trace's, of a model with its experts, with its own.
 LOSSES = ("source_loss", "replayed_loss", "loss")
@@ -59,9 +69,10 @@ class LayerCounts:
     Attributes:
         tokens: N.
         together: (E, E) int64, tokens that chose both experts; the diagonal holds the loads.
-        by_token: (2, U + 1, E) int32, choices by [measured, by chance], token, expert. The last row of tokens holds
-            all rare ones.
-        agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model, [measured, by chance].
+        by_token: (2, U + 1, E) int32, choices by [measured, by chance], token, expert. The last row
+            of tokens holds all rare ones.
+        agreement: (2, E, E) int64, tokens that chose expert i here and j in the other model,
+            [measured, by chance].
         entropy: summed over tokens, nats.
         zero_gates: gates that are exactly 0.
     """
@@ -89,13 +100,17 @@ class LayerCounts:
             table += expert_loads(cells, table.numel()).view_as(table)
         if other is not None:
             theirs = other.experts.view(*rows.shape, -1)  # (B, T, K)
-            for counts, chosen in zip(self.agreement, (theirs, shuffled_baseline(theirs)), strict=True):
+            for counts, chosen in zip(
+                self.agreement, (theirs, shuffled_baseline(theirs)), strict=True
+            ):
                 counts += count_pairs(routing.experts, chosen.flatten(0, 1), E)
 
 
 def count_pairs(mine: Tensor, theirs: Tensor, n_expert: int) -> Tensor:
     """(N, K) chosen experts of the same tokens, twice, N < 2²⁴ -> (E, E) int64, the tokens that chose i and j."""
-    one, other = (torch.zeros(len(e), n_expert, device=e.device).scatter_(1, e, 1) for e in (mine, theirs))
+    one, other = (
+        torch.zeros(len(e), n_expert, device=e.device).scatter_(1, e, 1) for e in (mine, theirs)
+    )
     return (one.T @ other).long()
 
 
@@ -117,8 +132,8 @@ def route_text(model: GPT, tokenizer: Tokenizer, text: str) -> tuple[list[str], 
     """Run a text, the beginning of a document, through a model.
 
     Returns:
-        Its T tokens; the experts that each of L layers with experts chooses for them (L, T, K) int64, by descending
-        score; and their gates (L, T, K).
+        Its T tokens; the experts that each of L layers with experts chooses for them (L, T, K)
+        int64, by descending score; and their gates (L, T, K).
 
     Raises:
         ValueError: the text is longer than block_size, or the model is dense.
@@ -139,8 +154,8 @@ def count_routing(
     """Run windows `text` (W, T) int64, two or more, through a model and the one to compare it with.
 
     Returns:
-        The counts of each layer with experts; the ids (U,) of the tokens counted one by one, the most common first;
-        and how often each of them occurs (U,).
+        The counts of each layer with experts; the ids (U,) of the tokens counted one by one, the
+        most common first; and how often each of them occurs (U,).
 
     Raises:
         ValueError: no token occurs MIN_COUNT times.
@@ -150,7 +165,9 @@ def count_routing(
     seen = np.bincount(text.ravel(), minlength=config.vocab_size)
     ids = np.argsort(-seen, kind="stable")[: (seen >= MIN_COUNT).sum()]
     if not len(ids):
-        raise ValueError(f"no token occurs {MIN_COUNT} times among {seen.sum():,} tokens; raise --windows")
+        raise ValueError(
+            f"no token occurs {MIN_COUNT} times among {seen.sum():,} tokens; raise --windows"
+        )
     row_of = torch.full((len(seen),), len(ids))
     row_of[torch.from_numpy(ids)] = torch.arange(len(ids))
     n_layer = config.n_layer - config.n_dense_layer  # with experts
@@ -186,8 +203,8 @@ def divergence_from_text(rows: np.ndarray) -> np.ndarray:
 def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
     """Agreement of two models in one layer, from (2, E, E) tokens that chose i and j, measured and by chance.
 
-    `same_number` is the share of a token's experts with equal numbers in both; `matched` the same after the best
-    one-to-one renumbering of the other model's experts.
+    `same_number` is the share of a token's experts with equal numbers in both; `matched` the same
+    after the best one-to-one renumbering of the other model's experts.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -199,7 +216,9 @@ def compare_choices(agreement: np.ndarray, top_k: int) -> Described:
     return layer
 
 
-def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, tokenizer: Tokenizer) -> Described:
+def describe_layer(
+    counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, tokenizer: Tokenizer
+) -> Described:
     """The layer's entry of routing.json; `ids` and `seen` (U,) as `count_routing` returns them."""
     together, N = counts.together.cpu().numpy(), counts.tokens
     by_token, by_chance = counts.by_token.cpu().numpy()  # (U + 1, E) each
@@ -213,18 +232,26 @@ def describe_layer(counts: LayerCounts, ids: np.ndarray, seen: np.ndarray, token
         "zero_gates": counts.zero_gates.item() / loads.sum(),
         "strongest_partner": mean_strongest(together / np.maximum(loads, 1)[:, None]),
         "strongest_partner_by_chance": mean_strongest(np.broadcast_to(loads / N, together.shape)),
-        "vocabulary": (by_token[:-1].max(1) / seen).mean(),  # a token's share in its most frequent expert
+        # a token's share in its most frequent expert
+        "vocabulary": (by_token[:-1].max(1) / seen).mean(),
         "vocabulary_by_chance": (by_chance[:-1].max(1) / seen).mean(),
     }
-    nats = np.stack([divergence_from_text(by_token), divergence_from_text(by_chance)], 1).tolist()  # (E, 2)
+    # (E, 2)
+    nats = np.stack([divergence_from_text(by_token), divergence_from_text(by_chance)], 1).tolist()
     layer["experts"] = [
-        {"nats": own, "nats_by_chance": chance, "tokens": find_tokens(chose, ids, seen, N, tokenizer)}
+        {
+            "nats": own,
+            "nats_by_chance": chance,
+            "tokens": find_tokens(chose, ids, seen, N, tokenizer),
+        }
         for (own, chance), chose in zip(nats, by_token.T, strict=True)
     ]
     return json.loads(json.dumps(layer, default=lambda array: array.tolist()))  # no NumPy types
 
 
-def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, tokenizer: Tokenizer) -> list[Described]:
+def find_tokens(
+    chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, tokenizer: Tokenizer
+) -> list[Described]:
     """The tokens that add most to an expert's divergence from the text, from how often each `chose` it (U + 1,).
 
     `share` is of the expert's load, `lift` that over the token's share of the text.
@@ -233,7 +260,12 @@ def find_tokens(chose: np.ndarray, ids: np.ndarray, seen: np.ndarray, N: int, to
     lift = chose / load / (seen / N)
     gain = chose * np.log(np.maximum(lift, 1))
     return [
-        {"id": ids[row], "text": tokenizer.decode([ids[row]]), "share": chose[row] / load, "lift": lift[row]}
+        {
+            "id": ids[row],
+            "text": tokenizer.decode([ids[row]]),
+            "share": chose[row] / load,
+            "lift": lift[row],
+        }
         for row in np.argsort(-gain, kind="stable")[:SHOWN]
         if gain[row] > 0
     ]
@@ -245,11 +277,15 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
     models = [trained]
     if args.other or args.other_checkpoint is not None:
         require_packages("scipy")
-        models.append(load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0])
+        models.append(
+            load_run(args.other or args.run, args.other_checkpoint, args.average, args.ema)[0]
+        )
     for model in models:
         name = model.config.run.name
         if find_spec(model.config.model.router) is None:
-            raise ValueError(f"{name} is dense and has no router; name a run with another model.router")
+            raise ValueError(
+                f"{name} is dense and has no router; name a run with another model.router"
+            )
         for key in COMPARABLE:
             mine, theirs = getattr(trained.config.model, key), getattr(model.config.model, key)
             if mine != theirs:
@@ -258,7 +294,9 @@ def load_models(args: argparse.Namespace) -> tuple[list[Trained], Tokenizer]:
                     f"name a run with {mine}"
                 )
         if trained.metadata["tokenizer"] != model.metadata["tokenizer"]:
-            raise ValueError(f"{trained.config.run.name} and {name} have different tokenizers; name another run")
+            raise ValueError(
+                f"{trained.config.run.name} and {name} have different tokenizers; name another run"
+            )
     return models, tokenizer
 
 
@@ -266,9 +304,15 @@ def open_text(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, n
     """The windows that --data and --windows ask for, inputs and targets (W, T), and the set's name."""
     config, folders = trained.config, trained.config.data.folders
     if args.data:
-        folders = [Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)]
+        folders = [
+            Path(args.data) if Path(args.data).is_dir() else Path(config.data.dir, args.data)
+        ]
     parts, T = [open_set(trained, folder, "val") for folder in folders], config.model.block_size
-    weights, name = ([1.0], str(folders[0])) if len(parts) == 1 else ([*config.data.sets.values()], config.data.label)
+    weights, name = (
+        ([1.0], str(folders[0]))
+        if len(parts) == 1
+        else ([*config.data.sets.values()], config.data.label)
+    )
     count = 64 if args.windows is None else args.windows
     chosen = choose_validation(parts, T, count, config.eval.spread, weights)
     return *windows(chosen.tokens, chosen.windows, T), name
@@ -276,8 +320,14 @@ def open_text(trained: Trained, args: argparse.Namespace) -> tuple[np.ndarray, n
 
 def trace_routing(args: argparse.Namespace) -> None:
     """Do what --trace or --replay asks for. Raises ValueError and OSError."""
-    if args.other or args.other_checkpoint is not None or (args.replay and (args.data or args.windows is not None)):
-        raise ValueError("--trace takes no --other, and --replay, whose text is the trace's, no --data or --windows")
+    if (
+        args.other
+        or args.other_checkpoint is not None
+        or (args.replay and (args.data or args.windows is not None))
+    ):
+        raise ValueError(
+            "--trace takes no --other, and --replay, whose text is the trace's, no --data or --windows"
+        )
     (trained,), _ = load_models(args)
     trained.model.to(pick_device(args))
     if args.trace:
@@ -289,12 +339,23 @@ def trace_routing(args: argparse.Namespace) -> None:
     replayed = trace_windows(trained.model, trace["tokens"], trace["experts"])
     same = (own["experts"][..., None] == trace["experts"][..., None, :]).any(-1).mean()
     report = {"source": str(trace["source"]), "same_choice": float(same)}
-    report |= {key: float(part["losses"].mean()) for key, part in zip(LOSSES, (trace, replayed, own), strict=True)}
+    report |= {
+        key: float(part["losses"].mean())
+        for key, part in zip(LOSSES, (trace, replayed, own), strict=True)
+    }
     folder = args.run / "eval" / trained.label
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"replay-{args.replay.stem}.json", json.dumps(report) + "\n")
-    names = (report["source"], f"{run} with those experts", f"{run} with its own, {same:.0%} of them the same")
-    print("\n".join(f"loss {report[key]:.4f}  {name}" for key, name in zip(LOSSES, names, strict=True)))
+    names = (
+        report["source"],
+        f"{run} with those experts",
+        f"{run} with its own, {same:.0%} of them the same",
+    )
+    print(
+        "\n".join(
+            f"loss {report[key]:.4f}  {name}" for key, name in zip(LOSSES, names, strict=True)
+        )
+    )
 
 
 def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
@@ -305,17 +366,27 @@ def measure_routing(args: argparse.Namespace) -> tuple[Described, Path]:
     config = trained.config
     text, _, data = open_text(trained, args)
     if len(text) < 2:
-        raise ValueError(f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set")
+        raise ValueError(
+            f"{data}: {len(text)} window, chance needs two; raise --windows or name a larger set"
+        )
     layers, ids, seen = count_routing(*(model.model.to(device) for model in models), text=text)
     numbered = list(enumerate(layers, config.model.n_dense_layer))
-    report: Described = {"run": config.run.name, "step": trained.step, "mean": trained.mean, "data": data}
+    report: Described = {
+        "run": config.run.name,
+        "step": trained.step,
+        "mean": trained.mean,
+        "data": data,
+    }
     report |= {"router": config.model.router, "top_k": config.model.top_k, "windows": len(text)}
     report |= {"tokens": layers[0].tokens, "min_count": MIN_COUNT}
-    report["layers"] = [{"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered]
+    report["layers"] = [
+        {"layer": n} | describe_layer(layer, ids, seen, tokenizer) for n, layer in numbered
+    ]
     for other in others:
         report["other"] = f"{other.config.run.name}, {other.label}"
         report["agreement"] = [
-            {"layer": n} | compare_choices(layer.agreement.cpu().numpy(), config.model.top_k) for n, layer in numbered
+            {"layer": n} | compare_choices(layer.agreement.cpu().numpy(), config.model.top_k)
+            for n, layer in numbered
         ]
     name = "-".join(["routing", *(f"{other.config.run.name}-{other.label}" for other in others)])
     return report, args.run / "eval" / trained.label / name
@@ -328,11 +399,24 @@ def summarize_layers(report: Described) -> tuple[list[str], list[list[str]]]:
         row = [f"{layer['layer']}", f"{layer['load_imbalance']:.2f}", f"{layer['dead_experts']}"]
         row += [f"{math.exp(layer['load_entropy']):.1f}", f"{math.exp(layer['entropy']):.1f}"]
         row.append(f"{layer['zero_gates']:.2%}")
-        rows.append([*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))])
-    return ["layer", "busiest", "idle", "in use", "per token", "zero gates", "vocabulary", "partner"], rows
+        rows.append(
+            [*row, *(_with_chance(layer, key) for key in ("vocabulary", "strongest_partner"))]
+        )
+    return [
+        "layer",
+        "busiest",
+        "idle",
+        "in use",
+        "per token",
+        "zero gates",
+        "vocabulary",
+        "partner",
+    ], rows
 
 
-def summarize_text(tokens: list[str], experts: Tensor, gates: Tensor) -> tuple[list[str], list[list[str]]]:
+def summarize_text(
+    tokens: list[str], experts: Tensor, gates: Tensor
+) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of what `route_text` returns."""
     rows = [[repr(token)] for token in tokens]
     for layer in zip(experts.tolist(), gates.tolist(), strict=True):
@@ -347,7 +431,14 @@ def summarize_agreement(report: Described) -> tuple[list[str], list[list[str]]]:
     for layer in report["agreement"]:
         chance = layer["matched_by_chance"]
         beyond = f"{(layer['matched'] - chance) / (1 - chance):.2f}" if chance < 1 else "-"
-        rows.append([f"{layer['layer']}", _with_chance(layer, "same_number"), _with_chance(layer, "matched"), beyond])
+        rows.append(
+            [
+                f"{layer['layer']}",
+                _with_chance(layer, "same_number"),
+                _with_chance(layer, "matched"),
+                beyond,
+            ]
+        )
     return ["layer", "same number", "matched", "beyond chance"], rows
 
 
@@ -362,11 +453,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_run_arguments(parser)
     add = parser.add_argument
     add("--other", type=Path, metavar="RUN", help="a run to compare with")
-    add("--other-checkpoint", type=int, metavar="STEP", help="of --other, or of the run itself (default: the last)")
+    add(
+        "--other-checkpoint",
+        type=int,
+        metavar="STEP",
+        help="of --other, or of the run itself (default: the last)",
+    )
     add("--data", metavar="SET", help="a prepared set, folder or name (default: the run's own)")
     add("--windows", type=int, help="of block_size tokens (default: 64)")
     trace = parser.add_mutually_exclusive_group().add_argument
-    trace("--trace", type=Path, metavar="FILE", help="write each token's experts and gates (docs/traces.md)")
+    trace(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write each token's experts and gates (docs/traces.md)",
+    )
     trace("--replay", type=Path, metavar="FILE", help="score the run with the experts of a trace")
     add("--text", help="print where its tokens go, and nothing else")
     add_device_argument(parser)
@@ -382,7 +483,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{text_table(*summarize_layers(report))}\n")
     if "agreement" in report:
         print(f"agreement with {report['other']}\n{text_table(*summarize_agreement(report))}\n")
-    print(f"{report['tokens']:,} tokens; a picture of the loads: python -m scripts.draw {folder}/routing.json")
+    print(
+        f"{report['tokens']:,} tokens; a picture of the loads: python -m scripts.draw {folder}/routing.json"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations, for eval.downstream and eval.val_loss.
 
-Batches hold sequences of similar length, so little of them is padding. The LM head sees only the positions that are
-scored.
+Batches hold sequences of similar length, so little of them is padding. The LM head sees only the
+positions that are scored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,10 @@ class Scorer:
         tokens: int = TOKENS,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take a model in evaluation mode, on its device. A batch has at most `tokens`; `dtype` is autocast's."""
+        """Take a model in evaluation mode, on its device.
+
+        A batch has at most `tokens`; `dtype` is autocast's.
+        """
         self.is_stopped = is_stopped  # asked between batches
         self.model, self.config = model, model.config
         self.device, self.dtype, self.tokens = model.head.device, dtype, tokens
@@ -59,25 +62,32 @@ class Scorer:
     def score(self, pairs: Sequence[Pair], progress: str | None = None) -> list[Score]:
         """Score each continuation after its context.
 
-        A pair longer than block_size + 1 loses its first tokens, as in lm-evaluation-harness. A continuation longer
-        than block_size, which the harness refuses, is scored in pieces of half that length, each after its prefix.
+        A pair longer than block_size + 1 loses its first tokens, as in lm-evaluation-harness. A
+        continuation longer than block_size, which the harness refuses, is scored in pieces of half
+        that length, each after its prefix.
 
         Args:
             pairs: (context, continuation), lists of token ids; neither empty.
             progress: the label of a progress bar; None: no bar.
 
         Raises:
-            Interrupted: a rank was asked to stop; on every rank, once the others have done their part.
+            Interrupted: a rank was asked to stop; on every rank, once the others have done their
+                part.
         """
         pieces = [split_continuation(*pair, self.config.block_size) for pair in pairs]
         scores = iter(self._score_pieces([piece for parts in pieces for piece in parts], progress))
         whole = ([next(scores) for _ in parts] for parts in pieces)
-        return [Score(sum(part.loglikelihood for part in parts), all(part.greedy for part in parts)) for parts in whole]
+        return [
+            Score(sum(part.loglikelihood for part in parts), all(part.greedy for part in parts))
+            for parts in whole
+        ]
 
     def _score_pieces(self, pairs: Sequence[Pair], progress: str | None) -> list[Score]:
         """Score pairs whose continuations fit into the block."""
         longest = self.config.block_size + 1
-        lengths = [min(len(context) + len(continuation), longest) for context, continuation in pairs]
+        lengths = [
+            min(len(context) + len(continuation), longest) for context, continuation in pairs
+        ]
         batches = [*batch_by_length(lengths, self.tokens)][self.ranks.rank :: self.ranks.world_size]
         scored: dict[int, Score] = {}
         bar = progress_bar(total=sum(map(len, batches)), desc=progress, disable=not progress)
@@ -97,7 +107,9 @@ class Scorer:
     def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
         """Score pairs in one pass, padded on the right."""
         longest = self.config.block_size + 1
-        rows = [torch.tensor([*context, *continuation][-longest:]) for context, continuation in pairs]
+        rows = [
+            torch.tensor([*context, *continuation][-longest:]) for context, continuation in pairs
+        ]
         counts = [len(continuation) for _, continuation in pairs]
         ids = pad_sequence(rows, batch_first=True)  # (B, T + 1)
         scored = torch.zeros_like(ids[:, 1:], dtype=torch.bool)  # (B, T)
@@ -109,18 +121,26 @@ class Scorer:
         step = max(1, LOGITS // len(self.model.head))
         for part, wanted in zip(x.split(step), targets.split(step), strict=True):
             logits = self.model.logits(part).float()
-            sums.append(logits.gather(1, wanted[:, None])[:, 0].double() - logits.logsumexp(1).double())
+            sums.append(
+                logits.gather(1, wanted[:, None])[:, 0].double() - logits.logsumexp(1).double()
+            )
             right.append(logits.argmax(1) == wanted)
-        by_row = zip(*(torch.cat(parts).cpu().split(counts) for parts in (sums, right)), strict=True)
+        by_row = zip(
+            *(torch.cat(parts).cpu().split(counts) for parts in (sums, right)), strict=True
+        )
         return [Score(nats.sum().item(), bool(greedy.all())) for nats, greedy in by_row]
 
 
-def split_continuation(context: Sequence[int], continuation: Sequence[int], block: int) -> list[Pair]:
+def split_continuation(
+    context: Sequence[int], continuation: Sequence[int], block: int
+) -> list[Pair]:
     """Cut a continuation longer than `block` into pairs with continuations of half that length."""
     if len(continuation) <= block:
         return [(context, continuation)]
     ids, half = [*context, *continuation], max(1, block // 2)
-    return [(ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)]
+    return [
+        (ids[:first], ids[first : first + half]) for first in range(len(context), len(ids), half)
+    ]
 
 
 def batch_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

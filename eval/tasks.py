@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness: their documents, and a model's scores; for eval.downstream and for training.
 
-Beside the harness' own metrics every task with right answers gets `bits_per_byte`: the bits that the model needs for
-a document's right answer, over the bytes of that answer as it is scored, so with the space before it; the mean over
-documents. It moves smoothly where accuracy does not.
+Beside the harness' own metrics every task with right answers gets `bits_per_byte`: the bits that
+the model needs for a document's right answer, over the bytes of that answer as it is scored, so
+with the space before it; the mean over documents. It moves smoothly where accuracy does not.
 """
 
 import difflib
@@ -85,7 +85,9 @@ def check_tasks(names: Sequence[str], folder: Path | None) -> "TaskManager":
             )
         if not (file := local_file(folder, name)).is_file():
             present = sorted(path.stem for path in folder.glob("*.jsonl"))
-            raise RunError(f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}")
+            raise RunError(
+                f"{file}: missing; the folder has {', '.join(present) or 'no .jsonl file'}"
+            )
     return manager
 
 
@@ -94,18 +96,36 @@ def local_file(folder: Path, name: str) -> Path:
     return Path(folder, f"{name}.jsonl").absolute()
 
 
-def write_task_spec(manager: "TaskManager", name: str, folder: Path | None, scratch: str | Path) -> str:
+def write_task_spec(
+    manager: "TaskManager", name: str, folder: Path | None, scratch: str | Path
+) -> str:
     """What the harness loads a task by: its name or, with local files, a new YAML file in `scratch`.
 
-    The cache of `datasets` is in `scratch` too, as it would take a changed file of the same time for the old one.
+    The cache of `datasets` is in `scratch` too, as it would take a changed file of the same time
+    for the old one.
     """
     if not folder:
         return name
-    files = {"data_files": {"test": glob.escape(str(local_file(folder, name)))}, "cache_dir": str(scratch)}
-    spec = {"include": str(manager.task_index[name].yaml_path), "task": name, "dataset_path": "json"}
-    spec |= {"dataset_name": None, "dataset_kwargs": files, "training_split": None, "validation_split": None}
+    files = {
+        "data_files": {"test": glob.escape(str(local_file(folder, name)))},
+        "cache_dir": str(scratch),
+    }
+    spec = {
+        "include": str(manager.task_index[name].yaml_path),
+        "task": name,
+        "dataset_path": "json",
+    }
+    spec |= {
+        "dataset_name": None,
+        "dataset_kwargs": files,
+        "training_split": None,
+        "validation_split": None,
+    }
     path = Path(scratch, f"{name}.yaml")
-    path.write_text(json.dumps(spec | {"test_split": "test", "fewshot_split": "test"}, ensure_ascii=False), "utf-8")
+    path.write_text(
+        json.dumps(spec | {"test_split": "test", "fewshot_split": "test"}, ensure_ascii=False),
+        "utf-8",
+    )
     return str(path)
 
 
@@ -130,7 +150,9 @@ def load_tasks(
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             if folder:
-                raise RunError(f"{local_file(folder, name)}: cannot be read as {name} ({reason})") from error
+                raise RunError(
+                    f"{local_file(folder, name)}: cannot be read as {name} ({reason})"
+                ) from error
             raise RunError(
                 f"{name} cannot be loaded from the Hugging Face hub ({reason}). To use local files, name a folder that "
                 f"holds {name}.jsonl (--tasks-dir, eval.tasks_dir)"
@@ -161,7 +183,10 @@ def add_bits_per_byte(task: Any) -> None:
     from lm_eval.api.metrics import mean
     from lm_eval.api.task import ConfigurableTask
 
-    if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE not in ("multiple_choice", "loglikelihood"):
+    if not isinstance(task, ConfigurableTask) or task.OUTPUT_TYPE not in (
+        "multiple_choice",
+        "loglikelihood",
+    ):
         return
     score = task.process_results
 
@@ -177,16 +202,20 @@ def add_bits_per_byte(task: Any) -> None:
 def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | None:
     """Bits per byte of the right answer to a document, of several the least; None if the document names none.
 
-    `task` is a ConfigurableTask of lm-evaluation-harness; the log-likelihoods, in nats, are of its answers in order.
+    `task` is a ConfigurableTask of lm-evaluation-harness; the log-likelihoods, in nats, are of its
+    answers in order.
     """
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "loglikelihood":
         right, answers = [0], [str(target)]
     else:
         choices, delimiter = task.doc_to_choice(doc), task.config.target_delimiter
-        named = task.doc_to_text(doc) if task.multiple_input else target  # choices of contexts: its text names one
+        # choices of contexts: its text names one
+        named = task.doc_to_text(doc) if task.multiple_input else target
         named = [named] if isinstance(named, int | str) else [*named]
-        right = [choices.index(one) if isinstance(one, str) and one in choices else one for one in named]
+        right = [
+            choices.index(one) if isinstance(one, str) and one in choices else one for one in named
+        ]
         answers = [f"{delimiter}{target if task.multiple_input else choice}" for choice in choices]
     bits = [
         -loglikelihoods[i] / (math.log(2) * len(answers[i].encode()))
@@ -199,9 +228,12 @@ def answer_bits(task: Any, doc: dict, loglikelihoods: list[float]) -> float | No
 def score_task(
     name: str, loaded: Any, adapter: "Adapter", num_fewshot: int = 0, limit: int | None = None
 ) -> dict[str, Metrics]:
-    """Score a model on what `load_tasks` loaded by `name`: {task: Metrics}, on every rank. It may be scored again.
+    """Score a model on what `load_tasks` loaded by `name`: {task: Metrics}, on every rank.
 
-    Prompts have `num_fewshot` examples, unless the task says 0; of each task the first `limit` documents are scored.
+    It may be scored again.
+
+    Prompts have `num_fewshot` examples, unless the task says 0; of each task the first `limit`
+    documents are scored.
 
     Raises:
         RunError: the harness cannot evaluate it.
@@ -216,17 +248,26 @@ def score_task(
     try:
         with fixed_seeds():
             # Of the lower level: lm_eval.simple_evaluate would look at the machine for seconds.
-            results: Any = lm_eval.evaluate(adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000)
+            results: Any = lm_eval.evaluate(
+                adapter, loaded, limit=limit, log_samples=False, bootstrap_iters=1000
+            )
     except RunError:
         raise
-    except (ValueError, LookupError, TypeError, TemplateError) as error:  # of a document that lacks a column, too
+    # of a document that lacks a column, too
+    except (ValueError, LookupError, TypeError, TemplateError) as error:
         raise RunError(
             f"{name}: lm-evaluation-harness failed ({first_line(error)}); a document may lack a column, or there "
             f"are fewer documents than --num-fewshot asks for"
         ) from error
-    counts = {task: {"documents": count["effective"]} for task, count in results["n-samples"].items()}
+    counts = {
+        task: {"documents": count["effective"]} for task, count in results["n-samples"].items()
+    }
     return {
-        task: {key.removesuffix(",none"): value for key, value in values.items() if isinstance(value, float)}
+        task: {
+            key.removesuffix(",none"): value
+            for key, value in values.items()
+            if isinstance(value, float)
+        }
         | counts.get(task, {"documents": None})
         for task, values in results["results"].items()
     }

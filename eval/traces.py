@@ -1,7 +1,8 @@
 """Routing traces: the experts and gates of every token, to be replayed in another model (docs/traces.md).
 
-A training loop replays one by `replay_routing`, as reinforcement learning does with the experts that its sampler took
-(arXiv 2510.11370). Shapes: L layers with experts, W windows of T tokens, N = W·T, K experts chosen per token.
+A training loop replays one by `replay_routing`, as reinforcement learning does with the experts
+that its sampler took (arXiv 2510.11370). Shapes: L layers with experts, W windows of T tokens, N =
+W·T, K experts chosen per token.
 """
 
 import io
@@ -35,7 +36,9 @@ def record_decisions(model: GPT) -> Iterator[list[Routing]]:
     decisions: list[Routing] = []
     with ExitStack() as hooks:
         for router in find_routers(model):
-            hooks.enter_context(router.register_forward_hook(lambda _, inputs, routing: decisions.append(routing)))
+            hooks.enter_context(
+                router.register_forward_hook(lambda _, inputs, routing: decisions.append(routing))
+            )
         yield decisions
 
 
@@ -54,7 +57,9 @@ def replay_routing(model: GPT, experts: Tensor) -> Iterator[None]:
     """
     routers = find_routers(model)
     if len(routers) != len(experts):
-        raise ValueError(f"experts to replay are of {len(experts)} layers, the model has {len(routers)}: take its own")
+        raise ValueError(
+            f"experts to replay are of {len(experts)} layers, the model has {len(routers)}: take its own"
+        )
     for router, chosen in zip(routers, experts.to(model.head.device).long(), strict=True):
         router.replay = chosen
     try:
@@ -65,7 +70,9 @@ def replay_routing(model: GPT, experts: Tensor) -> Iterator[None]:
 
 
 @torch.no_grad()
-def trace_windows(model: GPT, tokens: np.ndarray, experts: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def trace_windows(
+    model: GPT, tokens: np.ndarray, experts: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """The fields `experts`, `gates` and `losses` for windows with their targets, `tokens` (W, T + 1).
 
     The model takes the `experts` (L, N, K), if they are given, in place of its own choice.
@@ -87,16 +94,26 @@ def trace_windows(model: GPT, tokens: np.ndarray, experts: np.ndarray | None = N
 
 
 def write_trace(file: Path, trained: Trained, tokens: np.ndarray) -> None:
-    """Write the trace of a model on windows with their targets, `tokens` (W, T + 1). Raises OSError."""
+    """Write the trace of a model on windows with their targets, `tokens` (W, T + 1).
+
+    Raises OSError.
+    """
     data, source = io.BytesIO(), f"{trained.config.run.name}, {trained.label}"
-    more = {"tokens": tokens.astype(np.uint16), "n_expert": trained.config.model.n_expert, "source": source}
+    more = {
+        "tokens": tokens.astype(np.uint16),
+        "n_expert": trained.config.model.n_expert,
+        "source": source,
+    }
     more["tokenizer"] = trained.metadata["tokenizer"]
     np.savez_compressed(data, allow_pickle=False, **trace_windows(trained.model, tokens), **more)
     write_atomic(file, data.getvalue())
 
 
 def read_trace(file: Path, trained: Trained) -> dict[str, np.ndarray]:
-    """Read a trace to replay. Raises RunError if it is damaged or does not fit the model, and OSError."""
+    """Read a trace to replay.
+
+    Raises RunError if it is damaged or does not fit the model, and OSError.
+    """
     model, run = trained.config.model, trained.config.run.name
     with file.open("rb") as opened:
         try:
@@ -106,11 +123,17 @@ def read_trace(file: Path, trained: Trained) -> dict[str, np.ndarray]:
             (L, N, K), (W, row) = experts.shape, ids.shape
             intact = N == W * (row - 1) and 0 <= experts.min() <= experts.max() < of_trace
         except Exception as error:  # numpy and zipfile raise many kinds
-            raise RunError(f"{file} is not a routing trace ({first_line(error)}); write one with --trace") from error
+            raise RunError(
+                f"{file} is not a routing trace ({first_line(error)}); write one with --trace"
+            ) from error
     if trace["tokenizer"] != trained.metadata["tokenizer"]:
-        raise RunError(f"{file}: its tokenizer is not that of {run}; trace a run on data with the same tokenizer")
+        raise RunError(
+            f"{file}: its tokenizer is not that of {run}; trace a run on data with the same tokenizer"
+        )
     if not intact or ids.max() >= model.vocab_size:
-        raise RunError(f"{file}: its experts, of {N} tokens, are not those of {W} windows of {row - 1}; write it again")
+        raise RunError(
+            f"{file}: its experts, of {N} tokens, are not those of {W} windows of {row - 1}; write it again"
+        )
     mine = (model.n_layer - model.n_dense_layer, model.n_expert, model.top_k)
     if (L, of_trace, K) != mine:
         numbers = f"{(L, of_trace, K)} layers with experts, n_expert and top_k, {run} {mine}"

@@ -10,7 +10,15 @@ import torch
 
 import configure
 from data import DataError
-from data.bins import Tokens, check_dataset, fingerprint, open_tokenizer, open_tokens, read_meta, sha256_of
+from data.bins import (
+    Tokens,
+    check_dataset,
+    fingerprint,
+    open_tokenizer,
+    open_tokens,
+    read_meta,
+    sha256_of,
+)
 from data.tokenizer import TOKENIZERS, Tokenizer, identity, load_tokenizer
 from model import GPT
 from runtime import RunError, check_is_run, checkpoint, distributed
@@ -24,7 +32,8 @@ class Trained(NamedTuple):
     config: configure.Config
     step: int
     average: int  # number of checkpoints averaged, the last one at `step`; 1: no averaging
-    metadata: dict[str, Any]  # stored in the checkpoint besides tensors: the data's sha256, the wandb id
+    # stored in the checkpoint besides tensors: the data's sha256, the wandb id
+    metadata: dict[str, Any]
     folder: Path  # runs/<name>
     ema: bool = False  # the running mean (train.ema_decay) in place of the weights
 
@@ -54,31 +63,45 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run folder, such as runs/quickstart-kern")
     add = parser.add_argument
     add("--checkpoint", "--step", dest="step", type=int, metavar="STEP", help="(default: the last)")
-    add("--average", type=int, default=1, metavar="K", help="mean weights of the K checkpoints up to that step")
+    add(
+        "--average",
+        type=int,
+        default=1,
+        metavar="K",
+        help="mean weights of the K checkpoints up to that step",
+    )
     add("--ema", action="store_true", help="the running mean of weights (train.ema_decay)")
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Add --device."""
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: %(default)s)"
+    )
 
 
 def pick_device(args: argparse.Namespace) -> torch.device:
-    """The device of --device, which must exist. On a CPU torch takes as many threads as there are free cores."""
+    """The device of --device, which must exist.
+
+    On a CPU torch takes as many threads as there are free cores.
+    """
     device = distributed.pick_device(args.device)
     with redirect_stdout(sys.stderr):  # stdout has the command's results
         distributed.choose_threads(device, None)
     return device
 
 
-def load_model(folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False) -> Trained:
+def load_model(
+    folder: str | Path, step: int | None = None, average: int = 1, ema: bool = False
+) -> Trained:
     """Load the model of a run folder: the weights of its last checkpoint, or that of `step`.
 
-    With `average` = K > 1 they are the mean of the K checkpoints up to it, summed in fp64; with `ema` the running mean
-    (train.ema_decay).
+    With `average` = K > 1 they are the mean of the K checkpoints up to it, summed in fp64; with
+    `ema` the running mean (train.ema_decay).
 
     Raises:
-        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, a damaged one, or no running mean.
+        ValueError: not a run, no such checkpoint, fewer than `average` checkpoints, a damaged one,
+            or no running mean.
 
     Source: LAWA (arXiv 2209.14981) for the mean.
     """
@@ -91,7 +114,9 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
             f"--average K, or train with --train.ema_decay=0.999"
         )
     if ema and average > 1:
-        raise RunError(f"--ema with --average {average}: the weights can be one mean or the other; leave one out")
+        raise RunError(
+            f"--ema with --average {average}: the weights can be one mean or the other; leave one out"
+        )
     steps = _choose_steps(folder, step, average)
     model = GPT(config.model).eval().requires_grad_(False)
     metadata = checkpoint.load_model(folder / "checkpoints", steps[-1], model, ema)
@@ -108,8 +133,14 @@ def load_model(folder: str | Path, step: int | None = None, average: int = 1, em
 
 
 def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
-    """The `average` checkpoints up to `step`, by default the last. Raises RunError if there are not that many."""
-    steps, damaged = checkpoint.steps(folder / "checkpoints"), checkpoint.steps(folder / "checkpoints", ".damaged")
+    """The `average` checkpoints up to `step`, by default the last.
+
+    Raises RunError if there are not that many.
+    """
+    steps, damaged = (
+        checkpoint.steps(folder / "checkpoints"),
+        checkpoint.steps(folder / "checkpoints", ".damaged"),
+    )
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         broken = f"; damaged: {', '.join(map(str, damaged))}" if damaged else ""
@@ -118,7 +149,9 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
             f"{folder}: no checkpoint{wanted}, it has {', '.join(map(str, steps)) or 'none'}{broken}; {remedy}"
         )
     if step is None and damaged and damaged[-1] > steps[-1]:
-        print(f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}")
+        print(
+            f"warning: {folder}: the checkpoint of step {damaged[-1]} is damaged; using that of step {steps[-1]}"
+        )
     last = steps[-1] if step is None else step
     steps = [other for other in steps if other <= last]
     if not 1 <= average <= len(steps):
@@ -132,7 +165,8 @@ def _choose_steps(folder: Path, step: int | None, average: int) -> list[int]:
 def open_set(trained: Trained, folder: Path, split: str) -> Tokens:
     """Open a split of a prepared data set for a model.
 
-    Raises DataError if the set is damaged or incomplete, or has another tokenizer than the run's data.
+    Raises DataError if the set is damaged or incomplete, or has another tokenizer than the run's
+    data.
     """
     _check_tokenizer(trained, folder)
     check_dataset(folder, trained.config.model.vocab_size)
@@ -154,7 +188,8 @@ def load_run(
     """Load a run's model (see `load_model`) and its tokenizer: its data set's, else a known one of the same hash.
 
     Raises:
-        ValueError: as for `load_model`; the set in data.dir has another tokenizer; neither set nor tokenizer is there.
+        ValueError: as for `load_model`; the set in data.dir has another tokenizer; neither set nor
+            tokenizer is there.
     """
     trained = load_model(folder, step, average, ema)
     folders = trained.config.data.folders

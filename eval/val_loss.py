@@ -5,16 +5,17 @@
     python -m eval.val_loss runs/NAME --data stdlib notes.txt books.jsonl    another set in data.dir, and text files
     python -m eval.val_loss runs/NAME --data notes.txt --stride 64           overlapping windows
 
-A data set is one row of tokens, as in training, cut into windows of block_size. In a text file each document is scored
-alone: it follows an end-of-text token, which is not scored, and all of its own tokens are.
-With --stride N windows overlap: every token is predicted from at least block_size - N tokens before it, except near the
-start of a row or document.
+A data set is one row of tokens, as in training, cut into windows of block_size. In a text file each
+document is scored alone: it follows an end-of-text token, which is not scored, and all of its own
+tokens are. With --stride N windows overlap: every token is predicted from at least block_size - N
+tokens before it, except near the start of a row or document.
 
-loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard error over documents, taken as
-independent; windows of one document are not. Of a single document it is that over windows, and says nothing of others.
+loss: mean of -log p(token) over the scored tokens, in nats. ± is its standard error over documents,
+taken as independent; windows of one document are not. Of a single document it is that over windows,
+and says nothing of others.
 perplexity: e^loss.
-bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no bytes, but its nats
-count. Only this one compares across tokenizers.
+bits per byte: total nats / ln 2 / UTF-8 bytes of the scored tokens. An end-of-text token has no
+bytes, but its nats count. Only this one compares across tokenizers.
 
 Prints a table, and appends one line of JSON per row to runs/NAME/eval/step_…/val_loss.json.
 """
@@ -40,7 +41,14 @@ from data.readers import read_documents
 from data.sources import local_inputs
 from data.tokenizer import Tokenizer, token_bytes
 from eval.scoring import Scorer, scoring_dtype
-from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, open_set, pick_device
+from eval.trained import (
+    Trained,
+    add_device_argument,
+    add_run_arguments,
+    load_run,
+    open_set,
+    pick_device,
+)
 
 TEXT_FIELD = "text"  # of rows of JSON and parquet
 WINDOWS = 1024  # in memory at once
@@ -51,8 +59,8 @@ class Corpus(NamedTuple):
     """Tokens to score, and the windows to score them in.
 
     Attributes:
-        windows: (W, 3) int64, rows (start, stop, first): the model reads tokens start to stop - 1, and its predictions
-            after each of them from `first` on are scored.
+        windows: (W, 3) int64, rows (start, stop, first): the model reads tokens start to stop - 1,
+            and its predictions after each of them from `first` on are scored.
         documents: (W,) equal numbers for windows of one document.
     """
 
@@ -76,14 +84,19 @@ class Result(NamedTuple):
 
 
 def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
-    """Open the run's own set, or each set of its mixture with its part of the windows. Raises as `open_prepared`.
+    """Open the run's own set, or each set of its mixture with its part of the windows.
+
+    Raises as `open_prepared`.
 
     Prints a note if the data is not that of training any more.
     """
     config = trained.config
     folders, weights, count = config.data.folders, [*config.data.sets.values()], config.eval.windows
     shares = split_windows(count, weights, [count] * len(folders))
-    corpora = [open_prepared(folder, trained, args, share) for folder, share in zip(folders, shares, strict=True)]
+    corpora = [
+        open_prepared(folder, trained, args, share)
+        for folder, share in zip(folders, shares, strict=True)
+    ]
     identity = identify([read_meta(folder) for folder in folders], weights)
     if any(trained.metadata.get(key) != sha256 for key, sha256 in identity.items()):
         names = ", ".join(corpus.name for corpus in corpora)
@@ -91,7 +104,9 @@ def open_own(trained: Trained, args: argparse.Namespace) -> list[Corpus]:
     return corpora
 
 
-def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace, by_default: int) -> Corpus:
+def open_prepared(
+    folder: Path, trained: Trained, args: argparse.Namespace, by_default: int
+) -> Corpus:
     """Open a prepared data set, of which `by_default` windows are scored without --windows and --stride.
 
     Raises DataError if it is damaged, too short, or of another tokenizer.
@@ -108,8 +123,13 @@ def open_prepared(folder: Path, trained: Trained, args: argparse.Namespace, by_d
     return Corpus(str(folder), tokens, windows, documents, args.split)
 
 
-def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
-    """Tokenize a text file. Raises DataError if it cannot be read, or holds fewer than two tokens."""
+def open_text(
+    path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace
+) -> Corpus:
+    """Tokenize a text file.
+
+    Raises DataError if it cannot be read, or holds fewer than two tokens.
+    """
     encoder = Encoder(tokenizer, 0, TEXT_FIELD)
     block, documents, rows, start = trained.config.model.block_size, [], [], 0
     for raw in read_documents(local_inputs([path])[0], TEXT_FIELD):
@@ -134,16 +154,21 @@ def open_text(path: Path, trained: Trained, tokenizer: Tokenizer, args: argparse
 def make_windows(count: int, block: int, stride: int) -> np.ndarray:
     """Windows over a row of `count` tokens, `stride` apart; the last one may be shorter.
 
-    Each token but the first is scored once, in the first window that contains it, so from at least `block - stride`
-    tokens of that window. Returns (W, 3) int64, see Corpus.
+    Each token but the first is scored once, in the first window that contains it, so from at least
+    `block - stride` tokens of that window. Returns (W, 3) int64, see Corpus.
     """
     start = stride * np.arange(1 + max(0, -(-(count - 1 - block) // stride)))
     stop = np.minimum(start + block, count - 1)
     return np.stack([start, stop, np.append(0, stop[:-1])], 1)
 
 
-def find_corpus(name: str, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace) -> Corpus:
-    """Open a prepared folder, a set in data.dir, or a text file. Raises DataError if `name` is none of them."""
+def find_corpus(
+    name: str, trained: Trained, tokenizer: Tokenizer, args: argparse.Namespace
+) -> Corpus:
+    """Open a prepared folder, a set in data.dir, or a text file.
+
+    Raises DataError if `name` is none of them.
+    """
     for folder in (Path(name), Path(trained.config.data.dir, name)):
         if (folder / "meta.json").is_file():
             return open_prepared(folder, trained, args, trained.config.eval.windows)
@@ -171,7 +196,9 @@ def measure_loss(scorer: Scorer, corpus: Corpus, lengths: np.ndarray) -> Result:
     return summarize_losses(np.array(nats), windows[:, 1] - windows[:, 2], size, corpus.documents)
 
 
-def summarize_losses(nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray) -> Result:
+def summarize_losses(
+    nats: np.ndarray, counts: np.ndarray, size: int, documents: np.ndarray
+) -> Result:
     """Loss over all windows, with the standard error of a ratio of two sums over documents.
 
     Args:
@@ -211,7 +238,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Open all data, score it, print the table and write val_loss.json."""
     parser = build_parser("eval.val_loss", __doc__)
     add_run_arguments(parser)
-    add, data = parser.add_argument, "prepared folders, names in data.dir, text files that data.prepare reads"
+    add, data = (
+        parser.add_argument,
+        "prepared folders, names in data.dir, text files that data.prepare reads",
+    )
     add("--data", nargs="+", metavar="SET_OR_FILE", help=f"{data} (default: the run's own set)")
     add("--split", choices=("val", "train"), default="val", help="of sets (default: %(default)s)")
     add("--stride", type=int, metavar="N", help="tokens between window starts, up to block_size")
@@ -223,27 +253,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained, tokenizer = load_run(args.run, args.step, args.average, args.ema)
     config, file = trained.config, args.run / "eval" / trained.label / "val_loss.json"
     if args.stride is not None and not 1 <= args.stride <= config.model.block_size:
-        raise ValueError(f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)")
+        raise ValueError(
+            f"--stride {args.stride}: expected 1 to {config.model.block_size} (the run's block_size)"
+        )
     if args.data:
         corpora = [find_corpus(name, trained, tokenizer, args) for name in args.data]
     else:
         corpora = open_own(trained, args)
     device = pick_device(args)
     scorer = Scorer(trained.model.to(device), scoring_dtype(config, device))
-    lengths = np.array([*map(len, token_bytes(tokenizer)), 0])  # in bytes; end-of-text, the last, has none
+    # in bytes; end-of-text, the last, has none
+    lengths = np.array([*map(len, token_bytes(tokenizer)), 0])
     results = [measure_loss(scorer, corpus, lengths) for corpus in corpora]
     mean = f", {trained.mean}" if trained.mean else ""
-    print(f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}")
+    print(
+        f"{args.run}, step {trained.step:,}{mean}; {f'stride {args.stride}' if args.stride else 'no overlap'}"
+    )
     print(text_table(HEAD, [*map(format_row, corpora, results)]))
     if not args.data and len(corpora) > 1:
-        weighted = sum(part * result.loss for part, result in zip(config.data.sets.values(), results, strict=True))
+        weighted = sum(
+            part * result.loss
+            for part, result in zip(config.data.sets.values(), results, strict=True)
+        )
         print(f"mean by the weights of the mixture: {weighted:.4f}")
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as output:
         for corpus, result in zip(corpora, results, strict=True):
-            line = {"run": config.run.name, "step": trained.step, "average": trained.average, "ema": trained.ema}
+            line = {
+                "run": config.run.name,
+                "step": trained.step,
+                "average": trained.average,
+                "ema": trained.ema,
+            }
             line |= {"data": corpus.name, "split": corpus.split, "stride": args.stride}
-            line |= {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
+            line |= {
+                key: value if math.isfinite(value) else None
+                for key, value in result._asdict().items()
+            }
             output.write(json.dumps(line) + "\n")
     print(file)
 

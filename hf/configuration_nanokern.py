@@ -1,4 +1,7 @@
-"""The configuration of a nanoKERN model, for transformers. Copied into exports by scripts.export."""
+"""The configuration of a nanoKERN model, for transformers.
+
+Copied into exports by scripts.export.
+"""
 
 from transformers import PretrainedConfig
 
@@ -6,14 +9,16 @@ from transformers import PretrainedConfig
 class NanoKernConfig(PretrainedConfig):
     """Sizes and variants of a nanoKERN model.
 
-    The number of experts is not called `num_experts`: under that name vLLM computes the experts itself, as gated SiLU
-    experts with weights in its own layout. It has to run modeling_nanokern.py instead.
+    The number of experts is not called `num_experts`: under that name vLLM computes the experts
+    itself, as gated SiLU experts with weights in its own layout. It has to run modeling_nanokern.py
+    instead.
 
     Args:
-        router: a name or formula, as `router.find_spec` takes it. "dense" has one MLP of hidden width
-            `intermediate_size` per block, as have the first `n_dense_layer` blocks of any other model; the rest have
-            `n_expert` experts of hidden width `moe_intermediate_size`, `num_experts_per_tok` per token, and
-            `n_shared_expert` that every token takes. In the first `n_hash_layer` of these the token's id chooses.
+        router: a name or formula, as `router.find_spec` takes it. "dense" has one MLP of hidden
+            width `intermediate_size` per block, as have the first `n_dense_layer` blocks of any
+            other model; the rest have `n_expert` experts of hidden width `moe_intermediate_size`,
+            `num_experts_per_tok` per token, and `n_shared_expert` that every token takes. In the
+            first `n_hash_layer` of these the token's id chooses.
         gated: MLPs and experts compute hidden_act(gate) * up.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
         qk_norm: norm of queries and keys: "off", over each "head", or over "all" heads.

@@ -1,10 +1,11 @@
 """The classes of transformers that runs start from and are exported to: their config.json and weights beside ours.
 
-FORMATS has one entry for each model_type: GPT-2, the open mixtures of experts OLMoE, Qwen3-MoE and Mixtral, and
-nanokern, any model with the code that computes it.
+FORMATS has one entry for each model_type: GPT-2, the open mixtures of experts OLMoE, Qwen3-MoE and
+Mixtral, and nanokern, any model with the code that computes it.
 
-Of weights, model.py and GPT-2 have one matrix for queries, keys and values (qkv), modeling_nanokern.py has three. The
-w_in of a gated MLP is its gate_proj above its up_proj. GPT-2 stores matrices transposed, as (in, out).
+Of weights, model.py and GPT-2 have one matrix for queries, keys and values (qkv),
+modeling_nanokern.py has three. The w_in of a gated MLP is its gate_proj above its up_proj. GPT-2
+stores matrices transposed, as (in, out).
 """
 
 import re
@@ -18,7 +19,8 @@ from configure.schema import Model
 from gate_norm import gate_scale
 from runtime import RunError
 
-MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
+# of model.py: (of modeling_nanokern.py, of transformers' GPT-2); # stands for the layer
+MODULES = {
     "wte": ("model.embed_tokens", "transformer.wte"),
     "wpe": ("model.embed_positions", "transformer.wpe"),
     "ln_f": ("model.norm", "transformer.ln_f"),
@@ -34,13 +36,17 @@ MODULES = {  # of model.py: (of modeling_nanokern.py, of transformers' GPT-2); #
     "blocks.#.mlp.router": ("model.layers.#.mlp.router", None),
     "blocks.#.mlp.shared.w_in": ("model.layers.#.mlp.shared_experts.up_proj", None),
     "blocks.#.mlp.shared.w_out": ("model.layers.#.mlp.shared_experts.down_proj", None),
-    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),  # (E, C, H), a parameter; gated: 2H
+    # (E, C, H), a parameter; gated: 2H
+    "blocks.#.mlp.experts.w_in": ("model.layers.#.mlp.experts.up_proj", None),
     "blocks.#.mlp.experts.w_out": ("model.layers.#.mlp.experts.down_proj", None),  # (E, H, C)
 }
-TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")  # (in, out) in GPT-2
-BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")  # of modules that always have a bias in GPT-2
+# (in, out) in GPT-2
+TRANSPOSED = re.compile(r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.w_(in|out))\.weight")
+# of modules that always have a bias in GPT-2
+BIASED = re.compile(rf"{TRANSPOSED.pattern}|(.*\.)?ln_.\.weight")
 
-BUFFERS = ("router.c", "selection_bias", "hash_table")  # of our routers, which classes of transformers lack
+# of our routers, which classes of transformers lack
+BUFFERS = ("router.c", "selection_bias", "hash_table")
 
 State = Mapping[str, Tensor]
 Settings = Mapping[str, Any]  # of config.json
@@ -68,17 +74,24 @@ def dense_width(model: Model) -> int:
 
 
 class Format:
-    """A class of transformers. Subclasses fill in the tables, and override where these do not suffice."""
+    """A class of transformers.
+
+    Subclasses fill in the tables, and override where these do not suffice.
+    """
 
     architecture: str
     keys: Mapping[str, str]  # key of [model]: key of config.json
-    optional: tuple[str, ...] = ()  # those of `keys` that config.json may lack: our default is meant
+    # those of `keys` that config.json may lack: our default is meant
+    optional: tuple[str, ...] = ()
     block: Mapping[str, Any] = {}  # settings of [model] that all its models have
-    allowed: Mapping[str, tuple] = {}  # key of config.json: its default, and what else model.py computes
+    # key of config.json: its default, and what else model.py computes
+    allowed: Mapping[str, tuple] = {}
     tied = True  # tie_word_embeddings by default
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
-        """The keys of [model] that a config.json describes, not yet validated. A dense MLP is one expert.
+        """The keys of [model] that a config.json describes, not yet validated.
+
+        A dense MLP is one expert.
 
         Raises:
             RunError: a key is missing, or has a value that model.py does not compute.
@@ -87,21 +100,38 @@ class Format:
             if settings.get(key, values[0]) not in values:
                 only = f"and model.py computes {values[0]!r} only; use another model"
                 raise RunError(f"config.json: {key} is {settings[key]!r}, {only}")
-        keys = {ours: settings[theirs] for ours, theirs in self.keys.items() if settings.get(theirs) is not None}
-        missing = [theirs for ours, theirs in self.keys.items() if ours not in (*keys, *self.optional)]
+        keys = {
+            ours: settings[theirs]
+            for ours, theirs in self.keys.items()
+            if settings.get(theirs) is not None
+        }
+        missing = [
+            theirs for ours, theirs in self.keys.items() if ours not in (*keys, *self.optional)
+        ]
         if missing:
             raise RunError(f"config.json: {', '.join(missing)} missing; download it again")
-        return {**keys, **self.block, "tie_embeddings": settings.get("tie_word_embeddings", self.tied)}
+        return {
+            **keys,
+            **self.block,
+            "tie_embeddings": settings.get("tie_word_embeddings", self.tied),
+        }
 
     def make_config(self, model: Model) -> dict[str, Any]:
         """The keys of config.json for `model`, without those that all formats have."""
-        values = model.model_dump() | {"n_kv_head": kv_heads(model), "gate_scale": gate_scale(model)}
+        values = model.model_dump() | {
+            "n_kv_head": kv_heads(model),
+            "gate_scale": gate_scale(model),
+        }
         return {theirs: values[ours] for ours, theirs in self.keys.items()}
 
     def find_misfits(self, model: Model) -> list[str]:
         """Settings of `model` that the format does not compute, such as "model.router = kern"; none if it fits."""
         values = model.model_dump()
-        return [f"model.{key} = {values[key]}" for key, value in self.block.items() if values[key] != value]
+        return [
+            f"model.{key} = {values[key]}"
+            for key, value in self.block.items()
+            if values[key] != value
+        ]
 
     def unify_names(self, state: State) -> dict[str, Tensor]:
         """Weights by the names that a file may have -> by those of `from_own`; unknown names and shapes stay."""
@@ -110,7 +140,8 @@ class Format:
     def from_own(self, state: State) -> dict[str, Tensor]:
         """Weights of model.py, all those of a model -> those of the format; here, those of modeling_nanokern.py.
 
-        They are views: to read weights of the format, write into those of weights that are still empty.
+        They are views: to read weights of the format, write into those of weights that are still
+        empty.
         """
         out = {}
         for name, tensor in state.items():
@@ -139,7 +170,16 @@ SHARED_KEYS = {  # of nanokern and of the open mixtures of experts
     "activation": "hidden_act",
     "vocab_size": "vocab_size",
 }
-LATER_KEYS = ("qk_norm", "gated", "n_shared_expert", "n_dense_layer", "norm", "norm_eps", "rope_base", "n_hash_layer")
+LATER_KEYS = (
+    "qk_norm",
+    "gated",
+    "n_shared_expert",
+    "n_dense_layer",
+    "norm",
+    "norm_eps",
+    "rope_base",
+    "n_hash_layer",
+)
 
 
 class NanoKern(Format):
@@ -153,7 +193,11 @@ class NanoKern(Format):
     def read_config(self, settings: Settings) -> dict[str, Any]:
         keys = super().read_config(settings)
         if keys["router"] == "dense":
-            keys |= {"top_k": 1, "n_shared_expert": 0, "expert_hidden": settings.get("intermediate_size")}
+            keys |= {
+                "top_k": 1,
+                "n_shared_expert": 0,
+                "expert_hidden": settings.get("intermediate_size"),
+            }
         return keys
 
     def make_config(self, model: Model) -> dict[str, Any]:
@@ -162,7 +206,11 @@ class NanoKern(Format):
             "AutoModel": "modeling_nanokern.NanoKernModel",
             "AutoModelForCausalLM": "modeling_nanokern.NanoKernForCausalLM",
         }
-        more = {"auto_map": classes, "intermediate_size": dense_width(model), "dropout": model.dropout}
+        more = {
+            "auto_map": classes,
+            "intermediate_size": dense_width(model),
+            "dropout": model.dropout,
+        }
         return super().make_config(model) | more
 
 
@@ -183,15 +231,27 @@ class GPT2(Format):
 
     def read_config(self, settings: Settings) -> dict[str, Any]:
         keys = super().read_config(settings)
-        return keys | {"bias": True, "top_k": 1, "expert_hidden": settings.get("n_inner") or 4 * keys["n_embd"]}
+        return keys | {
+            "bias": True,
+            "top_k": 1,
+            "expert_hidden": settings.get("n_inner") or 4 * keys["n_embd"],
+        }
 
     def make_config(self, model: Model) -> dict[str, Any]:
-        config = super().make_config(model) | {"n_inner": dense_width(model), "activation_function": "gelu"}  # exact
+        # exact
+        config = super().make_config(model) | {
+            "n_inner": dense_width(model),
+            "activation_function": "gelu",
+        }
         return config | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
 
     def find_misfits(self, model: Model) -> list[str]:
         misfits = super().find_misfits(model)
-        return misfits if kv_heads(model) == model.n_head else [*misfits, f"model.n_kv_head = {model.n_kv_head}"]
+        return (
+            misfits
+            if kv_heads(model) == model.n_head
+            else [*misfits, f"model.n_kv_head = {model.n_kv_head}"]
+        )
 
     def unify_names(self, state: State) -> dict[str, Tensor]:
         """Add the prefix that OpenAI's files lack, and drop the causal masks of older files."""
@@ -213,7 +273,11 @@ class GPT2(Format):
         return out
 
 
-OPEN_KEYS = SHARED_KEYS | {"norm_eps": "rms_norm_eps", "n_expert": "num_experts", "expert_hidden": "intermediate_size"}
+OPEN_KEYS = SHARED_KEYS | {
+    "norm_eps": "rms_norm_eps",
+    "n_expert": "num_experts",
+    "expert_hidden": "intermediate_size",
+}
 OPEN_BLOCK = {"norm": "rmsnorm", "pos": "rope", "gated": True, "bias": False}
 OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "n_hash_layer": 0, "dropout": 0.0}
 
@@ -221,7 +285,8 @@ OPEN_BLOCK |= {"n_shared_expert": 0, "n_dense_layer": 0, "n_hash_layer": 0, "dro
 class OpenMoE(Format):
     """A mixture of experts of transformers, with one weight (out, in) for each expert and matrix."""
 
-    routers: tuple[str, ...] = ("softmax", "softmax-renorm")  # if there are two, norm_topk_prob chooses softmax-renorm
+    # if there are two, norm_topk_prob chooses softmax-renorm
+    routers: tuple[str, ...] = ("softmax", "softmax-renorm")
     mlp: str = "mlp"  # module of a layer
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     optional = ("n_kv_head",)
@@ -243,7 +308,8 @@ class OpenMoE(Format):
         rope = settings.get("rope_parameters") or {}
         renamed = {"rope_type": rope.get("rope_type", rope.get("type"))}  # the older name
         if self.keys["n_expert"] not in settings:
-            renamed[self.keys["n_expert"]] = settings.get("num_local_experts")  # as transformers 5 writes it
+            # as transformers 5 writes it
+            renamed[self.keys["n_expert"]] = settings.get("num_local_experts")
         return super().read_config({**settings, **renamed}) | {
             "rope_base": rope.get("rope_theta") or settings.get("rope_theta"),
             "router": self.routers[-1] if settings.get("norm_topk_prob") else self.routers[0],
@@ -259,10 +325,17 @@ class OpenMoE(Format):
 
     def find_misfits(self, model: Model) -> list[str]:
         misfits = super().find_misfits(model)
-        return misfits if model.router in self.routers else [*misfits, f"model.router = {model.router}"]
+        return (
+            misfits
+            if model.router in self.routers
+            else [*misfits, f"model.router = {model.router}"]
+        )
 
     def from_own(self, state: State) -> dict[str, Tensor]:
-        """As for any format. These classes have no constant c on gates: where there is one, it multiplies w_out."""
+        """As for any format.
+
+        These classes have no constant c on gates: where there is one, it multiplies w_out.
+        """
         out = {}
         parameters = {name: tensor for name, tensor in state.items() if not name.endswith(BUFFERS)}
         for name, tensor in super().from_own(parameters).items():
@@ -276,7 +349,10 @@ class OpenMoE(Format):
             else:
                 out[name], stacks = tensor, {}
             for part, stack in stacks.items():  # (E, in, out)
-                out |= {f"{place}.{number}.{part}.weight": matrix.mT for number, matrix in enumerate(stack)}
+                out |= {
+                    f"{place}.{number}.{part}.weight": matrix.mT
+                    for number, matrix in enumerate(stack)
+                }
         return out
 
 

@@ -1,7 +1,7 @@
 """Initial weights of a run (train.init_from): a model of Hugging Face, GPT-2 or an open MoE, an export, or a run.
 
-They are read from a local folder and checked before anything else of the run begins. A run that resumes from a
-checkpoint of its own does not look at them. Reading them executes nothing.
+They are read from a local folder and checked before anything else of the run begins. A run that
+resumes from a checkpoint of its own does not look at them. Reading them executes nothing.
 """
 
 import json
@@ -33,7 +33,17 @@ from runtime import RankError, RunError, checkpoint, distributed, folder
 from runtime.preflight import Plan
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-BLOCK_KEYS = ("n_layer", "n_head", "qk_norm", "n_embd", "activation", "gated", "norm", "pos", "tie_embeddings")
+BLOCK_KEYS = (
+    "n_layer",
+    "n_head",
+    "qk_norm",
+    "n_embd",
+    "activation",
+    "gated",
+    "norm",
+    "pos",
+    "tie_embeddings",
+)
 
 
 class Weights(NamedTuple):
@@ -41,7 +51,8 @@ class Weights(NamedTuple):
 
     source: str  # in words, such as "a run at step 4"
     model: Model  # the model they belong to
-    state: dict[str, Tensor]  # by model.py's names; an embedding may have fewer rows than the run's model
+    # by model.py's names; an embedding may have fewer rows than the run's model
+    state: dict[str, Tensor]
     notes: list[str]  # to print: where they come from, and what the run's model does differently
     routers: dict[str, Router]  # that the run's model replaces by others, by their names there
 
@@ -55,9 +66,13 @@ class Weights(NamedTuple):
         while self.state:
             name, tensor = self.state.popitem()
             own[name][: len(tensor)].copy_(tensor)
-        checksum = sum(int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in own.values())
+        checksum = sum(
+            int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in own.values()
+        )
         if len(set(distributed.gather(checksum, ranks.control))) > 1:
-            raise RunError("train.init_from holds different weights on different ranks: copy one folder to all nodes")
+            raise RunError(
+                "train.init_from holds different weights on different ranks: copy one folder to all nodes"
+            )
         if ranks.rank == 0:
             print("; ".join(self.notes))
 
@@ -71,17 +86,21 @@ class Weights(NamedTuple):
 def read_initial_weights(config: Config) -> Weights:
     """Read and check the weights that train.init_from names.
 
-    Raises RunError if they are incomplete, do not fit config.model (the message has every override that is needed), or
-    belong to another tokenizer than the data set's.
+    Raises RunError if they are incomplete, do not fit config.model (the message has every override
+    that is needed), or belong to another tokenizer than the data set's.
     """
     place, data = Path(config.train.init_from), config.data.folders[0]  # all have one tokenizer
     try:
         weights = _read_folder(place, config.model, data)
         if needed := _find_overrides(weights, config.model):
-            raise RunError(f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}")
+            raise RunError(
+                f"{weights.source}, whose weights do not fit this model. Add {' '.join(needed)}"
+            )
     except (RunError, configure.ConfigError) as error:
         # One rank per node reports a RankError: other nodes may have the folder.
-        raise (RunError if distributed.local_rank() else RankError)(f"train.init_from = {place}: {error}") from error
+        raise (RunError if distributed.local_rank() else RankError)(
+            f"train.init_from = {place}: {error}"
+        ) from error
     weights.notes.insert(0, f"{folder.path_of(config)}: starts from {place}, {weights.source}")
     if is_upcycled(weights.model, config.model):
         weights.notes.append(upcycle(config, weights.model, weights.state))
@@ -105,13 +124,23 @@ def _find_overrides(weights: Weights, model: Model) -> list[str]:
         keys.append("n_kv_head")
     if theirs.vocab_size > model.vocab_size:
         keys.append("vocab_size")
-    needed = {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)}
-    biases = [name for name in weights.state if name.endswith(".bias") and not name.endswith("router.bias")]
-    if not model.bias and any(weights.state[name].any() for name in biases):  # GPT-2's may all be zero
+    needed = {
+        key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(model, key)
+    }
+    biases = [
+        name
+        for name in weights.state
+        if name.endswith(".bias") and not name.endswith("router.bias")
+    ]
+    # GPT-2's may all be zero
+    if not model.bias and any(weights.state[name].any() for name in biases):
         needed["bias"] = True
     if is_upcycled(theirs, model):
         needed |= find_overrides(theirs, model)
-    return [f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in needed.items()]
+    return [
+        f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in needed.items()
+    ]
 
 
 def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
@@ -130,8 +159,14 @@ def _find_mlp_keys(theirs: Model, model: Model) -> list[str]:
 
 def _describe_changes(theirs: Model, model: Model) -> list[str]:
     """What `model` computes differently with the same weights."""
-    keys = ["router", "top_k", "n_hash_layer", "gate_scale"] if find_spec(theirs.router) is not None else []
-    before, now = ({**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model))
+    keys = (
+        ["router", "top_k", "n_hash_layer", "gate_scale"]
+        if find_spec(theirs.router) is not None
+        else []
+    )
+    before, now = (
+        {**vars(settings), "gate_scale": gate_scale(settings)} for settings in (theirs, model)
+    )
     return [
         f"model.{key} changes from {before[key]} to {now[key]}"
         for key in (*keys, "norm_eps")
@@ -141,20 +176,31 @@ def _describe_changes(theirs: Model, model: Model) -> list[str]:
 
 def _fit_state(weights: Weights, model: Model) -> None:
     """Reduce weights.state to what a GPT of `model` takes, and note what is missing or not used."""
-    state, notes, own, unused, theirs = weights.state, weights.notes, _meta_state(model), [], weights.model
+    state, notes, own, unused, theirs = (
+        weights.state,
+        weights.notes,
+        _meta_state(model),
+        [],
+        weights.model,
+    )
     before, now = ((m.router, m.top_k, gate_scale(m)) for m in (theirs, model))
     for name in list(state):
         other_router = theirs.router != model.router and name.endswith("selection_bias")
-        if name.endswith("router.c") and before != now:  # it follows from the config; otherwise train.match_gates may
+        # it follows from the config; otherwise train.match_gates may
+        if name.endswith("router.c") and before != now:
             del state[name]  # have set it
         elif (name not in own or other_router) and state.pop(name).any():
             unused.append(name)
     if "wpe.weight" in state and len(state["wpe.weight"]) > model.block_size:
-        notes.append(f"only the first {model.block_size} of {len(state['wpe.weight'])} positions are used")
+        notes.append(
+            f"only the first {model.block_size} of {len(state['wpe.weight'])} positions are used"
+        )
         state["wpe.weight"] = state["wpe.weight"][: model.block_size]
     rows = len(state["wte.weight"])
     if rows < model.vocab_size:
-        notes.append(f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation")
+        notes.append(
+            f"ids {rows} to {model.vocab_size - 1} are missing and keep their random initialisation"
+        )
     missing = [name for name in own if name not in state and not name.endswith(BUFFERS)]
     if missing:
         notes.append(f"missing, so initialised as usual: {_list_once(missing)}")
@@ -176,7 +222,9 @@ def _meta_state(model: Model) -> dict[str, Tensor]:
 def _read_folder(place: Path, model: Model, data: Path) -> Weights:
     """The weights in `place`, of whichever kind, for a run of `model` on the data set `data`."""
     if not place.is_dir():
-        raise RunError(f"no such folder; from the Hugging Face hub: hf download {place} --local-dir {place.name}")
+        raise RunError(
+            f"no such folder; from the Hugging Face hub: hf download {place} --local-dir {place.name}"
+        )
     if (place / "config.json").is_file():
         weights = _read_transformers(place, model, data)
     elif (place / "config.toml").is_file():
@@ -212,25 +260,36 @@ def _read_transformers(place: Path, model: Model, data: Path) -> Weights:
     settings = _read_json(place / "config.json")
     kind = str(settings.get("model_type"))
     if kind not in FORMATS:
-        raise RunError(f"config.json: model_type is {kind!r}, expected one of {', '.join(FORMATS)}; use other weights")
+        raise RunError(
+            f"config.json: model_type is {kind!r}, expected one of {', '.join(FORMATS)}; use other weights"
+        )
     form, notes = FORMATS[kind], []
     described = _read_model(form, settings, model.top_k)
     activation = settings.get("activation_function", "gelu_new")
     if kind == "gpt2" and activation != "gelu":
         notes.append(f"{activation} is computed as exact GELU, up to 5e-4 apart")
     state = form.unify_names(_read_tensors(place))
-    head = state.pop("lm_head.weight", None) if described.tie_embeddings else None  # older files store it twice
-    shapes = {name: t for name, t in _meta_state(described).items() if kind == "nanokern" or not name.endswith(BUFFERS)}
+    # older files store it twice
+    head = state.pop("lm_head.weight", None) if described.tie_embeddings else None
+    shapes = {
+        name: t
+        for name, t in _meta_state(described).items()
+        if kind == "nanokern" or not name.endswith(BUFFERS)
+    }
     _check_shapes(state, form.from_own(shapes))
     _check_vocabulary(place, settings, described.vocab_size, data)
-    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in state.values() if tensor.is_floating_point()})
+    dtype = reduce(
+        torch.promote_types,
+        {tensor.dtype for tensor in state.values() if tensor.is_floating_point()},
+    )
     own = {
         name: torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in shapes.items()
     }
     for name, view in form.from_own(own).items():
         view.copy_(state.pop(name))
-    if head is not None and not head.float().equal(own["wte.weight"].float()):  # transformers does not tie these
+    # transformers does not tie these
+    if head is not None and not head.float().equal(own["wte.weight"].float()):
         raise RunError(
             "config.json: tie_word_embeddings is true, and lm_head.weight differs from the embedding; set it to false "
             "there, or use other weights"
@@ -246,7 +305,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
         faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise RunError(f"config.json: {'; '.join(faults)}; use other weights") from error
     except (TypeError, AttributeError) as error:
-        raise RunError(f"config.json: a value has the wrong type ({error}); download it again") from error
+        raise RunError(
+            f"config.json: a value has the wrong type ({error}); download it again"
+        ) from error
     for conflict in find_conflicts(Config(model=described)):
         raise RunError(f"config.json: {conflict.partition('; set ')[0]}; use other weights")
     width = described.n_embd // described.n_head
@@ -255,7 +316,9 @@ def _read_model(form: Format, settings: dict[str, Any], top_k: int) -> Model:
             f"config.json: head_dim is {settings['head_dim']!r}, and model.py computes {width} only; use another model"
         )
     if described.router == "dense" and described.expert_hidden % top_k == 0:
-        return described.model_copy(update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k})
+        return described.model_copy(
+            update={"top_k": top_k, "expert_hidden": described.expert_hidden // top_k}
+        )
     return described
 
 
@@ -273,14 +336,18 @@ def _check_shapes(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None
             if not torch.isin(state[name], known).all():
                 raise RunError(f"{name} names experts that do not exist; download it again")
         elif state[name].dtype not in FLOATS:
-            raise RunError(f"{name} ({state[name].dtype}) is not floating point; use weights that are not quantized")
+            raise RunError(
+                f"{name} ({state[name].dtype}) is not floating point; use weights that are not quantized"
+            )
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
     """All tensors in `place`."""
     files, tensors = sorted(place.glob("model*.safetensors")), {}
     if not files:
-        raise RunError("no model*.safetensors; download it, or convert older formats by transformers' save_pretrained")
+        raise RunError(
+            "no model*.safetensors; download it, or convert older formats by transformers' save_pretrained"
+        )
     for file in files:
         try:
             tensors |= load_file(file)
@@ -302,13 +369,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_vocabulary(place: Path, settings: dict[str, Any], rows: int, data: Path) -> None:
     """Raise RunError if the ids of the weights are visibly not those of the data set.
 
-    Compares their number (`rows`), the id that ends a document, and the vocabulary in tokenizer.json if there is one.
+    Compares their number (`rows`), the id that ends a document, and the vocabulary in
+    tokenizer.json if there is one.
     """
     meta = read_meta(data)
     ids, end = meta.tokenizer["vocab_size"], settings.get("eos_token_id")
     if rows < ids:
         raise _wrong_tokenizer(f"one of {rows} ids", data, meta)
-    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:  # GPT2Config's default may be above `rows`
+    # GPT2Config's default may be above `rows`
+    if type(end) is int and end < rows and end != meta.tokenizer["eot"]:
         raise _wrong_tokenizer(f"one whose texts end with id {end}", data, meta)
     if not (place / TOKENIZER_FILE).is_file():
         return

@@ -1,7 +1,8 @@
 """The GPT of nanoKERN's model.py for transformers: loading, generation, training.
 
-Copied into exports by scripts.export, with attention.py, router.py and torch_grouped.py, which trained the model.
-Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K experts per token, H their hidden width.
+Copied into exports by scripts.export, with attention.py, router.py and torch_grouped.py, which
+trained the model. Shapes: B sequences, T positions, C = hidden_size, N = B·T tokens, E experts, K
+experts per token, H their hidden width.
 """
 
 from typing import Any
@@ -38,7 +39,8 @@ class NanoKernAttention(nn.Module):
         self.is_causal = True
         kv_heads = config.num_key_value_heads or config.num_attention_heads
         kv_size = kv_heads * self.head_dim
-        self.num_key_value_groups = config.num_attention_heads // kv_heads  # for the attention functions
+        # for the attention functions
+        self.num_key_value_groups = config.num_attention_heads // kv_heads
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
@@ -62,14 +64,20 @@ class NanoKernAttention(nn.Module):
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = normalize_heads(query, self.q_norm), normalize_heads(key, self.k_norm)
-        query, key = query.view(shape).transpose(1, 2), key.view(shape).transpose(1, 2)  # (B, nh or nkv, T, hs)
+        # (B, nh or nkv, T, hs)
+        query, key = query.view(shape).transpose(1, 2), key.view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if self.config.pos == "rope":
             query, key = (rotate(x, self.config.rope_base, position_ids) for x in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
-        kwargs |= {"dropout": self.config.dropout if self.training else 0.0, "position_ids": position_ids}
+        attend = ALL_ATTENTION_FUNCTIONS.get(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        kwargs |= {
+            "dropout": self.config.dropout if self.training else 0.0,
+            "position_ids": position_ids,
+        }
         y, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         y = self.o_proj(y.reshape(*hidden_states.shape[:-1], -1))
         return F.dropout(y, self.config.dropout, self.training)
@@ -99,7 +107,9 @@ class NanoKernExperts(nn.Module):
         super().__init__()
         E, C, H = config.n_expert, config.hidden_size, config.moe_intermediate_size
         self.up_name = "gate_up_proj" if config.gated else "up_proj"
-        self.register_parameter(self.up_name, nn.Parameter(torch.empty(E, C, (1 + config.gated) * H)))
+        self.register_parameter(
+            self.up_name, nn.Parameter(torch.empty(E, C, (1 + config.gated) * H))
+        )
         self.down_proj = nn.Parameter(torch.empty(E, H, C))
         self.activation = config.hidden_act
 
@@ -129,7 +139,9 @@ class NanoKernMoE(nn.Module):
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # (N, C)
         if input_ids is None and self.router.hash_table is not None:
-            raise ValueError("inputs_embeds alone: hash layers choose experts by token id; give input_ids instead")
+            raise ValueError(
+                "inputs_embeds alone: hash layers choose experts by token id; give input_ids instead"
+            )
         routing = self.router(tokens, ids=input_ids)
         y = self.experts(tokens, routing.experts, routing.weights)
         if self.shared_experts is not None:
@@ -147,12 +159,18 @@ class NanoKernDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         dense = find_spec(config.router) is None or layer_idx < config.n_dense_layer
         width = config.intermediate_size
-        self.mlp = NanoKernMLP(config, width, config.bias) if dense else NanoKernMoE(config, layer_idx)
+        self.mlp = (
+            NanoKernMLP(config, width, config.bias) if dense else NanoKernMoE(config, layer_idx)
+        )
         self.dropout = config.dropout
 
-    def forward(self, hidden_states: Tensor, input_ids: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, input_ids: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """(B, T, C), (B, T) -> (B, T, C). The other arguments are those of NanoKernAttention."""
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), *args, **kwargs
+        )
         y = self.mlp(self.post_attention_layernorm(hidden_states), input_ids)
         return hidden_states + F.dropout(y, self.dropout, self.training)
 
@@ -192,7 +210,9 @@ class NanoKernModel(NanoKernPreTrainedModel):
         self.embed_positions = None
         if config.pos == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.layers = nn.ModuleList(NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            NanoKernDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = make_norm(config, config.hidden_size)
         self.gradient_checkpointing = False
         self.post_init()
@@ -211,8 +231,9 @@ class NanoKernModel(NanoKernPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Compute the last hidden states (B, T, C) from `input_ids` (B, T) int64 or `inputs_embeds` (B, T, C).
 
-        `attention_mask` (B, S) is 0 where a row is padded; `position_ids` (B, T) begin at 0 after a row's padding on
-        the left by default. `kwargs` are passed on to the attention, or are of transformers (output_hidden_states).
+        `attention_mask` (B, S) is 0 where a row is padded; `position_ids` (B, T) begin at 0 after a
+        row's padding on the left by default. `kwargs` are passed on to the attention, or are of
+        transformers (output_hidden_states).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -223,16 +244,29 @@ class NanoKernModel(NanoKernPreTrainedModel):
         columns = torch.arange(start, start + x.shape[1], device=x.device)  # (T,) of the cache
         if position_ids is None:
             position_ids = columns[None]
-            if attention_mask is not None and attention_mask.dim() == 2:  # from a row's first token, not its padding
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -len(columns) :]
+            # from a row's first token, not its padding
+            if attention_mask is not None and attention_mask.dim() == 2:
+                positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+                position_ids = positions[:, -len(columns) :]
         mask = create_causal_mask(
-            self.config, x, attention_mask, past_key_values=past_key_values, position_ids=position_ids
+            self.config,
+            x,
+            attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
         )
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, input_ids, mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+            x = layer(
+                x,
+                input_ids,
+                mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
         )
@@ -265,13 +299,24 @@ class NanoKernForCausalLM(NanoKernPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute logits, and the loss with `labels`: (B, T) int64, shifted inside, where -100 is ignored.
 
-        Logits are computed at `logits_to_keep` last positions, 0 for all, or at the positions in that tensor. The other
-        arguments are those of NanoKernModel; `kwargs` are passed on to the model and the loss.
+        Logits are computed at `logits_to_keep` last positions, 0 for all, or at the positions in
+        that tensor. The other arguments are those of NanoKernModel; `kwargs` are passed on to the
+        model and the loss.
         """
         outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **kwargs
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        )
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, FileTokenizer, Tokenizer, printable, token_bytes
+from data.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_FILE,
+    FileTokenizer,
+    Tokenizer,
+    printable,
+    token_bytes,
+)
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
@@ -16,8 +23,9 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
 def write_tokenizer(tokenizer: Tokenizer, folder: str | Path, block_size: int) -> None:
     """Write both files into `folder`.
 
-    They give the same ids, except where a text contains the end-of-text mark: transformers reads that as the token. A
-    tokenizer.json stays as it is, but adds no token to a text, as data.prepare adds none.
+    They give the same ids, except where a text contains the end-of-text mark: transformers reads
+    that as the token. A tokenizer.json stays as it is, but adds no token to a text, as data.prepare
+    adds none.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -39,11 +47,17 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = token_bytes(tokenizer)
     end = {"id": tokenizer.eot, "content": END_OF_TEXT, "special": True, "normalized": False}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    by_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     return {
         "version": "1.0",
         "added_tokens": [end],
-        "pre_tokenizer": by_bytes | {"use_regex": tokenizer.name == "gpt2"},  # its regular expression is GPT-2's
+        # its regular expression is GPT-2's
+        "pre_tokenizer": by_bytes | {"use_regex": tokenizer.name == "gpt2"},
         "decoder": by_bytes,
         "model": {
             "type": "BPE",
@@ -65,14 +79,16 @@ def make_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 def find_merges(tokens: Sequence[bytes]) -> Iterator[list[bytes]]:
     """Yield the two tokens that each token of several bytes is merged from.
 
-    They are what is left of its bytes after merging, lowest rank first, without the token itself. tiktoken needs no
-    such list, because it merges by rank alone.
+    They are what is left of its bytes after merging, lowest rank first, without the token itself.
+    tiktoken needs no such list, because it merges by rank alone.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for rank, token in enumerate(tokens):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            pairs = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            pairs = [
+                ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)
+            ]
             at = pairs.index(min(pairs))
             assert pairs[at] < rank, f"token {rank} ({token!r}) is not made of two other tokens"
             parts[at : at + 2] = [parts[at] + parts[at + 1]]

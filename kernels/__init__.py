@@ -1,6 +1,7 @@
 """What blocks compute besides plain products: functions with several backends that agree in values and gradients.
 
-To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracle that the others are tested against.
+To add a backend, add a line to BACKENDS. `reference` is the slow, obvious oracle that the others
+are tested against.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 from kernels import reference, torch_grouped
 
 try:
-    from kernels import triton_adamw, triton_cross_entropy, triton_experts, triton_norm, triton_router
+    from kernels import (
+        triton_adamw,
+        triton_cross_entropy,
+        triton_experts,
+        triton_norm,
+        triton_router,
+    )
 except ImportError:  # triton exists for Linux only
     triton_adamw = triton_cross_entropy = triton_experts = triton_norm = triton_router = None
 
@@ -33,19 +40,23 @@ def expert_mlp(
     activation: str = "gelu",
     copies: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """out[n] = Σ_k weights[n, k] · act(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k]. Dropless at any imbalance.
+    """out[n] = Σ_k weights[n, k] · act(x[n] @ w_in[e]) @ w_out[e], with e = experts[n, k].
+
+    Dropless at any imbalance.
 
     Gated experts compute act(a) · b with a, b = the two halves of x[n] @ w_in[e].
 
     Args:
         x: (N, C) tokens.
-        w_in: (E, C, H) up-projections of all experts; gated: (E, C, 2H), the gate's before the up-projections.
+        w_in: (E, C, H) up-projections of all experts; gated: (E, C, 2H), the gate's before the
+            up-projections.
         w_out: (E, H, C) down-projections of all experts.
         weights: (N, K) gates, fp32 (fp64 with fp64 inputs).
         experts: (N, K) int64 in [0, E), the K experts of a token distinct.
         backend: a key of BACKENDS, or "auto": triton where it can run, else torch.
         activation: "gelu" or "silu"; "gelu" is the exact (erf) one.
-        copies: under autocast, w_in and w_out in its dtype, for several calls to share. Gradients go to w_in and w_out.
+        copies: under autocast, w_in and w_out in its dtype, for several calls to share. Gradients
+            go to w_in and w_out.
 
     Returns:
         (N, C) in x's dtype; under autocast, in the autocast dtype like any matrix product.
@@ -92,8 +103,9 @@ def route(
         backend: as in `expert_mlp`.
 
     Returns:
-        `Routing`'s weights, experts and scores, these without gradient, then the fields of `Stats` in order. None if
-        the backend is not triton, φ is new to the kernel, or experts are too many for it: use torch operators.
+        `Routing`'s weights, experts and scores, these without gradient, then the fields of `Stats`
+        in order. None if the backend is not triton, φ is new to the kernel, or experts are too many
+        for it: use torch operators.
     """
     if choose_backend(backend, logits.device, logits.dtype) != "triton":
         return None
@@ -105,11 +117,23 @@ def route(
     weights, experts, scores, loads, probability, scalars, z_loss = triton_router.route_forward(
         logits.contiguous(), selection_bias, c, gamma, *formula, top_k, n_sequence
     )
-    return weights, experts, scores.detach(), loads, probability, z_loss, *scalars.detach()[1:].unbind()
+    return (
+        weights,
+        experts,
+        scores.detach(),
+        loads,
+        probability,
+        z_loss,
+        *scalars.detach()[1:].unbind(),
+    )
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm, exact: bool = False, backend: str = "auto"
+    x: Tensor,
+    y: Tensor | None,
+    norm: nn.LayerNorm | nn.RMSNorm,
+    exact: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Add a layer's output to the residual stream and normalise the sum for the next layer, in one pass with Triton.
 
@@ -117,19 +141,27 @@ def add_norm(
         x: (..., C) residual stream.
         y: output of the layer before, as many elements, also in half precision; None adds nothing.
         norm: the next layer's, over C.
-        exact: whether the norm is wanted in x's dtype, too. Under autocast matrix products take it rounded.
+        exact: whether the norm is wanted in x's dtype, too. Under autocast matrix products take it
+            rounded.
         backend: as in `expert_mlp`.
 
     Returns:
-        x + y in x's dtype; its norm, in autocast's dtype or one that autocast casts to it; that in x's dtype,
-        or None if it is not wanted or the same.
+        x + y in x's dtype; its norm, in autocast's dtype or one that autocast casts to it; that in
+        x's dtype, or None if it is not wanted or the same.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen == "triton" and triton_norm is not None and x.shape[-1] <= triton_norm.LARGEST:
         y, both = None if y is None else y.view_as(x).contiguous(), exact and dtype != x.dtype
-        inputs = x.contiguous(), y, norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)
+        inputs = (
+            x.contiguous(),
+            y,
+            norm.weight,
+            getattr(norm, "bias", None),
+            norm.eps,
+            isinstance(norm, nn.RMSNorm),
+        )
         total, normed, full = triton_norm.add_norm_forward(*inputs, dtype, both)
         return total, normed, full if both else None
     total = add(x, y)
@@ -164,7 +196,11 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend {backend!r} is not one of auto, {', '.join(BACKENDS)}")
     if backend == "auto":
-        return "triton" if device.type == "cuda" and not find_triton_problem(device, dtype) else "torch"
+        return (
+            "triton"
+            if device.type == "cuda" and not find_triton_problem(device, dtype)
+            else "torch"
+        )
     if backend == "triton" and (problem := find_triton_problem(device, dtype)):
         raise ValueError(f"backend 'triton' {problem}, or set the backend to 'auto'")
     return backend

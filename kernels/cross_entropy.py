@@ -1,13 +1,14 @@
 """The LM head and its cross-entropy in one operator, in chunks of rows, so that the logits of all rows never exist.
 
-A chunk's logits x Wᵀ are computed in the compute dtype; softmax - onehot, their gradient times N, replaces them in
-memory and gives at once the chunk's contribution to the gradients of x and W. So the forward pass ends with both
-gradients, and the backward pass only multiplies them by the loss's own gradient / N. Chunks, and gradients in the
-forward pass, follow Liger Kernel (arXiv 2410.10989).
+A chunk's logits x Wᵀ are computed in the compute dtype; softmax - onehot, their gradient times N,
+replaces them in memory and gives at once the chunk's contribution to the gradients of x and W. So
+the forward pass ends with both gradients, and the backward pass only multiplies them by the loss's
+own gradient / N. Chunks, and gradients in the forward pass, follow Liger Kernel (arXiv 2410.10989).
 
-Half precision: sums over the vocabulary are in fp32, and so is dW, a sum over chunks (see `add_product`). Nothing is
-scaled by 1/N or by a GradScaler before the backward pass, so that no small gradient underflows. x and W arrive as they
-are, mostly in fp32, and get gradients of that dtype: the scaled result is not rounded to half precision again.
+Half precision: sums over the vocabulary are in fp32, and so is dW, a sum over chunks (see
+`add_product`). Nothing is scaled by 1/N or by a GradScaler before the backward pass, so that no
+small gradient underflows. x and W arrive as they are, mostly in fp32, and get gradients of that
+dtype: the scaled result is not rounded to half precision again.
 
 Shapes: N rows (tokens), C = n_embd, V = vocab_size, n rows of a chunk.
 """
@@ -22,34 +23,42 @@ from kernels import choose_backend, triton_cross_entropy
 
 CHUNK_BYTES = 2**29  # of logits in the compute dtype; each chunk reads and writes dW once more
 ROWS = 128  # a chunk's rows are a multiple of it: whole tiles of a matrix product
-SCALE = 256  # of fp16 gradients of logits, else in [-1, 1]: p = 2e-5, 1 of 50,304 tokens, would be subnormal in fp16
+# of fp16 gradients of logits, else in [-1, 1]: p = 2e-5, 1 of 50,304 tokens, would be subnormal in
+# fp16
+SCALE = 256
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Mean over rows of -log softmax(x Wᵀ)[target], without the logits of all rows.
 
     Args:
         x: (N, C) final hidden states.
         weight: (V, C) of the LM head.
         targets: (N,) int64 in [0, V). None is ignored.
-        backend: as in `kernels.expert_mlp`; "reference" is F.linear and F.cross_entropy with all logits.
+        backend: as in `kernels.expert_mlp`; "reference" is F.linear and F.cross_entropy with all
+            logits.
 
     Returns:
         loss: () in nats.
         losses: (N,) of each row, without gradient.
-        Both in fp32 (fp64 with fp64 inputs). Products are computed in x's dtype, under autocast in the autocast dtype;
-        softmax in fp32 at least. There are no second derivatives.
+        Both in fp32 (fp64 with fp64 inputs). Products are computed in x's dtype, under autocast in
+        the autocast dtype; softmax in fp32 at least. There are no second derivatives.
 
     Raises:
         ValueError: unknown backend, or triton where it cannot run.
-        IndexError: on a CPU, a target outside [0, V). On a GPU the loss is NaN (triton), or the device asserts.
+        IndexError: on a CPU, a target outside [0, V). On a GPU the loss is NaN (triton), or the
+            device asserts.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     backend = choose_backend(backend, x.device, dtype)
     if backend == "reference":
         logits = F.linear(x, weight)
-        losses = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+        losses = F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"
+        )
         return losses.mean(), losses.detach()
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss, losses, *_ = linear_cross_entropy_op(x, weight, targets, dtype, grad, backend == "triton")
@@ -75,7 +84,9 @@ def forward(
     """
     N, V = len(x), len(weight)
     if N and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < V:
-        raise IndexError(f"targets range from {targets.min()} to {targets.max()}, outside a vocabulary of {V}")
+        raise IndexError(
+            f"targets range from {targets.min()} to {targets.max()}, outside a vocabulary of {V}"
+        )
     with torch.autocast(x.device.type, enabled=False):
         _, losses, d_x, d_w = _fake_forward(x, weight, targets, dtype, grad, use_triton)
         d_w.zero_()
@@ -90,9 +101,13 @@ def forward(
             torch.mm(x_part, w.t(), out=logits)
             if wide is None:
                 assert triton_cross_entropy, "choose_backend ensures it"
-                d_logits = triton_cross_entropy.softmax_cross_entropy(logits, targets_part, losses_part, scale, grad)
+                d_logits = triton_cross_entropy.softmax_cross_entropy(
+                    logits, targets_part, losses_part, scale, grad
+                )
             else:
-                d_logits = softmax_cross_entropy(logits, wide[: len(x_part)], targets_part, losses_part, scale, grad)
+                d_logits = softmax_cross_entropy(
+                    logits, wide[: len(x_part)], targets_part, losses_part, scale, grad
+                )
             if grad:
                 torch.mm(d_logits, w, out=d_x[part])
                 add_product(d_w, d_logits.t(), x_part)
@@ -119,7 +134,8 @@ def softmax_cross_entropy(
 ) -> Tensor:
     """Fill losses (n,) from logits (n, V) and targets (n,); `wide` (n, V) is a buffer in fp32 or wider.
 
-    With `grad`, returns scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or in `wide`.
+    With `grad`, returns scale · (softmax - onehot) (n, V) in logits' dtype, stored in `logits` or
+    in `wide`.
     """
     log_p = torch.log_softmax(logits, -1, dtype=wide.dtype, out=wide)
     index = targets[:, None]
@@ -136,7 +152,8 @@ def softmax_cross_entropy(
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total in total's dtype, without rounding the product to the dtype of a and b.
 
-    But a CPU's product in bfloat16 is rounded to it, as under autocast: in fp32 it would take 2.4 times as long.
+    But a CPU's product in bfloat16 is rounded to it, as under autocast: in fp32 it would take 2.4
+    times as long.
     """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -158,11 +175,17 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
 def _backward(ctx: Any, d_loss: Tensor, *others: None) -> tuple[Tensor | None, ...]:
     assert others == (None, None, None), "linear_cross_entropy has no second derivatives"
     factor = d_loss / ctx.divisor
-    grads = [(d.to(factor.dtype) * factor).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    grads = [
+        (d.to(factor.dtype) * factor).to(dtype)
+        for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    ]
     return *grads, None, None, None, None
 
 
-# torch.compile sees one opaque operator: tracing would unroll the loop, and the chunks would no longer share a buffer.
-linear_cross_entropy_op = torch.library.custom_op("nanokern::linear_cross_entropy", forward, mutates_args=())
+# torch.compile sees one opaque operator: tracing would unroll the loop, and the chunks would no
+# longer share a buffer.
+linear_cross_entropy_op = torch.library.custom_op(
+    "nanokern::linear_cross_entropy", forward, mutates_args=()
+)
 linear_cross_entropy_op.register_fake(_fake_forward)
 linear_cross_entropy_op.register_autograd(_backward, setup_context=_save_for_backward)

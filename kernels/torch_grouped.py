@@ -1,23 +1,25 @@
 """Experts in plain torch, for CPU and any GPU: matrix products over rows, a row being one (token, chosen expert) pair.
 
-Rows are sorted by expert and stored in slots, some of them padding, so that one `bmm` multiplies the blocks of several
-experts. Dropless at any imbalance. Three ways:
+Rows are sorted by expert and stored in slots, some of them padding, so that one `bmm` multiplies
+the blocks of several experts. Dropless at any imbalance. Three ways:
 
-    make_blocks      GPU: blocks of 128 slots, as many as any routing can need, so the host never waits for the device.
-    make_parts       CPU: takes a few experts at a time, with one block each and of similar loads, so that their data is
-                     in the cache.
+    make_blocks      GPU: blocks of 128 slots, as many as any routing can need, so the host never
+        waits for the device.
+    make_parts       CPU: takes a few experts at a time, with one block each and of similar loads,
+                     so that their data is in the cache.
     NarrowExperts    CPU, few hidden units: computes each token's hidden units one by one.
 
 docs/performance.md compares their times with those of alternatives.
 
-The backward pass keeps only x, the pre-activations and indices: with A = act(H) and dO the output's gradient, the
-gate's gradient is <dO W_outᵀ, A>, so neither the experts' outputs nor the gathered inputs are needed (SonicMoE, arXiv
-2512.14080). NarrowExperts keeps reordered weights, too.
+The backward pass keeps only x, the pre-activations and indices: with A = act(H) and dO the output's
+gradient, the gate's gradient is <dO W_outᵀ, A>, so neither the experts' outputs nor the gathered
+inputs are needed (SonicMoE, arXiv 2512.14080). NarrowExperts keeps reordered weights, too.
 
-Experts with a gate of their own (SwiGLU) have two pre-activations, P = 2H columns of one product: A = act(a) · b.
+Experts with a gate of their own (SwiGLU) have two pre-activations, P = 2H columns of one product: A
+= act(a) · b.
 
-Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, P = H or 2H pre-activations, S slots. This file
-imports only torch, so that exported models can ship it.
+Shapes: N tokens, C = n_embd, E experts, K = top_k, H = expert_hidden, P = H or 2H pre-activations,
+S slots. This file imports only torch, so that exported models can ship it.
 """
 
 from dataclasses import dataclass
@@ -33,14 +35,18 @@ BLOCK = 128  # slots per block on a GPU
 PART_BYTES = 2**22  # of gathered tokens that a CPU works on at a time
 COPY_BYTES = 2**14  # of w_in per row up to which experts share a part, which copies their weights
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
-BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}  # of a gradient and the input
+# of a gradient and the input
+BACKWARD = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}
 ALL = slice(None)
 
 
-def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tuple[Tensor, Tensor | None]:
+def activate(
+    hidden: Tensor, width: int, activation: str, dim: int = -1
+) -> tuple[Tensor, Tensor | None]:
     """Apply a key of ACTIVATIONS to `width` (H) pre-activations along `dim`, or to twice as many if gated.
 
-    Returns the activations, H of them along `dim`, and what `activate_backward` needs besides: act(a) if gated.
+    Returns the activations, H of them along `dim`, and what `activate_backward` needs besides:
+    act(a) if gated.
     """
     function = ACTIVATIONS[activation]
     if hidden.shape[dim] == width:
@@ -50,7 +56,9 @@ def activate(hidden: Tensor, width: int, activation: str, dim: int = -1) -> tupl
     return inner * b, inner
 
 
-def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1) -> Tensor:
+def activate_backward(
+    d_act: Tensor, hidden: Tensor, inner: Tensor | None, activation: str, dim: int = -1
+) -> Tensor:
     """The gradient of `hidden` from that of the activations, which it may overwrite; `inner` is from `activate`."""
     function = BACKWARD[activation]
     if inner is None:
@@ -61,7 +69,10 @@ def activate_backward(d_act: Tensor, hidden: Tensor, inner: Tensor | None, activ
 
 @dataclass
 class Part:
-    """Some experts in blocks of as many slots each. Padding slots read zeros (token N); their gate is 0."""
+    """Some experts in blocks of as many slots each.
+
+    Padding slots read zeros (token N); their gate is 0.
+    """
 
     experts: Tensor | slice  # of each block
     shape: tuple[int, int]  # blocks, slots per block
@@ -88,9 +99,11 @@ class Part:
         """Set the part's experts in out (E, in, out) to their sums of rowᵀ grad, of (S, in) and (S, out)."""
         alone = isinstance(self.experts, slice)
         blocks = out[self.experts] if alone else out.new_empty(self.shape[0], *out.shape[1:])
-        torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads), out=blocks)  # autocast changes no dtype of `out`
+        # autocast changes no dtype of `out`
+        torch.bmm(self.to_blocks(rows).mT, self.to_blocks(grads), out=blocks)
         if self.slots == ALL:
-            wide = torch.promote_types(blocks.dtype, torch.float32)  # an expert can have many blocks to sum
+            # an expert can have many blocks to sum
+            wide = torch.promote_types(blocks.dtype, torch.float32)
             total = torch.zeros(out.shape, dtype=wide, device=out.device)
             out.copy_(total.index_add_(0, self.experts, blocks.to(wide)))  # pyrefly: ignore[bad-argument-type]
         elif not alone:
@@ -103,23 +116,30 @@ Layout = tuple[Tensor, int, list[Part]]  # slot (N, K) of each row, the number o
 def make_blocks(weights: Tensor, experts: Tensor, n_expert: int) -> Layout:
     """Make one part of blocks of BLOCK slots, as many as any routing can need: the host never waits for a GPU.
 
-    There the weights' gradients repeat bit for bit only under train.deterministic: `index_add_` uses atomics.
+    There the weights' gradients repeat bit for bit only under train.deterministic: `index_add_`
+    uses atomics.
     """
     load, order = sort_by_expert(experts, n_expert)
     blocks = (load + BLOCK - 1) // BLOCK
     index = torch.arange(experts.numel() // BLOCK + n_expert, device=load.device)
     expert = torch.searchsorted(blocks.cumsum(0), index, right=True).clamp_(max=n_expert - 1)
-    slot, token, gate = fill_slots(weights, experts, load, order, blocks * BLOCK, len(index) * BLOCK)
+    slot, token, gate = fill_slots(
+        weights, experts, load, order, blocks * BLOCK, len(index) * BLOCK
+    )
     return slot, len(token), [Part(expert, (len(expert), BLOCK), ALL, token, gate)]
 
 
-def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, together: int, unit: int) -> Layout:
+def make_parts(
+    weights: Tensor, experts: Tensor, n_expert: int, most: int, together: int, unit: int
+) -> Layout:
     """Make parts of experts of similar loads, for a CPU. The host reads the loads.
 
-    A part has one expert, or at most `together` in at most `most` slots. They have equally many, a multiple of `unit`;
-    at most 1/16 is added to make them equal.
+    A part has one expert, or at most `together` in at most `most` slots. They have equally many, a
+    multiple of `unit`; at most 1/16 is added to make them equal.
     """
-    rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(descending=True, stable=True)
+    rank = torch.bincount(experts.flatten(), minlength=n_expert).argsort(
+        descending=True, stable=True
+    )
     experts = rank.argsort()[experts]  # numbered by load from here on
     load, order = sort_by_expert(experts, n_expert)
     sizes, number = [-(-rows // unit) * unit for rows in load.tolist()], rank.tolist()
@@ -138,14 +158,24 @@ def make_parts(weights: Tensor, experts: Tensor, n_expert: int, most: int, toget
         start, stop = stop, stop + (end - first) * sizes[first]
         alone = slice(number[first], number[first] + 1)  # a view of weights, not a copy
         shape, slots = (end - first, sizes[first]), slice(start, stop)
-        parts.append(Part(rank[first:end] if end - first > 1 else alone, shape, slots, token[slots], gate[slots]))
+        parts.append(
+            Part(
+                rank[first:end] if end - first > 1 else alone,
+                shape,
+                slots,
+                token[slots],
+                gate[slots],
+            )
+        )
     return slot, n_slot, parts
 
 
 def sort_by_expert(experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor]:
     """Rows (E,) of each expert, and flattened experts' indices (N·K,) sorted by expert, then by token; both int64."""
     flat = experts.flatten()
-    load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    load = torch.zeros(n_expert, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
     return load, flat.int().argsort(stable=True)  # int32 sorts in half the time of int64
 
 
@@ -157,7 +187,8 @@ def fill_slots(
     Returns the slot (N, K) of each row, the token (S,) and the gate (S, 1) of each slot.
     """
     N, K = experts.shape
-    shift = (sizes.cumsum(0) - sizes) - (load.cumsum(0) - load)  # (E,) padding before an expert's first row
+    # (E,) padding before an expert's first row
+    shift = (sizes.cumsum(0) - sizes) - (load.cumsum(0) - load)
     slot = shift[experts.flatten()[order]] + torch.arange(N * K, device=order.device)
     token = order.new_full((n_slot,), N).scatter_(0, slot, order // K)
     gate = weights.new_zeros(n_slot).scatter_(0, slot, weights.flatten()[order]).unsqueeze(-1)
@@ -167,8 +198,8 @@ def fill_slots(
 def scale(rows: Tensor, gate: Tensor) -> Tensor:
     """Multiply rows (S, H), which it may overwrite, by their gates (S, 1), which are in fp32 at least.
 
-    A CPU would convert bfloat16 rows to fp32 and back, in twice the time: there a gate is a sum of two numbers, and
-    `addcmul` rounds once.
+    A CPU would convert bfloat16 rows to fp32 and back, in twice the time: there a gate is a sum of
+    two numbers, and `addcmul` rounds once.
     """
     if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
         return rows.mul_(gate)
@@ -179,13 +210,17 @@ def scale(rows: Tensor, gate: Tensor) -> Tensor:
 class TokenSums:
     """Sums (N, C) over each token's experts.
 
-    A CPU adds products in fp32 and fp64 part by part, while they are in the cache. Else all are put in their slots and
-    added at the end: in fp32, and without atomics.
+    A CPU adds products in fp32 and fp64 part by part, while they are in the cache. Else all are put
+    in their slots and added at the end: in fp32, and without atomics.
     """
 
     def __init__(self, x: Tensor, slot: Tensor, n_slot: int) -> None:
         self.slot = slot if x.dtype in HALF or slot.device.type != "cpu" else None
-        self.rows = x.new_zeros(len(x) + 1, x.shape[1]) if self.slot is None else x.new_empty(n_slot, x.shape[1])
+        self.rows = (
+            x.new_zeros(len(x) + 1, x.shape[1])
+            if self.slot is None
+            else x.new_empty(n_slot, x.shape[1])
+        )
 
     def add(self, part: Part, rows: Tensor, w: Tensor) -> None:
         """Add a part's rows (S, in) times weights (E, in, C)."""
@@ -195,7 +230,11 @@ class TokenSums:
             part.multiply(rows, w, self.rows[part.slots])
 
     def total(self) -> Tensor:
-        return self.rows[:-1] if self.slot is None else F.embedding_bag(self.slot, self.rows, mode="sum")
+        return (
+            self.rows[:-1]
+            if self.slot is None
+            else F.embedding_bag(self.slot, self.rows, mode="sum")
+        )
 
 
 def add_zeros(x: Tensor) -> Tensor:
@@ -208,12 +247,21 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
+        ctx: Any,
+        x: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        activation: str,
     ) -> Tensor:
         if experts.device.type == "cpu":
             together = 8 if w_in.nbytes <= COPY_BYTES * experts.numel() else 1
-            unit = 32 if x.dtype in HALF else 1  # oneDNN compiles a kernel for each number of rows that it meets
-            layout = make_parts(weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), together, unit)
+            # oneDNN compiles a kernel for each number of rows that it meets
+            unit = 32 if x.dtype in HALF else 1
+            layout = make_parts(
+                weights, experts, len(w_in), PART_BYTES // (x.shape[1] * x.itemsize), together, unit
+            )
         else:
             layout = make_blocks(weights, experts, len(w_in))
         ctx.slot, n_slot, ctx.parts = layout
@@ -248,28 +296,40 @@ class ExpertMLP(torch.autograd.Function):
 class NarrowExperts(torch.autograd.Function):
     """One (token, hidden unit) pair at a time, by products of two rows and by weighted sums of rows.
 
-    For a matrix product an expert of a few hidden units is too thin: gathering its tokens takes longer. Here nothing is
-    gathered, and the time hardly depends on the number of experts. A hidden unit is a row of the weights; each token
-    has J = K·H of them, or K·P.
+    For a matrix product an expert of a few hidden units is too thin: gathering its tokens takes
+    longer. Here nothing is gathered, and the time hardly depends on the number of experts. A hidden
+    unit is a row of the weights; each token has J = K·H of them, or K·P.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str
+        ctx: Any,
+        x: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        activation: str,
     ) -> Tensor:
         x, units, w_out = x.contiguous(), w_in.mT.flatten(0, 1), w_out.contiguous()
-        hidden = dots(x, units, unit_rows(experts, w_in.shape[2])).unflatten(1, (experts.shape[1], -1))  # (N, K, P)
+        # (N, K, P)
+        hidden = dots(x, units, unit_rows(experts, w_in.shape[2])).unflatten(
+            1, (experts.shape[1], -1)
+        )
         act = activate(hidden, w_out.shape[1], activation)[0] * weights.to(x.dtype).unsqueeze(-1)
         ctx.activation = activation
         ctx.save_for_backward(x, units, w_out, weights, experts, hidden)
-        return weighted_sums(unit_rows(experts, w_out.shape[1]), w_out.flatten(0, 1), act.flatten(1))
+        return weighted_sums(
+            unit_rows(experts, w_out.shape[1]), w_out.flatten(0, 1), act.flatten(1)
+        )
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  # *grads there
         x, units, w_out, weights, experts, hidden = ctx.saved_tensors
         (E, H, _), K, P = w_out.shape, *hidden.shape[1:]
         d_out, gate = d_out.contiguous(), weights.to(x.dtype).unsqueeze(-1)
-        d_act = dots(d_out, w_out.flatten(0, 1), unit_rows(experts, H)).unflatten(1, (K, H))  # before the gate
+        # before the gate
+        d_act = dots(d_out, w_out.flatten(0, 1), unit_rows(experts, H)).unflatten(1, (K, H))
         act, inner = activate(hidden, H, ctx.activation)
         d_gate = (act * d_act).sum(-1, dtype=weights.dtype)
         d_hidden = activate_backward(d_act.mul_(gate), hidden, inner, ctx.activation)  # (N, K, P)
@@ -281,7 +341,9 @@ class NarrowExperts(torch.autograd.Function):
         def weight_grad(factors: Tensor, rows: Tensor) -> Tensor:  # (N, K, n), (N, C) -> (n, E, C)
             factors = factors.flatten(0, 1)[order].t()  # (n, N·K) by expert
             bags = first + len(order) * torch.arange(len(factors)).unsqueeze(1)
-            sums = weighted_sums(token.repeat(len(factors)), rows, factors.flatten(), bags.flatten())
+            sums = weighted_sums(
+                token.repeat(len(factors)), rows, factors.flatten(), bags.flatten()
+            )
             return sums.view(len(factors), E, -1)
 
         d_w_in, d_w_out = weight_grad(d_hidden, x), weight_grad(act.mul_(gate), d_out)
@@ -301,15 +363,29 @@ def dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
     return dot(rows, table, index.flatten(), starts, bag, 0).view(N, J)
 
 
-def weighted_sums(index: Tensor, table: Tensor, factors: Tensor, bags: Tensor | None = None) -> Tensor:
+def weighted_sums(
+    index: Tensor, table: Tensor, factors: Tensor, bags: Tensor | None = None
+) -> Tensor:
     """Sums (N, C) of rows of a table (R, C), index (N, J), times factors; or index (S,) and where each bag begins."""
     return F.embedding_bag(index, table, bags, mode="sum", per_sample_weights=factors)
 
 
-@torch.compiler.disable  # the sizes of its products depend on the loads: traced, the graph would break into pieces
+# the sizes of its products depend on the loads: traced, the graph would break into pieces
+@torch.compiler.disable
 def expert_mlp(
-    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, activation: str = "gelu"
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str = "gelu",
 ) -> Tensor:
     """See `kernels.expert_mlp`."""
-    narrow = experts.device.type == "cpu" and w_out.shape[1] <= NARROW and x.dtype in (torch.float32, torch.float64)
-    return (NarrowExperts if narrow else ExpertMLP).apply(x, w_in, w_out, weights, experts, activation)
+    narrow = (
+        experts.device.type == "cpu"
+        and w_out.shape[1] <= NARROW
+        and x.dtype in (torch.float32, torch.float64)
+    )
+    return (NarrowExperts if narrow else ExpertMLP).apply(
+        x, w_in, w_out, weights, experts, activation
+    )

@@ -1,7 +1,7 @@
 """A step of AdamW in Triton that also writes the weight's copy in half precision, in one pass over its memory.
 
-Per weight it reads 16 bytes and writes 14. torch's fused step moves 32, since it writes unscaled gradients back, and
-the cast that the next forward pass then needs moves 6.
+Per weight it reads 16 bytes and writes 14. torch's fused step moves 32, since it writes unscaled
+gradients back, and the cast that the next forward pass then needs moves 6.
 """
 
 import math
@@ -22,7 +22,11 @@ def adamw_kernel(
     """Fill weight, mean and square (size,) with those after a step, or leave them, and copy with weight."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     used = at < size
-    w, m, v = (tl.load(weight + at, mask=used), tl.load(mean + at, mask=used), tl.load(square + at, mask=used))
+    w, m, v = (
+        tl.load(weight + at, mask=used),
+        tl.load(mean + at, mask=used),
+        tl.load(square + at, mask=used),
+    )
     g = tl.load(grad + at, mask=used) / tl.load(grad_scale)
     taken = tl.load(count).to(tl.float64)  # 1 - beta^t cancels in fp32
     unbias1 = (1.0 - tl.exp(taken * log1)).to(tl.float32)
@@ -43,11 +47,14 @@ def adamw_step(
 ) -> None:  # fmt: skip
     """Take a step in place, unless found_inf () is 1, and write the weight to `copy`, of another dtype.
 
-    The first five are contiguous and of one shape, all but `copy` fp32. `count` () has the steps taken, with this one;
-    the gradient is divided by grad_scale () first. The other arguments are torch.optim.AdamW's.
+    The first five are contiguous and of one shape, all but `copy` fp32. `count` () has the steps
+    taken, with this one; the gradient is divided by grad_scale () first. The other arguments are
+    torch.optim.AdamW's.
     """
     log1, log2 = (math.log(beta) if beta else -math.inf for beta in betas)
     settings = lr, decay, 1 - betas[0], log1, 1 - betas[1], log2, eps
     tensors = weight, grad, mean, square, copy, count, grad_scale, found_inf
     with torch.cuda.device_of(weight):
-        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](*tensors, weight.numel(), *settings, BLOCK, num_warps=4)
+        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+            *tensors, weight.numel(), *settings, BLOCK, num_warps=4
+        )

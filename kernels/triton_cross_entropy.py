@@ -1,7 +1,8 @@
 """Losses and gradient of a chunk of logits in Triton: one program per row reads it twice and writes it once.
 
-The second read hits the L2 cache, so memory sees each logit read once and written once, where plain torch operators
-take four such passes in fp32. kernels/cross_entropy.py calls it; for TRITON_INTERPRET see triton_experts.py.
+The second read hits the L2 cache, so memory sees each logit read once and written once, where plain
+torch operators take four such passes in fp32. kernels/cross_entropy.py calls it; for
+TRITON_INTERPRET see triton_experts.py.
 """
 
 import torch
@@ -10,13 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192  # logits that 32 warps take at a time, 8 each: a load of 16 bytes in half precision
-# Two such programs fill a multiprocessor. So an H100 has 264 rows under way: of 50,304 logits in half precision 26 MB,
-# half of its L2 cache.
+# Two such programs fill a multiprocessor. So an H100 has 264 rows under way: of 50,304 logits in
+# half precision 26 MB, half of its L2 cache.
 
 
 @triton.jit
 def softmax_kernel(
-    logits, targets, losses, V: tl.constexpr, SCALE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    losses,
+    V: tl.constexpr,
+    SCALE: tl.constexpr,
+    GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """losses[row] = logsumexp(z) - z[target] for the row's logits z (V,); with GRAD, z = SCALE · (softmax(z) - onehot).
 
@@ -26,7 +33,8 @@ def softmax_kernel(
     z = logits + row.to(tl.int64) * V
     target = tl.load(targets + row)
     inside = (target >= 0) & (target < V)
-    at_target = tl.load(z + tl.where(inside, target, 0)).to(tl.float32)  # before any thread writes, see the reductions
+    # before any thread writes, see the reductions
+    at_target = tl.load(z + tl.where(inside, target, 0)).to(tl.float32)
     col = tl.arange(0, BLOCK)
     top, total = -float("inf"), 0.0  # of exp(z - top)
     for first in range(0, V, BLOCK):
@@ -38,12 +46,16 @@ def softmax_kernel(
     if GRAD:
         share = SCALE / total
         for first in range(0, V, BLOCK):
-            part = tl.load(z + first + col, mask=first + col < V, other=-float("inf")).to(tl.float32)
+            part = tl.load(z + first + col, mask=first + col < V, other=-float("inf")).to(
+                tl.float32
+            )
             grad = tl.exp(part - top) * share - tl.where(first + col == target, SCALE, 0.0)
             tl.store(z + first + col, grad.to(logits.dtype.element_ty), mask=first + col < V)
 
 
-def softmax_cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool) -> Tensor:
+def softmax_cross_entropy(
+    logits: Tensor, targets: Tensor, losses: Tensor, scale: int, grad: bool
+) -> Tensor:
     """Fill losses (n,) fp32 from logits (n, V) and targets (n,) int64; return logits.
 
     With `grad`, the gradient scale · (softmax - onehot) replaces them.

@@ -1,8 +1,9 @@
 """The Triton kernels of kernels/triton_experts.py: the experts' forward and backward pass.
 
-A row is one (token, chosen expert) pair; kernels/triton_schedule.py sorts the R = N·K rows by expert and cuts them
-into tiles, listed in `table`. The grid is as large as any routing can need, so the host does not wait for the device.
-Masks end the tiles at an expert's last row. There are no atomics and no autotuning, so runs repeat bit for bit.
+A row is one (token, chosen expert) pair; kernels/triton_schedule.py sorts the R = N·K rows by
+expert and cuts them into tiles, listed in `table`. The grid is as large as any routing can need, so
+the host does not wait for the device. Masks end the tiles at an expert's last row. There are no
+atomics and no autotuning, so runs repeat bit for bit.
 
     forward   up           hidden = x[token] @ w_in[e],  gated = gate · act(hidden)
               rows         y = gated @ w_out[e]
@@ -12,15 +13,18 @@ Masks end the tiles at an expert's last row. There are no atomics and no autotun
               weight_grad  d_w_out[e] = gatedᵀ d_out[token],  d_w_in[e] = x[token]ᵀ d_hidden
               rows         d_row = d_hidden @ w_in[e]ᵀ,  then combine
 
-Experts with a gate of their own (SwiGLU) have P = 2H pre-activations, of one product: act(a) · b. P is H otherwise.
+Experts with a gate of their own (SwiGLU) have P = 2H pre-activations, of one product: act(a) · b. P
+is H otherwise.
 
-Saved for the backward pass: the inputs, hidden (R, P) and indices. The gate's gradient is <d_out w_outᵀ, act(hidden)>,
-so neither the experts' outputs nor gathered inputs are kept (SonicMoE, arXiv 2512.14080).
+Saved for the backward pass: the inputs, hidden (R, P) and indices. The gate's gradient is <d_out
+w_outᵀ, act(hidden)>, so neither the experts' outputs nor gathered inputs are kept (SonicMoE, arXiv
+2512.14080).
 
-The activation is in the up-projection's epilogue, which computes each element once; its result needs a temporary
-(R, H). If the down-projection applied it while loading, each of its C / Tile.cols column tiles would repeat about 20
-operations per element, against 2 · 256 on tensor cores that are 15 times as fast: more than half their time. And
-operands that pass through registers cannot be copied straight into shared memory.
+The activation is in the up-projection's epilogue, which computes each element once; its result
+needs a temporary (R, H). If the down-projection applied it while loading, each of its C / Tile.cols
+column tiles would repeat about 20 operations per element, against 2 · 256 on tensor cores that are
+15 times as fast: more than half their time. And operands that pass through registers cannot be
+copied straight into shared memory.
 """
 
 import triton
@@ -32,7 +36,17 @@ from kernels.triton_tiles import activation, dot, halves, load_tile, main_part, 
 
 @triton.jit
 def store_activations(
-    hidden, gated, part, up, row, col, gate, inside, H: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr
+    hidden,
+    gated,
+    part,
+    up,
+    row,
+    col,
+    gate,
+    inside,
+    H: tl.constexpr,
+    GATED: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     """Store pre-activations `part` (and `up`, if GATED), and gate · act(part) (· up), at rows `row`, columns `col`."""
     P: tl.constexpr = 2 * H if GATED else H
@@ -70,11 +84,12 @@ def up_kernel(
 ):
     """Fill hidden (R, P) = x[token] @ w_in[e], rounded, and gated (R, H) = gate · act(hidden).
 
-    GATED experts have P = 2H pre-activations a and b, and gated = gate · act(a) · b: a tile has COLS / 2 columns of
-    each. DESCRIBED: w_in and w_rest are tensor descriptors of w_in as (E·C, P), for a tile's two groups of columns.
+    GATED experts have P = 2H pre-activations a and b, and gated = gate · act(a) · b: a tile has
+    COLS / 2 columns of each. DESCRIBED: w_in and w_rest are tensor descriptors of w_in as (E·C, P),
+    for a tile's two groups of columns.
 
-    In all kernels, the programs of one tile of rows are neighbours, and so are an expert's tiles: programs that run at
-    the same time read the same rows and weights from the L2.
+    In all kernels, the programs of one tile of rows are neighbours, and so are an expert's tiles:
+    programs that run at the same time read the same rows and weights from the L2.
     """
     P: tl.constexpr = 2 * H if GATED else H
     WIDTH: tl.constexpr = COLS // 2 if GATED else COLS
@@ -100,8 +115,11 @@ def up_kernel(
     else:
         others = None if REST == 0 else rest_col + tl.arange(0, REST)
         col = first_col + tl.arange(0, MAIN)
-        total, rest = multiply(x, token, w_in, expert, col, others, C, P, H, False, EVEN, ROWS, DEPTH)
-    entry = tl.load(order + tl.minimum(first + row, end - 1))  # again: in the loop its registers were better used
+        total, rest = multiply(
+            x, token, w_in, expert, col, others, C, P, H, False, EVEN, ROWS, DEPTH
+        )
+    # again: in the loop its registers were better used
+    entry = tl.load(order + tl.minimum(first + row, end - 1))
     gate = tl.load(weights + entry).to(tl.float32)[:, None]
     hidden += first.to(tl.int64) * P
     gated += first.to(tl.int64) * H
@@ -116,7 +134,9 @@ def up_kernel(
         for i in tl.static_range(2):
             col = rest_col + i * (REST // 2) + tl.arange(0, REST // 2)
             inside = (first + row < end)[:, None] & (col < H)[None, :]
-            store_activations(hidden, gated, parts[i], parts[i], row, col, gate, inside, H, GATED, SILU)
+            store_activations(
+                hidden, gated, parts[i], parts[i], row, col, gate, inside, H, GATED, SILU
+            )
 
 
 @triton.jit
@@ -143,7 +163,11 @@ def rows_kernel(
     a_row = tl.minimum(row, end - 1).to(tl.int64)
     total, _ = multiply(a, a_row, b, expert, col, None, IN, OUT, OUT, TRANSPOSED, EVEN, ROWS, DEPTH)
     place = row.to(tl.int64)[:, None] * OUT + col[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (col < OUT)[None, :])
+    tl.store(
+        out + place,
+        total.to(out.dtype.element_ty),
+        mask=(row < end)[:, None] & (col < OUT)[None, :],
+    )
 
 
 @triton.jit
@@ -163,9 +187,10 @@ def rows_ahead_kernel(
 ):
     """As rows_kernel, by as many programs as run at once; IN is a multiple of DEPTH.
 
-    a, b and b_rest are tensor descriptors: of a, and of b's rows under one another for a tile's first and other
-    columns. Each program takes every so-many-th tile. The loops are not flattened into one: the next tile's loads would
-    be under way while this one is stored, but ptxas then lets no two products of sm_90 overlap.
+    a, b and b_rest are tensor descriptors: of a, and of b's rows under one another for a tile's
+    first and other columns. Each program takes every so-many-th tile. The loops are not flattened
+    into one: the next tile's loads would be under way while this one is stored, but ptxas then lets
+    no two products of sm_90 overlap.
     """
     N_COL: tl.constexpr = (OUT + COLS - 1) // COLS
     MAIN: tl.constexpr = main_part(COLS)
@@ -188,7 +213,11 @@ def rows_ahead_kernel(
         row = first + tl.arange(0, ROWS)
         col = first_col + tl.arange(0, MAIN)
         place = out + row.to(tl.int64)[:, None] * OUT
-        tl.store(place + col[None, :], total.to(out.dtype.element_ty), mask=(row < end)[:, None] & (col < OUT)[None, :])
+        tl.store(
+            place + col[None, :],
+            total.to(out.dtype.element_ty),
+            mask=(row < end)[:, None] & (col < OUT)[None, :],
+        )
         if COLS > MAIN:
             col = first_col + MAIN + tl.arange(0, COLS - MAIN)
             inside = (row < end)[:, None] & (col < OUT)[None, :]
@@ -217,8 +246,9 @@ def down_grad_kernel(
 ):
     """Fill d_hidden (R, P), gated (R, H) again, and d_gate, from d_act = d_out[token] @ w_out[e]ᵀ.
 
-    d_hidden = gate · d_act · act'(hidden), of GATED experts gate · d_act · (b act'(a), act(a)). d_gate (R, column
-    tiles) fp32 gets each tile's share of <d_act, act(hidden)>, in the order of the entries.
+    d_hidden = gate · d_act · act'(hidden), of GATED experts gate · d_act · (b act'(a), act(a)).
+    d_gate (R, column tiles) fp32 gets each tile's share of <d_act, act(hidden)>, in the order of
+    the entries.
     """
     P: tl.constexpr = 2 * H if GATED else H
     N_COL: tl.constexpr = (H + COLS - 1) // COLS
@@ -237,16 +267,23 @@ def down_grad_kernel(
     row = (first + row).to(tl.int64)
     share = tl.zeros((ROWS,), tl.float32)
     parts = quarters(total)
-    PARTS: tl.constexpr = 8 if GATED else 4  # a block must not take more than 128 registers of a thread
+    # a block must not take more than 128 registers of a thread
+    PARTS: tl.constexpr = 8 if GATED else 4
     for i in tl.static_range(PARTS):
         d_act = halves(parts[i // 2])[i % 2] if GATED else parts[i]
         col = first_col + i * (COLS // PARTS) + tl.arange(0, COLS // PARTS)
         place = row[:, None] * P + col[None, :]
         inside = (row < end)[:, None] & (col < H)[None, :]
-        act, slope = activation(tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32), SILU)
+        act, slope = activation(
+            tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32), SILU
+        )
         if GATED:
             up = tl.load(hidden + place + H, mask=inside, other=0.0).to(tl.float32)
-            tl.store(d_hidden + place + H, (gate * d_act * act).to(d_hidden.dtype.element_ty), mask=inside)
+            tl.store(
+                d_hidden + place + H,
+                (gate * d_act * act).to(d_hidden.dtype.element_ty),
+                mask=inside,
+            )
             act *= up
             slope *= up
             share += tl.sum(d_act * act, 1)
@@ -255,7 +292,9 @@ def down_grad_kernel(
         d_pre = d_act * slope if GATED else gate * d_act * slope
         again = act if GATED else gate * act
         tl.store(d_hidden + place, d_pre.to(d_hidden.dtype.element_ty), mask=inside)
-        tl.store(gated + row[:, None] * H + col[None, :], again.to(gated.dtype.element_ty), mask=inside)
+        tl.store(
+            gated + row[:, None] * H + col[None, :], again.to(gated.dtype.element_ty), mask=inside
+        )
         if not GATED:  # last: it then takes fewer registers
             share += tl.sum(d_act * act, 1)
     tl.store(d_gate + entry.to(tl.int64) * N_COL + first_col // COLS, share, mask=row < end)
@@ -277,13 +316,17 @@ def weight_grad_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Fill out (E, A, B): the sum over an expert's rows of aᵀ b. One of a (_, A), b (_, B) is by token, one by row.
+    """Fill out (E, A, B): the sum over an expert's rows of aᵀ b.
 
-    `largest` (E,) lists the experts by descending number of rows: the longest programs must not start last.
+    One of a (_, A), b (_, B) is by token, one by row.
 
-    The loop loads the next step's tokens while it multiplies: an index that is loaded in the step that uses it splits
-    Triton's pipeline into two levels, which leaves two buffers and drains them in every step. Past an expert's end only
-    the operand by row is masked: its zeros meet a row of the expert's last token.
+    `largest` (E,) lists the experts by descending number of rows: the longest programs must not
+    start last.
+
+    The loop loads the next step's tokens while it multiplies: an index that is loaded in the step
+    that uses it splits Triton's pipeline into two levels, which leaves two buffers and drains them
+    in every step. Past an expert's end only the operand by row is masked: its zeros meet a row of
+    the expert's last token.
     """
     N_COL: tl.constexpr = (B + COLS - 1) // COLS
     N_TILE: tl.constexpr = (A + ROWS - 1) // ROWS * N_COL
@@ -296,7 +339,10 @@ def weight_grad_kernel(
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     step = tl.arange(0, DEPTH)
     last = end - 1
-    token = tl.load(order + tl.minimum(first + step, last), mask=first + 0 * step < end, other=0) // TOP_K
+    token = (
+        tl.load(order + tl.minimum(first + step, last), mask=first + 0 * step < end, other=0)
+        // TOP_K
+    )
     total = tl.zeros((ROWS, MAIN), tl.float32)
     if COLS > MAIN:
         c_col = tile % N_COL * COLS + MAIN + tl.arange(0, COLS - MAIN)
@@ -312,14 +358,27 @@ def weight_grad_kernel(
             rest = dot(a_tile, load_tile(b, b_row, c_col, end, B, B, GATHER_A, not EVEN), rest)
         token = following
     place = out + expert.to(tl.int64) * A * B + a_col[:, None] * B
-    tl.store(place + b_col[None, :], total.to(out.dtype.element_ty), mask=(a_col < A)[:, None] & (b_col < B)[None, :])
+    tl.store(
+        place + b_col[None, :],
+        total.to(out.dtype.element_ty),
+        mask=(a_col < A)[:, None] & (b_col < B)[None, :],
+    )
     if COLS > MAIN:
         inside = (a_col < A)[:, None] & (c_col < B)[None, :]
         tl.store(place + c_col[None, :], rest.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def combine_kernel(rows, inverse, out, N, C: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def combine_kernel(
+    rows,
+    inverse,
+    out,
+    N,
+    C: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Fill out (N, C): the fp32 sum of each token's rows (R, C), in the order of its choices."""
     N_COL: tl.constexpr = (C + COLS - 1) // COLS
     token = tl.program_id(0) // N_COL * ROWS + tl.arange(0, ROWS)
@@ -328,6 +387,8 @@ def combine_kernel(rows, inverse, out, N, C: tl.constexpr, TOP_K: tl.constexpr, 
     total = tl.zeros((ROWS, COLS), tl.float32)
     for k in tl.range(0, TOP_K, loop_unroll_factor=4):
         row = tl.load(inverse + token * TOP_K + k, mask=token < N, other=0).to(tl.int64)
-        total += tl.load(rows + row[:, None] * C + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row[:, None] * C + col[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     place = token.to(tl.int64)[:, None] * C + col[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """Experts in Triton for fp16, bf16 and fp32, on CUDA devices of compute capability 8.0 and later: tiles and launches.
 
-kernels/triton_expert_kernels.py describes the algorithm and holds the kernels. With TRITON_INTERPRET=1 set before this
-module is imported, they run on CPU tensors, slowly.
+kernels/triton_expert_kernels.py describes the algorithm and holds the kernels. With
+TRITON_INTERPRET=1 set before this module is imported, they run on CPU tensors, slowly.
 """
 
 from typing import Any, NamedTuple
@@ -42,14 +42,15 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-# By compute capability. Not autotuned: timings would then choose the order of sums, and so their bits. Widths are
-# powers of two or, of kernels that multiply in two parts, 1.5 times that. `python -m scripts.aot` shows the
-# resources of each.
+# By compute capability. Not autotuned: timings would then choose the order of sums, and so their
+# bits. Widths are powers of two or, of kernels that multiply in two parts, 1.5 times that. `python
+# -m scripts.aot` shows the resources of each.
 #
-# 8.0: the tiles also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. 9.0: two blocks of `up` and of `down_grad`
-# fit on a multiprocessor, so that one's epilogue overlaps with the other's products; the other kernels have a light
-# epilogue and wide tiles, which need less L2 bandwidth: 96 FLOP per byte. `up_described`, `gated_described` and
-# `rows_ahead` load weights by tensor descriptors; where those do not fit, `up` and `rows` take over.
+# 8.0: the tiles also fit the 99 KB of shared memory of 8.6, 8.9 and 12.0. 9.0: two blocks of `up`
+# and of `down_grad` fit on a multiprocessor, so that one's epilogue overlaps with the other's
+# products; the other kernels have a light epilogue and wide tiles, which need less L2 bandwidth: 96
+# FLOP per byte. `up_described`, `gated_described` and `rows_ahead` load weights by tensor
+# descriptors; where those do not fit, `up` and `rows` take over.
 ROWS = 128  # of every tile
 TILES = {
     8: {
@@ -68,9 +69,11 @@ TILES = {
         "weight_grad": Tile(ROWS, 384, 64, 8, 3),
     },
 }
-TILES[10] = TILES[9] | {"weight_grad": Tile(ROWS, 256, 64, 8, 3)}  # Triton 3.9 spills registers of the wide one
+# Triton 3.9 spills registers of the wide one
+TILES[10] = TILES[9] | {"weight_grad": Tile(ROWS, 256, 64, 8, 3)}
 WIDTHS = (384, 256, 192, 128, 96, 64, 48, 32)
-FLOAT32_TILE = Tile(32, 64, 32, 4, 2)  # exact fp32 products take no tensor cores; larger tiles spill registers
+# exact fp32 products take no tensor cores; larger tiles spill registers
+FLOAT32_TILE = Tile(32, 64, 32, 4, 2)
 
 
 def fit_tile(block: int, size: int) -> int:
@@ -101,19 +104,25 @@ def pick_tile(kernel: str, like: Tensor, rows: int, cols: int, depth: int = 2**3
         return None
     registers = tile.registers if rows == tile.rows else None  # half the rows take fewer
     return tile._replace(
-        rows=rows, cols=fit_tile(tile.cols, cols), depth=fit_tile(tile.depth, depth), registers=registers
+        rows=rows,
+        cols=fit_tile(tile.cols, cols),
+        depth=fit_tile(tile.depth, depth),
+        registers=registers,
     )
 
 
 def tile_rows(like: Tensor, n_row: int | None = None, n_expert: int = 0) -> int:
     """Rows of a tile; given their numbers of rows and experts, of `up`, `rows` and `down_grad`, which share a table."""
     rows = FLOAT32_TILE.rows if like.dtype == torch.float32 else ROWS
-    while n_row is not None and rows > 64 and n_row < 4 * rows * n_expert:  # a last tile is half empty: 1/8 of the work
+    # a last tile is half empty: 1/8 of the work
+    while n_row is not None and rows > 64 and n_row < 4 * rows * n_expert:
         rows //= 2
     return rows
 
 
-def describe(matrix: Tensor, depth: int, widths: list[int], transposed: bool) -> list[TensorDescriptor]:
+def describe(
+    matrix: Tensor, depth: int, widths: list[int], transposed: bool
+) -> list[TensorDescriptor]:
     """Describe matrix (rows, cols) by a block (depth, width), or transposed (width, depth), for each of `widths`.
 
     Returns:
@@ -132,12 +141,21 @@ def split_width(cols: int) -> list[int]:
 
 
 def multiply_up(
-    x: Tensor, w_in: Tensor, H: int, weights: Tensor, order: Tensor, table: Tensor, rows: int, silu: bool
+    x: Tensor,
+    w_in: Tensor,
+    H: int,
+    weights: Tensor,
+    order: Tensor,
+    table: Tensor,
+    rows: int,
+    silu: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the pre-activations (R, P) and gate · activations (R, H) of experts' up-projections, see up_kernel."""
     (N, C), P, top_k = x.shape, w_in.shape[2], weights.shape[1]
     gated = P == 2 * H
-    hidden, activated = (torch.empty(N * top_k, width, dtype=x.dtype, device=x.device) for width in (P, H))
+    hidden, activated = (
+        torch.empty(N * top_k, width, dtype=x.dtype, device=x.device) for width in (P, H)
+    )
     w_parts: list[Any] = []
     if tile := pick_tile("gated_described" if gated else "up_described", x, rows, P, C):
         widths = [tile.cols // 2] * 2 if gated else split_width(tile.cols)
@@ -148,7 +166,9 @@ def multiply_up(
         tile, w_parts = pick_tile("up", x, rows, P, C), [w_in, w_in]
     grid = (len(table) // 3 * triton.cdiv(H, tile.cols // (1 + gated)),)
     sides = C, H, top_k, gated, silu, described
-    up_kernel[grid](x, *w_parts, weights, order, table, hidden, activated, *sides, *tile[:3], **tile.options)
+    up_kernel[grid](
+        x, *w_parts, weights, order, table, hidden, activated, *sides, *tile[:3], **tile.options
+    )
     return hidden, activated
 
 
@@ -161,7 +181,9 @@ def multiply_rows(a: Tensor, b: Tensor, table: Tensor, rows: int, transposed: bo
         ours = describe(a, tile.depth, [rows], True)
         theirs = describe(b.flatten(0, 1), tile.depth, split_width(tile.cols), transposed)
         if ours and theirs:
-            at_once = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 4
+            at_once = (
+                torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 4
+            )
             grid = (min(at_once, n_tile * triton.cdiv(cols, tile.cols)),)
             sides = n_tile, depth, cols, transposed, *tile[:3]
             rows_ahead_kernel[grid](*ours, *theirs, table, out, *sides, **tile.options)
@@ -178,18 +200,27 @@ def combine(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     N = len(inverse) // top_k
     out = torch.empty(N, C, dtype=rows.dtype, device=rows.device)
     tile = (4, 256)  # a warp takes 256 columns of a token, 16 bytes per lane
-    combine_kernel[(triton.cdiv(N, tile[0]) * triton.cdiv(C, tile[1]),)](rows, inverse, out, N, C, top_k, *tile)
+    combine_kernel[(triton.cdiv(N, tile[0]) * triton.cdiv(C, tile[1]),)](
+        rows, inverse, out, N, C, top_k, *tile
+    )
     return out
 
 
-def weight_grad(a: Tensor, b: Tensor, rows: Schedule, top_k: int, gather_a: bool, dtype: torch.dtype) -> Tensor:
-    """Sum aᵀ b over each expert's rows: (E, A, B) in `dtype`. By token is a (N, A) if gather_a, else b (N, B)."""
+def weight_grad(
+    a: Tensor, b: Tensor, rows: Schedule, top_k: int, gather_a: bool, dtype: torch.dtype
+) -> Tensor:
+    """Sum aᵀ b over each expert's rows: (E, A, B) in `dtype`.
+
+    By token is a (N, A) if gather_a, else b (N, B).
+    """
     A, B, n_expert = a.shape[1], b.shape[1], len(rows.largest)
     by_expert = rows.order, rows.offsets, rows.largest
     tile = pick_tile("weight_grad", a, fit_tile(tile_rows(a), A), B)
     out = torch.empty(n_expert, A, B, dtype=dtype, device=a.device)
     grid = (n_expert * triton.cdiv(A, tile.rows) * triton.cdiv(B, tile.cols),)
-    weight_grad_kernel[grid](a, b, *by_expert, out, A, B, gather_a, top_k, *tile[:3], **tile.options)
+    weight_grad_kernel[grid](
+        a, b, *by_expert, out, A, B, gather_a, top_k, *tile[:3], **tile.options
+    )
     return out
 
 
@@ -208,8 +239,8 @@ def forward(
 ) -> Seven:
     """Compute the experts for contiguous inputs shaped as in expert_mlp.
 
-    copy_in and copy_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in and w_out get
-    gradients in their own dtype, which are not rounded to x's on the way.
+    copy_in and copy_out, if given, are w_in and w_out in x's dtype: they are multiplied, and w_in
+    and w_out get gradients in their own dtype, which are not rounded to x's on the way.
 
     Returns:
         out (N, C), hidden (R, P) and the fields of a Schedule.
@@ -219,11 +250,15 @@ def forward(
     with torch.cuda.device_of(x):
         schedule = order, inverse, _, _, table = sort_rows(experts, n_expert, rows)
         hidden, activated = multiply_up(x, w_in, H, weights, order, table, rows, silu)
-        out = combine(multiply_rows(activated, w_out, table, rows, False), inverse, experts.shape[1])
+        out = combine(
+            multiply_rows(activated, w_out, table, rows, False), inverse, experts.shape[1]
+        )
     return out, hidden, *schedule
 
 
-def _fake_forward(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, *others: Any) -> Seven:
+def _fake_forward(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor, *others: Any
+) -> Seven:
     n_row, n_expert = experts.numel(), len(w_in)
     schedule = Schedule.empty(experts, n_expert, tile_rows(x, n_row, n_expert))
     return x.new_empty(x.shape), x.new_empty(n_row, w_in.shape[2]), *schedule
@@ -254,7 +289,19 @@ def backward(
         d_gate = torch.empty(N, top_k, n_col, dtype=torch.float32, device=x.device)
         sides = C, H, top_k, hidden.shape[1] == 2 * H, silu
         down_grad_kernel[len(table) // 3 * n_col,](
-            *(d_out, w_out, weights, order, table, hidden, d_hidden, activated, d_gate, *sides, *tile[:3]),
+            *(
+                d_out,
+                w_out,
+                weights,
+                order,
+                table,
+                hidden,
+                d_hidden,
+                activated,
+                d_gate,
+                *sides,
+                *tile[:3],
+            ),
             **tile.options,
         )
         schedule = Schedule(order, inverse, offsets, largest, table)
@@ -274,14 +321,21 @@ def _fake_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, w_in, w_out, weights, _, ctx.silu, copy_in, copy_out = inputs
-    ctx.set_materialize_grads(False)  # of hidden and the indices, which are outputs only to be saved here
+    # of hidden and the indices, which are outputs only to be saved here
+    ctx.set_materialize_grads(False)
     ctx.grad_dtype = w_in.dtype
     w_in, w_out = w_in if copy_in is None else copy_in, w_out if copy_out is None else copy_out
     ctx.save_for_backward(x, w_in, w_out, weights, *output[1:])
 
 
 def _backward(ctx: Any, d_out: Tensor, *others: None) -> tuple[Tensor | None, ...]:
-    return *experts_backward(d_out, *ctx.saved_tensors, ctx.silu, ctx.grad_dtype), None, None, None, None
+    return (
+        *experts_backward(d_out, *ctx.saved_tensors, ctx.silu, ctx.grad_dtype),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 # torch.compile sees both passes as opaque operators, known by the shapes of their results.
@@ -307,6 +361,10 @@ def expert_mlp(
         ValueError: an expert's matrix has 2^31 elements or more, too many for its 32-bit offsets.
     """
     if w_in[0].numel() >= 2**31:
-        raise ValueError("an expert's matrix has 2^31 elements or more: set model.backend to 'torch'")
+        raise ValueError(
+            "an expert's matrix has 2^31 elements or more: set model.backend to 'torch'"
+        )
     tensors = [t.contiguous() for t in (x, w_in, w_out, weights, experts)]
-    return experts_forward(*tensors, activation == "silu", *(t.contiguous() for t in copies or ()))[0]
+    return experts_forward(*tensors, activation == "silu", *(t.contiguous() for t in copies or ()))[
+        0
+    ]

@@ -1,12 +1,14 @@
 """Residual sum and norm in Triton, one pass forward and one back; `kernels.add_norm` documents what they compute.
 
     add_norm         a program takes ROWS tokens: reads x and y, writes x + y and its norm
-    add_norm_grad    a program takes ROWS tokens at a time: computes their norms once more, writes the gradients of x
-                     and y, and leaves its tokens' sums for those of weight and bias
+    add_norm_grad    a program takes ROWS tokens at a time: computes their norms once more, writes
+                     the gradients of x and y, and leaves its tokens' sums for those of weight and
+                     bias
 
-With x in fp32 and y in half precision a pass moves 12 bytes per element forward and 16 back, and 4 more each where the
-norm is also wanted in fp32. torch adds up the programs' sums, in an order that N alone fixes: runs repeat bit for bit.
-Saved for the backward pass: x + y, which the next layer keeps anyway.
+With x in fp32 and y in half precision a pass moves 12 bytes per element forward and 16 back, and 4
+more each where the norm is also wanted in fp32. torch adds up the programs' sums, in an order that
+N alone fixes: runs repeat bit for bit. Saved for the backward pass: x + y, which the next layer
+keeps anyway.
 """
 
 from typing import Any
@@ -18,7 +20,8 @@ from torch import Tensor
 
 LARGEST = 8192  # channels; a row lies in the registers of one program
 ELEMENTS = 1024  # of a program's tile, 8 in a thread, unless a row is longer
-PROGRAMS = 512  # at most, 4 on each multiprocessor of an H100; of longer rows fewer, so that all run at once
+# at most, 4 on each multiprocessor of an H100; of longer rows fewer, so that all run at once
+PROGRAMS = 512
 
 
 @triton.jit
@@ -72,7 +75,8 @@ def add_norm_grad_kernel(
         rest = tl.load(d_total + at, mask=used, other=0.0).to(tl.float32)
         if EXACT:
             d += tl.load(d_exact + at, mask=used, other=0.0).to(tl.float32)
-        s, step = standardize(s, used, C, eps, RMS)  # after all loads: they do not cross its barriers
+        # after all loads: they do not cross its barriers
+        s, step = standardize(s, used, C, eps, RMS)
         weight_sum += d * s
         if BIAS:
             bias_sum += d
@@ -108,7 +112,17 @@ def forward(
     n_tile, tile, options = pick_tile(N, C)
     with torch.cuda.device_of(x):
         add_norm_kernel[(max(n_tile, 1),)](
-            *(x, x if y is None else y, weight, weight if bias is None else bias, *out, N, eps, C, rms),
+            *(
+                x,
+                x if y is None else y,
+                weight,
+                weight if bias is None else bias,
+                *out,
+                N,
+                eps,
+                C,
+                rms,
+            ),
             *(y is not None, bias is not None, exact, *tile),
             **options,
         )
@@ -118,7 +132,11 @@ def forward(
 def _fake_forward(
     x: Tensor, y: Any, weight: Any, bias: Any, eps: Any, rms: Any, dtype: torch.dtype, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if exact else 0)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(x.shape if exact else 0),
+    )
 
 
 def backward(
@@ -135,7 +153,22 @@ def backward(
     gradients = (d.contiguous() for d in (d_total, d_normed, d_exact))
     with torch.cuda.device_of(total):
         add_norm_grad_kernel[(programs,)](
-            *(*gradients, total, weight, d_x, d_y, sums, N, eps, C, rms, y_dtype != d_x.dtype, bias, exact, *tile),
+            *(
+                *gradients,
+                total,
+                weight,
+                d_x,
+                d_y,
+                sums,
+                N,
+                eps,
+                C,
+                rms,
+                y_dtype != d_x.dtype,
+                bias,
+                exact,
+                *tile,
+            ),
             **options,
         )
         return d_x, d_y, sums.sum(1).to(weight.dtype)
@@ -169,6 +202,8 @@ def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 # torch.compile sees both passes as opaque operators, known by the shapes of their results.
 add_norm_forward = torch.library.custom_op("nanokern::add_norm", forward, mutates_args=())
 add_norm_forward.register_fake(_fake_forward)
-add_norm_backward = torch.library.custom_op("nanokern::add_norm_backward", backward, mutates_args=())
+add_norm_backward = torch.library.custom_op(
+    "nanokern::add_norm_backward", backward, mutates_args=()
+)
 add_norm_backward.register_fake(_fake_backward)
 add_norm_forward.register_autograd(_backward, setup_context=_save_for_backward)

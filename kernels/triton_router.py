@@ -1,13 +1,15 @@
 """Routing in Triton, from logits to gates, experts and statistics in two launches, and back in one.
 
-Any router of router.py's formula is two stages of x ↦ post(φ(pre(x))), norms over the columns in use: the first over
-all E columns gives the scores that experts are chosen by, the second over the K chosen ones gives their gates.
+Any router of router.py's formula is two stages of x ↦ post(φ(pre(x))), norms over the columns in
+use: the first over all E columns gives the scores that experts are chosen by, the second over the K
+chosen ones gives their gates.
 
-    route       a program takes ROWS tokens of one sequence: both stages, the choice of experts, its tokens' sums
-    route_sum   adds up the programs' sums, in fixed order
-    route_grad  computes both stages again, and the gradient of the logits from those of gates, mean scores and z-loss
+    route       a program takes ROWS tokens of one sequence: both stages, the choice of experts, its
+    tokens' sums route_sum   adds up the programs' sums, in fixed order route_grad  computes both
+    stages again, and the gradient of the logits from those of gates, mean scores and z-loss
 
-The choice takes K steps: the largest score, and of equal ones the lowest column. There are no atomics, so runs repeat
+The choice takes K steps: the largest score, and of equal ones the lowest column. There are no
+atomics, so runs repeat
 bit for bit. Saved for the backward pass: logits and experts.
 """
 
@@ -21,8 +23,8 @@ from torch import Tensor
 PHIS = ("identity", "relu", "exp", "sqrtexp", "sigmoid", "tanh", "sqrtsoftplus")  # of router.PHI
 LARGEST = 512  # experts; a row of scores lies in the registers of one warp
 ELEMENTS = 1024  # of a program's tile, 8 in a thread
-# Left to itself, ptxas sometimes takes 64 registers and spills one. Fused with the product before it, the sum of score
-# and β would not be what router.py chooses by.
+# Left to itself, ptxas sometimes takes 64 registers and spills one. Fused with the product before
+# it, the sum of score and β would not be what router.py chooses by.
 OPTIONS = {"maxnreg": 128, "enable_fp_fusion": False}
 EPS = tl.constexpr(1e-8)  # as in router.py
 LOWEST = tl.constexpr(-(2**31))
@@ -33,7 +35,8 @@ SCALARS = tl.constexpr(5)  # z-loss, entropy, zero gates, Σ g², Σ g
 def normalize(x, NORM: tl.constexpr):
     """Divide each row by its norm + ε: returns (y, slope, step), with dx = (dy - slope · Σ dy y) · step.
 
-    Before squaring, rows are scaled to a largest element of about 1: squares of logits beyond 1e19 overflow.
+    Before squaring, rows are scaled to a largest element of about 1: squares of logits beyond 1e19
+    overflow.
     """
     if NORM == "l1":
         step = 1.0 / (tl.sum(tl.abs(x), 1) + EPS)
@@ -51,7 +54,10 @@ def normalize(x, NORM: tl.constexpr):
 
 @triton.jit
 def phi(x, used, PHI: tl.constexpr):
-    """(φ(x), φ'(x)), both 0 in columns not used. As router.PHI: exponentials are taken of x - max(x)."""
+    """(φ(x), φ'(x)), both 0 in columns not used.
+
+    As router.PHI: exponentials are taken of x - max(x).
+    """
     if PHI == "relu":
         y, slope = tl.where(x <= 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)  # NaN stays NaN
     elif PHI == "exp" or PHI == "sqrtexp":
@@ -64,11 +70,14 @@ def phi(x, used, PHI: tl.constexpr):
         slope = y * (1.0 - y)
     elif PHI == "tanh":  # by a series near 0, where the quotient would cancel
         small, square = tl.exp(-2.0 * tl.abs(x)), x * x
-        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        series = 1 + square * (
+            -1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))
+        )
         quotient = (1.0 - small) / (1.0 + small)
         y = tl.where(square < 0.0625, x * series, tl.where(x > 0, quotient, -quotient))
         slope = 1.0 - y * y
-    elif PHI == "sqrtsoftplus":  # log(1 + small) = 2 artanh(small / (2 + small)), whose series has no cancellation
+    # log(1 + small) = 2 artanh(small / (2 + small)), whose series has no cancellation
+    elif PHI == "sqrtsoftplus":
         small = tl.exp(-tl.abs(x))
         part = small / (2.0 + small)
         square = part * part
@@ -76,7 +85,9 @@ def phi(x, used, PHI: tl.constexpr):
         series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
         softplus = tl.where(x > 0, x, 0.0) + 2.0 * part * series
         y = tl.sqrt(tl.maximum(softplus, 1e-30, propagate_nan=tl.PropagateNan.ALL))
-        slope = tl.where(softplus < 1e-30, 0.0, tl.where(x > 0, 1.0, small) / (1.0 + small) / (2.0 * y))
+        slope = tl.where(
+            softplus < 1e-30, 0.0, tl.where(x > 0, 1.0, small) / (1.0 + small) / (2.0 * y)
+        )
     else:
         tl.static_assert(PHI == "identity")
         y, slope = x, tl.full(x.shape, 1.0, tl.float32)
@@ -147,7 +158,8 @@ def route_kernel(
 
     shifted = q + tl.load(selection_bias + col, mask=col < E, other=0.0)[None, :]
     bits = tl.where(shifted == 0, 0.0, shifted).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as two's complement it sorts like the floats, NaN first
+    # as two's complement it sorts like the floats, NaN first
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     order = tl.where(real, tl.maximum(order, LOWEST + 1), LOWEST)
     k_col = tl.arange(0, TOPS)
     index = tl.zeros((ROWS, TOPS), tl.int32)
@@ -175,7 +187,9 @@ def route_kernel(
     tl.store(sums + E + col, tl.sum(tl.where(chosen, 1.0, 0.0), 0), mask=col < E)
     which = tl.arange(0, 8)[None, :]
     others = tl.where(which == 0, (spread * spread)[:, None], 0.0)
-    others = tl.where(which == 1, -tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1)[:, None], others)
+    others = tl.where(
+        which == 1, -tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1)[:, None], others
+    )
     others = tl.where(which == 2, tl.sum(tl.where(used & (g == 0), 1.0, 0.0), 1)[:, None], others)
     others = tl.where(which == 3, tl.sum(g * g, 1)[:, None], others)
     others = tl.where(which == 4, tl.sum(g, 1)[:, None], others)
@@ -188,7 +202,10 @@ def route_sum_kernel(
     sums, probability, loads, scalars, z_loss, B, T, PROGRAMS,
     E: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b < B: means of the distribution and loads of sequence b. Program B: the scalars, over all tokens."""
+    """Program b < B: means of the distribution and loads of sequence b.
+
+    Program B: the scalars, over all tokens.
+    """
     b = tl.program_id(0)
     row, col, width = tl.arange(0, ROWS), tl.arange(0, BLOCK), 2 * E + SCALARS
     if b < B:
@@ -196,8 +213,12 @@ def route_sum_kernel(
         share, count = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, PROGRAMS, ROWS):
             mask = (first + row < PROGRAMS)[:, None] & (col < E)[None, :]
-            share += tl.load(sums + (first + row)[:, None] * width + col[None, :], mask=mask, other=0.0)
-            count += tl.load(sums + (first + row)[:, None] * width + E + col[None, :], mask=mask, other=0.0)
+            share += tl.load(
+                sums + (first + row)[:, None] * width + col[None, :], mask=mask, other=0.0
+            )
+            count += tl.load(
+                sums + (first + row)[:, None] * width + E + col[None, :], mask=mask, other=0.0
+            )
         tl.store(probability + b * E + col, tl.sum(share, 0) / T, mask=col < E)
         tl.store(loads + b * E + col, tl.sum(count, 0).to(tl.int64), mask=col < E)
     else:
@@ -207,9 +228,11 @@ def route_sum_kernel(
             mask = (first + row < B * PROGRAMS)[:, None] & (which < SCALARS)[None, :]
             at = sums + (first + row).to(tl.int64)[:, None] * width + 2 * E + which[None, :]
             total += tl.load(at, mask=mask, other=0.0)
-        # Added to a tensor: Triton turns arguments that are 1 into constants, as B and T of a single token.
+        # Added to a tensor: Triton turns arguments that are 1 into constants, as B and T of a
+        # single token.
         n = (tl.zeros((8,), tl.float32) + B * T) * tl.where(which == 2, TOP_K, 1)
-        mean = tl.sum(total, 0) / n  # not exactly 1 where it should be: this division is not rounded correctly
+        # not exactly 1 where it should be: this division is not rounded correctly
+        mean = tl.sum(total, 0) / n
         mean = tl.where(tl.sum(total, 0) == n, 1.0, mean)
         tl.store(scalars + which, mean, mask=which < SCALARS)
         tl.store(z_loss + which, mean, mask=which == 0)
@@ -235,7 +258,9 @@ def route_grad_kernel(
     if GATES:
         chosen, d_w = tl.zeros((ROWS, BLOCK), tl.int1), tl.zeros((ROWS, BLOCK), tl.float32)
         for k in range(TOP_K):
-            expert = tl.load(experts + first * TOP_K + row * TOP_K + k, mask=inside, other=-1).to(tl.int32)
+            expert = tl.load(experts + first * TOP_K + row * TOP_K + k, mask=inside, other=-1).to(
+                tl.int32
+            )
             d = tl.load(d_weights + first * TOP_K + row * TOP_K + k, mask=inside, other=0.0)
             hit = col[None, :] == expert[:, None]
             chosen = chosen | hit
@@ -267,7 +292,10 @@ def stages(phi: str, pre: str, post: str) -> tuple[str, str, str, str, str, str]
     """(pre, φ, post) of the first stage, over all experts, and of the second, over the chosen ones."""
     first, second = ("none", "identity", "none"), (pre[:2], phi, "none")
     if not pre.endswith("topk"):
-        first, second = (pre[:2], phi, post[:2] if post.endswith("all") else "none"), ("none", "identity", "none")
+        first, second = (
+            (pre[:2], phi, post[:2] if post.endswith("all") else "none"),
+            ("none", "identity", "none"),
+        )
     if post.endswith("topk"):
         second = (*second[:2], post[:2])
     return tuple("none" if name == "no" else name for name in first + second)
@@ -293,16 +321,31 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return weights, experts, scores, loads, probability, SCALARS (5,) and z-loss () of contiguous inputs.
 
-    The z-loss is the first of the scalars once more, as a tensor of its own: a view would cost launches in the backward
-    pass, and FSDP2 warns of views.
+    The z-loss is the first of the scalars once more, as a tensor of its own: a view would cost
+    launches in the backward pass, and FSDP2 warns of views.
     """
     E, T = logits.shape[1], len(logits) // n_sequence
-    out = weights, experts, scores, loads, probability, scalars, z_loss = _fake_forward(logits, top_k, n_sequence)
+    out = weights, experts, scores, loads, probability, scalars, z_loss = _fake_forward(
+        logits, top_k, n_sequence
+    )
     programs, *tile = pick_tile(E, T)
-    sums = torch.empty(n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(
+        n_sequence * programs, 2 * E + SCALARS.value, dtype=torch.float32, device=logits.device
+    )
     with torch.cuda.device_of(logits):
         route_kernel[(len(sums),)](
-            *(logits, selection_bias, c, c if gamma is None else gamma, weights, experts, scores, sums, T, programs),
+            *(
+                logits,
+                selection_bias,
+                c,
+                c if gamma is None else gamma,
+                weights,
+                experts,
+                scores,
+                sums,
+                T,
+                programs,
+            ),
             *(E, top_k, *stages(phi, pre, post), gamma is not None, *tile),
             triton.next_power_of_2(top_k),
             **OPTIONS,
@@ -342,7 +385,9 @@ def backward(
     programs, *tile = pick_tile(E, T)
     d_logits = torch.empty_like(logits)
     has_gamma = gamma is not None and d_weights is not None
-    d_scale = torch.empty(n_sequence * programs if has_gamma else 0, dtype=torch.float32, device=logits.device)
+    d_scale = torch.empty(
+        n_sequence * programs if has_gamma else 0, dtype=torch.float32, device=logits.device
+    )
     gradients = (d_weights, d_probability, d_z_loss)
     with torch.cuda.device_of(logits):
         route_grad_kernel[(n_sequence * programs,)](
@@ -367,7 +412,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> N
 
 
 def _backward(
-    ctx: Any, d_weights: Any, _: Any, d_scores: Any, __: Any, d_probability: Any, d_scalars: Any, d_z_loss: Any
+    ctx: Any,
+    d_weights: Any,
+    _: Any,
+    d_scores: Any,
+    __: Any,
+    d_probability: Any,
+    d_scalars: Any,
+    d_z_loss: Any,
 ) -> tuple:
     assert d_scores is None and d_scalars is None, "`route` detaches them"
     gradients = d_weights, d_probability, d_z_loss

@@ -1,6 +1,7 @@
 """Which rows are whose: (token, expert) pairs sorted by expert in Triton, without the host waiting for the device.
 
-A row is one pair; the R = N·K rows are sorted by expert, then by token, and not padded. It is a counting sort:
+A row is one pair; the R = N·K rows are sorted by expert, then by token, and not padded. It is a
+counting sort:
 
     count    how many rows each expert gets from each program's tokens; torch sums them up
     place    order, inverse, offsets
@@ -24,7 +25,13 @@ def chosen(experts, token, k, N, TOP_K: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def count_kernel(
-    experts, counts, N, N_EXPERT: tl.constexpr, TOP_K: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr
+    experts,
+    counts,
+    N,
+    N_EXPERT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     """Fill counts (programs, E): the rows that each expert gets from each program's STEP · STEPS tokens."""
     EXPERTS: tl.constexpr = triton.next_power_of_2(N_EXPERT)
@@ -60,7 +67,9 @@ def place_kernel(
         tl.store(offsets + e + 1, ends, mask=e < N_EXPERT)
         tl.store(offsets, 0)
     mine = tl.program_id(0) * N_EXPERT + e
-    before = tl.load(sums + mine, mask=e < N_EXPERT, other=0) - tl.load(counts + mine, mask=e < N_EXPERT, other=0)
+    before = tl.load(sums + mine, mask=e < N_EXPERT, other=0) - tl.load(
+        counts + mine, mask=e < N_EXPERT, other=0
+    )
     free = ends - load + before  # (EXPERTS,) the next free row of each expert
     for step in range(STEPS):
         token = (tl.program_id(0) * STEPS + step) * STEP + tl.arange(0, STEP)
@@ -68,7 +77,8 @@ def place_kernel(
         for k in range(TOP_K):
             taken += chosen(experts, token, k, N, TOP_K, EXPERTS)
         following = free + tl.sum(taken, 0)
-        place = tl.cumsum(taken, 0) - taken + free[None, :]  # (STEP, EXPERTS): rows of earlier tokens come before
+        # (STEP, EXPERTS): rows of earlier tokens come before
+        place = tl.cumsum(taken, 0) - taken + free[None, :]
         for k in range(TOP_K):
             here = chosen(experts, token, k, N, TOP_K, EXPERTS)
             row = tl.sum(here * place, 1)
@@ -80,7 +90,9 @@ def place_kernel(
 
 
 @triton.jit
-def table_kernel(offsets, table, largest, N_TILE: tl.constexpr, N_EXPERT: tl.constexpr, ROWS: tl.constexpr):
+def table_kernel(
+    offsets, table, largest, N_TILE: tl.constexpr, N_EXPERT: tl.constexpr, ROWS: tl.constexpr
+):
     """Fill table (3 · N_TILE + 1,) with the tiles that `read_tile` reads, then their number, and `largest` (E,).
 
     Tiles are counted expert by expert; `largest` lists the experts by descending number of rows.
@@ -108,7 +120,11 @@ def table_kernel(offsets, table, largest, N_TILE: tl.constexpr, N_EXPERT: tl.con
 @triton.jit
 def read_tile(table, index):
     """Read (expert, first row, end of the expert's rows) of tile `index`; end 0: no tile."""
-    return tl.load(table + 3 * index), tl.load(table + 3 * index + 1), tl.load(table + 3 * index + 2)
+    return (
+        tl.load(table + 3 * index),
+        tl.load(table + 3 * index + 1),
+        tl.load(table + 3 * index + 2),
+    )
 
 
 class Schedule(NamedTuple):
@@ -118,7 +134,8 @@ class Schedule(NamedTuple):
     inverse: Tensor  # (R,) at which row an entry is
     offsets: Tensor  # (E + 1,) where an expert's rows begin
     largest: Tensor  # (E,) experts by descending number of rows, then by index
-    table: Tensor  # (3T + 1,) expert, first row and end of each of T tiles at most, then the number of tiles
+    # (3T + 1,) expert, first row and end of each of T tiles at most, then the number of tiles
+    table: Tensor
 
     @classmethod
     def empty(cls, experts: Tensor, n_expert: int, rows: int) -> "Schedule":
@@ -132,13 +149,16 @@ def sort_rows(experts: Tensor, n_expert: int, rows: int) -> Schedule:
     """Sort the rows of experts (N, K) by expert, then by token, by counting; and cut them into tiles of `rows` rows."""
     N, top_k = experts.shape
     schedule = order, inverse, offsets, largest, table = Schedule.empty(experts, n_expert, rows)
-    step = max(1, min(64, 4096 // triton.next_power_of_2(n_expert)))  # tokens that a program looks at at once
+    # tokens that a program looks at at once
+    step = max(1, min(64, 4096 // triton.next_power_of_2(n_expert)))
     steps = triton.cdiv(256, step)
     grid = (max(1, triton.cdiv(N, step * steps)),)
     counts = torch.empty(*grid, n_expert, dtype=torch.int32, device=experts.device)
     count_kernel[grid](experts, counts, N, n_expert, top_k, step, steps)
     sums = counts.cumsum(0, dtype=torch.int32)
-    place_kernel[grid](experts, counts, sums, order, inverse, offsets, N, n_expert, top_k, step, steps)
+    place_kernel[grid](
+        experts, counts, sums, order, inverse, offsets, N, n_expert, top_k, step, steps
+    )
     n_tile = len(table) // 3
     table_kernel[(n_tile,)](offsets, table, largest, n_tile, n_expert, rows, num_warps=1)
     return schedule

@@ -8,7 +8,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.constexpr_function
 def main_part(cols):
-    """The largest power of two in a tile's width. A width of 1.5 times a power of two is computed as two parts."""
+    """The largest power of two in a tile's width.
+
+    A width of 1.5 times a power of two is computed as two parts.
+    """
     return 1 << (cols.bit_length() - 1)
 
 
@@ -21,7 +24,9 @@ def dot(a, b, total):
 
 
 @triton.jit
-def load_tile(base, row, col, end, limit, STRIDE: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr):
+def load_tile(
+    base, row, col, end, limit, STRIDE: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr
+):
     """Load rows `row`, columns `col` of base (_, STRIDE): BY_ROW: 0 from row `end` on, BY_COL: from `limit` on."""
     place = base + row[:, None] * STRIDE + col[None, :]
     if BY_ROW and BY_COL:
@@ -51,8 +56,8 @@ def multiply(
 ):
     """Multiply rows `a_row` of a (_, IN) by two groups of columns of b[expert], (IN, OUT) or transposed.
 
-    Returns two products in fp32, of columns `col`, which count up to LIMIT, and of columns `rest_col`; if that is None,
-    the first one twice.
+    Returns two products in fp32, of columns `col`, which count up to LIMIT, and of columns
+    `rest_col`; if that is None, the first one twice.
     """
     k = tl.arange(0, DEPTH)
     a += a_row[:, None] * IN + k[None, :]
@@ -63,11 +68,19 @@ def multiply(
     for done in range(0, IN, DEPTH):
         a_tile = tl.load(a) if EVEN else tl.load(a, mask=(k < IN - done)[None, :], other=0.0)
         if TRANSPOSED:
-            total = dot(a_tile, load_tile(b, col, k, LIMIT, IN - done, STRIDE, not EVEN, not EVEN).T, total)
+            total = dot(
+                a_tile, load_tile(b, col, k, LIMIT, IN - done, STRIDE, not EVEN, not EVEN).T, total
+            )
         else:
-            total = dot(a_tile, load_tile(b, k, col, IN - done, LIMIT, STRIDE, not EVEN, not EVEN), total)
+            total = dot(
+                a_tile, load_tile(b, k, col, IN - done, LIMIT, STRIDE, not EVEN, not EVEN), total
+            )
             if rest_col is not None:
-                rest = dot(a_tile, load_tile(b, k, rest_col, IN - done, OUT, STRIDE, not EVEN, not EVEN), rest)
+                rest = dot(
+                    a_tile,
+                    load_tile(b, k, rest_col, IN - done, OUT, STRIDE, not EVEN, not EVEN),
+                    rest,
+                )
         a += DEPTH
         b += DEPTH if TRANSPOSED else DEPTH * OUT
     return total, rest
@@ -92,12 +105,19 @@ def quarters(tile):
 def normal(x):
     """Compute the standard normal distribution's (cdf, density), within 8e-8.
 
-    erf by Abramowitz and Stegun 7.1.26 shares its exponential with the density and takes half the instructions of
-    tl.erf.
+    erf by Abramowitz and Stegun 7.1.26 shares its exponential with the density and takes half the
+    instructions of tl.erf.
     """
     t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
     bell = tl.exp2(-0.7213475204444817 * x * x)
-    tail = bell * t * (0.127414796 + t * (-0.142248368 + t * (0.710706870 + t * (-0.726576013 + t * 0.530702714))))
+    tail = (
+        bell
+        * t
+        * (
+            0.127414796
+            + t * (-0.142248368 + t * (0.710706870 + t * (-0.726576013 + t * 0.530702714)))
+        )
+    )
     return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * bell
 
 

@@ -1,7 +1,8 @@
 """Branches: a run that takes another's state (train.branch_from, the trunk) and follows it with a decay alone.
 
-The trunk's schedule is "wsd". While its rate is constant, its state does not depend on its length: a branch equals, bit
-for bit, a run of the branch's settings that trained all steps itself. One trunk gives losses at several lengths.
+The trunk's schedule is "wsd". While its rate is constant, its state does not depend on its length:
+a branch equals, bit for bit, a run of the branch's settings that trained all steps itself. One
+trunk gives losses at several lengths.
 """
 
 import json
@@ -16,8 +17,15 @@ from runtime.distributed import Ranks
 from runtime.folder import RunFolder, refused_changes
 from runtime.metrics import list_arrays, read_metrics
 
-# What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the branch's step on.
-OF_DECAY = ("train.branch_from", "train.branch_step", "optim.decay_fraction", "optim.decay", "optim.min_lr_ratio")
+# What a branch may set otherwise than its trunk, besides folder.MAY_CHANGE: it acts from the
+# branch's step on.
+OF_DECAY = (
+    "train.branch_from",
+    "train.branch_step",
+    "optim.decay_fraction",
+    "optim.decay",
+    "optim.min_lr_ratio",
+)
 
 
 class Branch(NamedTuple):
@@ -28,16 +36,24 @@ class Branch(NamedTuple):
     dtype: str  # train.dtype of the trunk
 
     def read_metadata(self, ranks: Ranks) -> dict[str, Any]:
-        """What the trunk's checkpoint recorded, without its wandb run. Raises RunError if it is damaged or gone."""
+        """What the trunk's checkpoint recorded, without its wandb run.
+
+        Raises RunError if it is damaged or gone.
+        """
         path = checkpoint.folder_of(self.trunk.checkpoints, self.step)
         try:
             metadata = checkpoint.verify(path, ranks)["facts"]
         except checkpoint.DamagedError as error:
-            raise RunError(f"{error}; restore a copy of {path}, or set another train.branch_step") from None
+            raise RunError(
+                f"{error}; restore a copy of {path}, or set another train.branch_step"
+            ) from None
         return {key: value for key, value in metadata.items() if key != "wandb"}
 
     def copy_metrics(self, own: Path) -> None:
-        """Begin the metrics of the run in `own` with the trunk's up to the step. Raises RunError if it cannot write."""
+        """Begin the metrics of the run in `own` with the trunk's up to the step.
+
+        Raises RunError if it cannot write.
+        """
         source, target = self.trunk.path / "metrics.jsonl", own / "arrays"
         lines = [line for line in read_metrics(source) if line["step"] <= self.step]
         with describe_write_errors(own):
@@ -46,15 +62,19 @@ class Branch(NamedTuple):
             for file in list_arrays(source):
                 if int(file.stem[-8:]) <= self.step:  # a file ends at each checkpoint
                     write_atomic(target / file.name, file.read_bytes())
-            write_atomic(own / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines), durable=True)
+            write_atomic(
+                own / "metrics.jsonl",
+                "".join(json.dumps(line) + "\n" for line in lines),
+                durable=True,
+            )
 
 
 def find_branch(config: Config) -> Branch | None:
     """Check train.branch_from against the run that it names; None if it is empty.
 
     Raises:
-        RunError: the folder is no run, its settings differ in more than the decay, or it has no checkpoint of the step
-            from before its own decay. The message has the remedy.
+        RunError: the folder is no run, its settings differ in more than the decay, or it has no
+            checkpoint of the step from before its own decay. The message has the remedy.
         ConfigError: the trunk's config.toml cannot be read.
     """
     if not config.train.branch_from:
@@ -62,7 +82,9 @@ def find_branch(config: Config) -> Branch | None:
     trunk, step = RunFolder(config.train.branch_from), config.train.branch_step
     name, recorded = f"train.branch_from = {trunk}", trunk.recorded
     if recorded is None:
-        raise RunError(f"{name}: no config.toml there, so not a run; train it first, or name one that is")
+        raise RunError(
+            f"{name}: no config.toml there, so not a run; train it first, or name one that is"
+        )
     if recorded.optim.schedule != "wsd":
         raise RunError(
             f"{name}: its optim.schedule is {recorded.optim.schedule}, whose rate depends on the length of the run, so "
@@ -89,8 +111,8 @@ def check_length(run: RunFolder, config: Config) -> None:
     """Check train.max_steps against train.keep_steps and, with schedule "wsd", against the decay of the run in `run`.
 
     Raises:
-        RunError: a step to keep is after the end; or the decay of the run has begun, or would have, so that its rate
-            would jump. A branch gives the other length.
+        RunError: a step to keep is after the end; or the decay of the run has begun, or would have,
+            so that its rate would jump. A branch gives the other length.
     """
     last = max(config.train.kept_steps, default=0)
     if last > config.train.max_steps:

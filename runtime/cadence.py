@@ -18,22 +18,34 @@ class Due(NamedTuple):
 
 
 class Cadence:
-    """Decides what is due. Every rank asks at every step; they agree through their hosts, no device is waited for."""
+    """Decides what is due.
+
+    Every rank asks at every step; they agree through their hosts, no device is waited for.
+    """
 
     def __init__(self, plan: Plan, start: int, ranks: Ranks, stop: Stop) -> None:
         """`start`: step of the checkpoint that the run resumes from, or 0."""
         self.config, self.ranks, self.stop = plan.config, ranks, stop
         self.saved_step, self.saved_at = start, time.monotonic()
         evaluated = start > 0 and start in plan.val_losses
-        self.evaluated_step = start if distributed.gather(evaluated, ranks.control)[0] else -1  # as rank 0 sees it
+        # as rank 0 sees it
+        self.evaluated_step = start if distributed.gather(evaluated, ranks.control)[0] else -1
 
     def at(self, step: int) -> Due:
-        """What is due after `step` steps. A rank that is asked to stop makes all ranks save and stop."""
+        """What is due after `step` steps.
+
+        A rank that is asked to stop makes all ranks save and stop.
+        """
         train, last = self.config.train, step == self.config.train.max_steps
         minutes = (time.monotonic() - self.saved_at) / 60
-        late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes  # by the clock of one rank
+        # by the clock of one rank
+        late = self.ranks.rank == 0 and 0 < train.checkpoint_minutes <= minutes
         stop, late = distributed.any_rank([self.stop.asked, late], self.ranks)
-        interval = max(1, train.max_steps // 10) if train.checkpoint_interval < 0 else train.checkpoint_interval
+        interval = (
+            max(1, train.max_steps // 10)
+            if train.checkpoint_interval < 0
+            else train.checkpoint_interval
+        )
         on_interval = (interval and step % interval == 0) or step in train.kept_steps
         evaluate = (step % self.config.eval.interval == 0 or last) and step != self.evaluated_step
         return Due(

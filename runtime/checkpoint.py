@@ -1,12 +1,13 @@
 """Checkpoints: folders `step_00001000` under runs/<name>/checkpoints.
 
-step_00001000/__0_0.distcp …  tensors: weights, buffers, AdamW's moments (torch.distributed.checkpoint)
-step_00001000/.metadata       where in those files each tensor is (torch.distributed.checkpoint)
-step_00001000/manifest.json   length and sha256 of all files, and everything that is not a tensor
+step_00001000/__0_0.distcp …  tensors: weights, buffers, AdamW's moments
+(torch.distributed.checkpoint) step_00001000/.metadata       where in those files each tensor is
+(torch.distributed.checkpoint) step_00001000/manifest.json   length and sha256 of all files, and
+everything that is not a tensor
 
-A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete; the latest is found
-by listing the folder. Reading one executes nothing: torch's readers would unpickle anything, the one here accepts
-tensors alone.
+A checkpoint is written under a temporary name, synced to the disk and renamed when it is complete;
+the latest is found by listing the folder. Reading one executes nothing: torch's readers would
+unpickle anything, the one here accepts tensors alone.
 """
 
 import hashlib
@@ -30,7 +31,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.utils._pytree import tree_map
 
 from common.files import sync_folder, write_atomic
@@ -41,7 +46,8 @@ from runtime.distributed import Ranks
 MANIFEST = "manifest.json"
 SAVE_TIMEOUT = timedelta(hours=1)  # for the slowest rank's part to be written
 
-# torch warns where one process saves alone, which is meant here, and logs tracebacks of what is reported below.
+# torch warns where one process saves alone, which is meant here, and logs tracebacks of what is
+# reported below.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed")
 logging.getLogger("torch.distributed.checkpoint._dedup_save_plans").setLevel(logging.WARNING)
 
@@ -51,7 +57,10 @@ class DamagedError(RunError):
 
 
 def steps(folder: str | Path, end: str = "") -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist. Quarantined ones end in .damaged."""
+    """Steps of the checkpoints in `folder`, ascending; empty if it does not exist.
+
+    Quarantined ones end in .damaged.
+    """
     return sorted(int(path.name[5:13]) for path in Path(folder).glob(f"step_{8 * '[0-9]'}{end}"))
 
 
@@ -63,20 +72,24 @@ def folder_of(folder: str | Path, step: int) -> Path:
 class Saver(AbstractContextManager["Saver"]):
     """Writes a run's checkpoints while training continues. Every rank has one.
 
-    Ranks call its methods at the same steps. Leaving the context without an error waits for the last save (`finish`).
-    After an error that all ranks raise alike, and on a single rank, the save under way may end too; after any other
-    error another rank may be lost, and a save that needs it is given up: its partial folder stays until the next start.
+    Ranks call its methods at the same steps. Leaving the context without an error waits for the
+    last save (`finish`). After an error that all ranks raise alike, and on a single rank, the save
+    under way may end too; after any other error another rank may be lost, and a save that needs it
+    is given up: its partial folder stays until the next start.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, sharded: bool, train: Train) -> None:
         """Save to `folder`, runs/<name>/checkpoints: rank 0 alone or, if `sharded`, each rank its part of the tensors.
 
-        `train` says which checkpoints stay (keep_checkpoints, keep_steps) and what a failed save does (on_save_error).
+        `train` says which checkpoints stay (keep_checkpoints, keep_steps) and what a failed save
+        does (on_save_error).
         """
         self.folder, self.on_error = folder, train.on_save_error
         self.keep, self.keep_steps = train.keep_checkpoints, train.kept_steps
         self.first, self.writes = ranks.rank == 0, sharded or ranks.rank == 0
-        self.all_ranks: Any = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
+        self.all_ranks: Any = (
+            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if ranks.world_size > 1 else None
+        )
         self.writers: Any = self.all_ranks if sharded else None  # the group that writes together
         self.pending: threading.Thread | None = None  # writes the save under way
         self.failure: RunError | None = None  # of the last save
@@ -84,29 +97,44 @@ class Saver(AbstractContextManager["Saver"]):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.finish()
-        elif self.writers is None or (isinstance(error, RunError) and not isinstance(error, RankError)):
+        elif self.writers is None or (
+            isinstance(error, RunError) and not isinstance(error, RankError)
+        ):
             self.on_error = "warn"  # the error under way is the one to be raised
             self.wait()
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, metadata: dict
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tensors: dict,
+        metadata: dict,
     ) -> None:
         """Copy the state after `step` steps to host memory and begin to write it; returns when the copy is made.
 
-        Saved are weights, buffers, AdamW's moments, `tensors` ({name: tensor}) and `metadata`, which JSON can hold.
+        Saved are weights, buffers, AdamW's moments, `tensors` ({name: tensor}) and `metadata`,
+        which JSON can hold.
 
         Raises:
             RunError: the save before failed, and `on_error` is "stop".
         """
         self.wait()
         if self.all_ranks:
-            dist.barrier(self.all_ranks)  # for the slowest writer, who may take longer than other collectives wait
+            # for the slowest writer, who may take longer than other collectives wait
+            dist.barrier(self.all_ranks)
         self.failure = None
         if self.writes:
-            state = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), _state(model, optimizer, tensors))
-            # A daemon: stuck in a collective, it would keep the process alive for an hour. It is joined before the
-            # interpreter ends, since a daemon that still frees tensors then aborts the process.
-            self.pending = threading.Thread(target=self._save, args=(step, state, metadata), daemon=True)
+            state = tree_map(
+                lambda tensor: tensor.detach().to("cpu", copy=True),
+                _state(model, optimizer, tensors),
+            )
+            # A daemon: stuck in a collective, it would keep the process alive for an hour. It is
+            # joined before the interpreter ends, since a daemon that still frees tensors then
+            # aborts the process.
+            self.pending = threading.Thread(
+                target=self._save, args=(step, state, metadata), daemon=True
+            )
             self.pending.start()
 
     def poll(self) -> None:
@@ -126,7 +154,10 @@ class Saver(AbstractContextManager["Saver"]):
             print(f"warning: {self.failure}", flush=True)
 
     def finish(self) -> None:
-        """Wait until the last save is complete on all ranks. Raises RunError if it failed, whatever `on_error`."""
+        """Wait until the last save is complete on all ranks.
+
+        Raises RunError if it failed, whatever `on_error`.
+        """
         self.on_error = "stop"
         self.wait()
         if self.failure:
@@ -135,17 +166,26 @@ class Saver(AbstractContextManager["Saver"]):
             dist.barrier(self.all_ranks)
 
     def _save(self, step: int, state: dict, metadata: dict) -> None:
-        if sys.platform == "linux":  # where a priority is a thread's own: the threads that train go first
+        # where a priority is a thread's own: the threads that train go first
+        if sys.platform == "linux":
             this = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))  # lower is refused
+            # lower is refused
+            os.setpriority(os.PRIO_PROCESS, this, max(10, os.getpriority(os.PRIO_PROCESS, this)))
         path = folder_of(self.folder, step)
         temporary = path.with_suffix(".tmp")
         try:
             self._on_each_writer(lambda: temporary.mkdir(parents=True) if self.first else None)
             writer = dcp.FileSystemWriter(temporary)
-            dcp.save(state, storage_writer=writer, process_group=self.writers, no_dist=self.writers is None)
+            dcp.save(
+                state,
+                storage_writer=writer,
+                process_group=self.writers,
+                no_dist=self.writers is None,
+            )
             files = self._on_each_writer(lambda: self._hash_own_files(temporary))
-            self._on_each_writer(lambda: self._publish(step, path, files, metadata) if self.first else None)
+            self._on_each_writer(
+                lambda: self._publish(step, path, files, metadata) if self.first else None
+            )
         except (Exception, CheckpointException) as error:
             if self.first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -175,7 +215,10 @@ class Saver(AbstractContextManager["Saver"]):
                 shutil.rmtree(folder_of(self.folder, old))
 
     def _on_each_writer(self, action: Callable[[], Any]) -> list:
-        """What `action` returned on each of the ranks that write. Raises OSError on all if it did on one."""
+        """What `action` returned on each of the ranks that write.
+
+        Raises OSError on all if it did on one.
+        """
         try:
             outcome = action()
         except OSError as error:
@@ -216,7 +259,8 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
                 shutil.rmtree(quarantine, ignore_errors=True)
                 with describe_write_errors(path):
                     os.replace(path, quarantine)
-    if saved or any(Path(folder).glob("step_*.damaged")):  # not started over here: its metrics would go, too
+    # not started over here: its metrics would go, too
+    if saved or any(Path(folder).glob("step_*.damaged")):
         raise RunError(
             f"{folder}: all checkpoints are damaged and quarantined. Start over in a new folder (--fresh), or restore "
             f"a copy of one of them under its name"
@@ -225,8 +269,13 @@ def latest(folder: str | Path, ranks: Ranks) -> tuple[int, dict[str, Any]]:
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
-    """The manifest of the checkpoint `path`. Raises DamagedError, on all ranks, if a file differs from what it says."""
-    rank, world_size, group = (ranks.rank, ranks.world_size, ranks.control) if ranks else (0, 1, None)
+    """The manifest of the checkpoint `path`.
+
+    Raises DamagedError, on all ranks, if a file differs from what it says.
+    """
+    rank, world_size, group = (
+        (ranks.rank, ranks.world_size, ranks.control) if ranks else (0, 1, None)
+    )
     fault, manifest = None, {}
     try:
         manifest = read_manifest(path)
@@ -257,7 +306,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_bytes().decode()
         body = json.loads(text)["body"]
         intact = text == _manifest_text(body) and path.name == folder_of("", body["step"]).name
-        intact = intact and all(Path(name).name == name for name in body["files"])  # none outside of the folder
+        # none outside of the folder
+        intact = intact and all(Path(name).name == name for name in body["files"])
     except OSError as error:
         raise DamagedError(f"{file}: damaged, it cannot be read ({error.strerror})") from error
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -267,7 +317,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict) -> None:
+def load(
+    folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict
+) -> None:
     """Restore what `Saver.save` copied at `step`, in place. Every rank calls it.
 
     Raises:
@@ -277,10 +329,14 @@ def load(folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim
     _read(folder_of(folder, step), state)
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     optimizer_state = {"state": state["optimizer"], "param_groups": groups}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state
+    )
 
 
-def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = False) -> dict[str, Any]:
+def load_model(
+    folder: str | Path, step: int, model: nn.Module, ema: bool = False
+) -> dict[str, Any]:
     """Restore weights and buffers alone, or with `ema` their running mean, in place; for one process.
 
     Returns:
@@ -293,14 +349,18 @@ def load_model(folder: str | Path, step: int, model: nn.Module, ema: bool = Fals
     try:
         metadata = verify(path)["facts"]
     except DamagedError as error:
-        raise RunError(f"{error}; use another step, or remove {path} and start the run again") from None
+        raise RunError(
+            f"{error}; use another step, or remove {path} and start the run again"
+        ) from None
     weights = get_model_state_dict(model)
     _read(path, {"run": {"ema": weights}} if ema else {"model": weights})
     model.load_state_dict(weights)
     return metadata
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     """All tensors of a checkpoint, nested, in an order that a resume does not change: equal states give equal files.
 
     AdamW's settings are not in it: they come from the config.
@@ -314,7 +374,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str
 def _read(path: Path, state: dict[str, Any]) -> None:
     try:
         dcp.load(state, storage_reader=Reader(path), no_dist=not dist.is_initialized())
-    except (Exception, CheckpointException) as error:  # the bytes are right: it is another model's, or another torch's
+    # the bytes are right: it is another model's, or another torch's
+    except (Exception, CheckpointException) as error:
         raise RunError(
             f"{path} does not fit this run ({type(error).__name__}: {_last_line(error)}). Start over in a new folder "
             f"(--fresh), or use the code that wrote it"
@@ -337,12 +398,25 @@ class Reader(dcp.FileSystemReader):
 class TensorUnpickler(pickle.Unpickler):
     """Knows the classes that describe tensors, and no other."""
 
-    METADATA = ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties")
+    METADATA = (
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "TensorProperties",
+    )
     KNOWN = {
-        "torch.distributed.checkpoint.metadata": {*METADATA, "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.metadata": {
+            *METADATA,
+            "ChunkStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
-        "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+        "torch": {
+            "Size",
+            *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+        },
         "pathlib": {"PosixPath", "PurePosixPath"},
     }
 
@@ -361,7 +435,10 @@ def _manifest_text(body: dict[str, Any]) -> str:
 def _describe(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest. Raises OSError."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def _last_line(error: BaseException) -> str:

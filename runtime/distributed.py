@@ -40,7 +40,8 @@ class Ranks(NamedTuple):
     world_size: int
     device: torch.device
     local_size: int = 1  # ranks on this node
-    control: dist.ProcessGroup | None = None  # gloo, for small messages between hosts; None on one rank
+    # gloo, for small messages between hosts; None on one rank
+    control: dist.ProcessGroup | None = None
 
 
 def print_once(text: str) -> None:
@@ -82,7 +83,8 @@ def pick_device(name: str) -> torch.device:
         raise RankError(
             f"rank {local_rank()} of this node has no GPU, there are {available}; set --nproc_per_node={available}"
         )
-    # cuBLAS must not add parts of a product (split-K) in float16 or bfloat16, which torch allows by default.
+    # cuBLAS must not add parts of a product (split-K) in float16 or bfloat16, which torch allows by
+    # default.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda", local_rank())
@@ -91,8 +93,9 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device, router: str) -> torch.dtype:
     """The compute type for "float16", "bfloat16", "float32" or "auto".
 
-    "auto" is the paper's float16 on CUDA. On a CPU it is bfloat16 with AMX or, where `router` is "dense", AVX-512's
-    bfloat16 instructions, which gain nothing on small experts (docs/performance.md); else float32.
+    "auto" is the paper's float16 on CUDA. On a CPU it is bfloat16 with AMX or, where `router` is
+    "dense", AVX-512's bfloat16 instructions, which gain nothing on small experts
+    (docs/performance.md); else float32.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -116,12 +119,15 @@ def cpu_capabilities() -> Mapping[str, Any]:
 def choose_threads(device: torch.device, recorded: int | None) -> int:
     """Set how many threads torch takes: on a CPU as many as there are free cores; returns their number.
 
-    Threads wait for each other after each operator, so one that shares its core slows all: on 2 cores, beside a busy
-    process, 2 threads take 3.4 times as long as alone, and 1 thread 2 times as long.
+    Threads wait for each other after each operator, so one that shares its core slows all: on 2
+    cores, beside a busy process, 2 threads take 3.4 times as long as alone, and 1 thread 2 times as
+    long.
 
     Args:
-        device: on CUDA nothing is set, nor with several ranks, nor against OMP_NUM_THREADS or MKL_NUM_THREADS.
-        recorded: the number that the run began with, which it keeps: sums of other parts are rounded otherwise.
+        device: on CUDA nothing is set, nor with several ranks, nor against OMP_NUM_THREADS or
+            MKL_NUM_THREADS.
+        recorded: the number that the run began with, which it keeps: sums of other parts are
+            rounded otherwise.
     """
     given = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}
     possible = torch.get_num_threads()
@@ -130,7 +136,9 @@ def choose_threads(device: torch.device, recorded: int | None) -> int:
     threads = min(recorded or count_free_cores() or possible, possible)
     if threads < possible:
         why = "as this run began" if recorded else "other processes use the other cores"
-        print_once(f"{plural(threads, 'thread')} of {possible}: {why}; OMP_NUM_THREADS={possible} takes all")
+        print_once(
+            f"{plural(threads, 'thread')} of {possible}: {why}; OMP_NUM_THREADS={possible} takes all"
+        )
     torch.set_num_threads(threads)
     return threads
 
@@ -164,8 +172,9 @@ def make_deterministic() -> None:
 def order_attention_kernels(capability: int, deterministic: bool) -> list[SDPBackend]:
     """Kernels of F.scaled_dot_product_attention on a GPU, the first that can run is to be taken.
 
-    cuDNN's is the fastest from compute capability 9 on (torch's own choice depends on versions). With `deterministic`
-    only flash attention, whose backward pass then sums in a fixed order, and plain products.
+    cuDNN's is the fastest from compute capability 9 on (torch's own choice depends on versions).
+    With `deterministic` only flash attention, whose backward pass then sums in a fixed order, and
+    plain products.
     """
     if deterministic:
         return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -186,8 +195,15 @@ def attention_kernels(device: torch.device, deterministic: bool) -> Iterator[Non
 
 def name_attention_kernel(model: Model, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that a model's attention takes without document masks: "cudnn", "flash", "efficient" or "math"."""
-    n_key, length, size = model.n_kv_head or model.n_head, model.block_size, model.n_embd // model.n_head
-    q, k = (torch.empty(1, heads, length, size, dtype=dtype, device=device) for heads in (model.n_head, n_key))
+    n_key, length, size = (
+        model.n_kv_head or model.n_head,
+        model.block_size,
+        model.n_embd // model.n_head,
+    )
+    q, k = (
+        torch.empty(1, heads, length, size, dtype=dtype, device=device)
+        for heads in (model.n_head, n_key)
+    )
     choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=n_key < model.n_head)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
@@ -202,7 +218,10 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
-    """For each of `flags` whether it is set on any rank. Waits for the hosts, not for their GPUs."""
+    """For each of `flags` whether it is set on any rank.
+
+    Waits for the hosts, not for their GPUs.
+    """
     if ranks.control is None:
         return list(flags)
     counts = torch.tensor(flags, dtype=torch.int32)
@@ -248,8 +267,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator[Ranks]:
     """Join the process group of the job, while in this context: NCCL on CUDA, gloo on CPU; none on one rank.
 
-    A rank that waits longer than `timeout_minutes` for the others fails, and torchrun then ends the job. After an error
-    another rank may be lost, so the group is aborted: that waits for none.
+    A rank that waits longer than `timeout_minutes` for the others fails, and torchrun then ends the
+    job. After an error another rank may be lost, so the group is aborted: that waits for none.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -258,7 +277,9 @@ def process_group(device: torch.device, timeout_minutes: float = 10) -> Iterator
         yield Ranks(0, 1, device)
         return
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo", timeout=timeout, device_id=device if on_cuda else None
+    )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)  # of all ranks, so of this one too

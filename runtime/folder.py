@@ -18,11 +18,28 @@ from runtime import RunError, checkpoint, describe_write_errors
 from runtime.distributed import Ranks, print_once
 from runtime.metrics import read_metrics
 
-# Keys that may differ from those the run started with: how long, how often and where it computes, not what.
-MAY_CHANGE = {"run.name", "run.dir", "data.dir", "train.max_steps", *(key for key in KEYS if key.startswith("log."))}
-MAY_CHANGE |= {"train.micro_batch_size", "train.activation_checkpointing", "train.compile", "train.parallel"}
+# Keys that may differ from those the run started with: how long, how often and where it computes,
+# not what.
+MAY_CHANGE = {
+    "run.name",
+    "run.dir",
+    "data.dir",
+    "train.max_steps",
+    *(key for key in KEYS if key.startswith("log.")),
+}
+MAY_CHANGE |= {
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.parallel",
+}
 MAY_CHANGE |= {"train.device", "train.deterministic", "train.timeout_minutes"}
-MAY_CHANGE |= {"train.checkpoint_interval", "train.checkpoint_minutes", "train.keep_checkpoints", "train.keep_steps"}
+MAY_CHANGE |= {
+    "train.checkpoint_interval",
+    "train.checkpoint_minutes",
+    "train.keep_checkpoints",
+    "train.keep_steps",
+}
 MAY_CHANGE |= {"train.on_save_error", "eval.interval"}
 MAY_CHANGE |= {"eval.tasks", "eval.task_interval", "eval.task_limit", "eval.tasks_dir"}
 MAX_SUFFIX = 40  # characters of what differs, in the name of a folder
@@ -42,12 +59,15 @@ def refused_changes(old: Config, new: Config, more: Iterable[str] = ()) -> list[
     """Lines `key: old -> new` of settings that must not change: all but those of MAY_CHANGE and `more`."""
     allowed = MAY_CHANGE.union(more)
     if new.train.balance_loss_coef > 0 and new.train.balance_loss_scope == "micro_batch":
-        allowed = allowed - {"train.micro_batch_size"}  # the loss depends on how large micro-batches are
+        # the loss depends on how large micro-batches are
+        allowed = allowed - {"train.micro_batch_size"}
     return [line for line in configure.differences(old, new) if line.split(":")[0] not in allowed]
 
 
 class RunFolder:
-    """The folder of one run. Its config.toml is read once; only `claim` and `write_config` change the folder.
+    """The folder of one run.
+
+    Its config.toml is read once; only `claim` and `write_config` change the folder.
 
     Attributes:
         path: runs/<name>; it need not exist.
@@ -63,7 +83,10 @@ class RunFolder:
 
     @cached_property
     def recorded(self) -> Config | None:
-        """The settings of its last start, from config.toml. None if there is no such file. Raises ConfigError."""
+        """The settings of its last start, from config.toml. None if there is no such file.
+
+        Raises ConfigError.
+        """
         file = self.path / "config.toml"
         return configure.load(file) if file.is_file() else None
 
@@ -80,8 +103,8 @@ class RunFolder:
     def keep_recorded(self, config: Config) -> Config:
         """`config` with what a resume keeps.
 
-        That is the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that were the defaults
-        when the run began, where `config` has today's.
+        That is the train.dtype that "auto" stands for, checkpoints of keep_steps, and values that
+        were the defaults when the run began, where `config` has today's.
         """
         if self.recorded is None:
             return config
@@ -89,19 +112,25 @@ class RunFolder:
         if train.dtype == "auto":
             config = replace(config, "train", dtype=before.dtype)
         for key, schema in KEYS.items():
-            if attrgetter(key)(self.recorded) == schema.get("before") and attrgetter(key)(config) == schema["default"]:
+            if (
+                attrgetter(key)(self.recorded) == schema.get("before")
+                and attrgetter(key)(config) == schema["default"]
+            ):
                 section, name = key.split(".")
                 config = replace(config, section, **{name: schema["before"]})
         kept = {step for step in before.kept_steps - train.kept_steps if step <= train.max_steps}
         if kept:
-            config = replace(config, "train", keep_steps=",".join(map(str, sorted(kept | train.kept_steps))))
+            config = replace(
+                config, "train", keep_steps=",".join(map(str, sorted(kept | train.kept_steps)))
+            )
         return config
 
     def find_changes(self, config: Config) -> list[str]:
         """What differs from the run that is in the folder, as lines `key: old -> new`; empty if there is none.
 
         Raises:
-            RunError: another run is there, naming each key that must not change, or checkpoints without a config.
+            RunError: another run is there, naming each key that must not change, or checkpoints
+                without a config.
             ConfigError: its config.toml cannot be read.
         """
         if self.recorded is None:
@@ -114,12 +143,17 @@ class RunFolder:
         config = self.keep_recorded(config)
         if refused := refused_changes(self.recorded, config):
             message = f"{self} holds a run with another config:\n  " + "\n  ".join(refused)
-            message += "\nGive this one another name (--run.name=NAME), or let it choose one (--fresh)"
+            message += (
+                "\nGive this one another name (--run.name=NAME), or let it choose one (--fresh)"
+            )
             raise RunError(message)
         return configure.differences(self.recorded, config)
 
     def holds(self, config: Config) -> bool:
-        """Whether the run in it is that of `config`. One whose config.toml cannot be read is not."""
+        """Whether the run in it is that of `config`.
+
+        One whose config.toml cannot be read is not.
+        """
         try:
             recorded = self.recorded
         except configure.ConfigError:
@@ -132,7 +166,10 @@ class RunFolder:
         return step > last or (step == last and step in self.read_val_losses())
 
     def describe_finished(self, config: Config) -> str | None:
-        """One line on the run in it if its newest intact checkpoint is the end, else None. Raises RunError as above."""
+        """One line on the run in it if its newest intact checkpoint is the end, else None.
+
+        Raises RunError as above.
+        """
         self.find_changes(config)
         damages = ""
         for step in reversed(checkpoint.steps(self.checkpoints)):
@@ -158,7 +195,9 @@ class RunFolder:
 
     @contextmanager
     def claim(self, ranks: Ranks) -> Iterator[None]:
-        """Within it, no other job writes to the folder. Rank 0 makes it, holds its lock and removes partial saves.
+        """Within it, no other job writes to the folder.
+
+        Rank 0 makes it, holds its lock and removes partial saves.
 
         The lock ends with the process, however it dies.
 
@@ -183,7 +222,9 @@ class RunFolder:
                     f"another run (--run.name=NAME or --fresh)"
                 ) from None
             except OSError as error:
-                print(f"warning: {file.name}: no locks on this file system ({error.strerror}): two runs may collide")
+                print(
+                    f"warning: {file.name}: no locks on this file system ({error.strerror}): two runs may collide"
+                )
             with describe_write_errors(self.path):
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
@@ -200,9 +241,9 @@ class RunFolder:
 def find_or_rename(config: Config, tell: Callable[[str], object] = print_once) -> Config:
     """`config`, whose run.name nobody chose, under the name of the folder that holds its run, or of a free one.
 
-    The same config always finds its own folder, be it one of a shorter name (its sweep had fewer axes then). If
-    another config's run is in NAME, this one goes to NAME followed by what differs, such as NAME-lr0.001; `tell` is
-    called with a line that says so.
+    The same config always finds its own folder, be it one of a shorter name (its sweep had fewer
+    axes then). If another config's run is in NAME, this one goes to NAME followed by what differs,
+    such as NAME-lr0.001; `tell` is called with a line that says so.
 
     Raises:
         RunError: NAME has checkpoints but no config.
@@ -225,7 +266,9 @@ def find_or_rename(config: Config, tell: Callable[[str], object] = print_once) -
         parts.append(value if value and isinstance(value, str) else f"{key.split('.')[1]}{value}")
     suffix = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts))[:MAX_SUFFIX]
     config = _under_free_name(replace(config, "run", name=f"{name}-{suffix}"))
-    tell(f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}")
+    tell(
+        f"{own} holds a run with another config ({'; '.join(refused)}); this one goes to {path_of(config)}"
+    )
     return config
 
 
@@ -237,7 +280,9 @@ def renamed(config: Config) -> Config:
     """
     for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if os.environ.get(key, "0") != "0":
-            raise RunError(f"{key} = {os.environ[key]}: --fresh would begin another run; name it (--run.name=NAME)")
+            raise RunError(
+                f"{key} = {os.environ[key]}: --fresh would begin another run; name it (--run.name=NAME)"
+            )
     return _under_free_name(config)
 
 

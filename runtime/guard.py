@@ -1,7 +1,8 @@
 """Stops a run that cannot continue: reads what became of the steps on the device and writes a crash dump.
 
-A loss that is NaN or Inf stops it at once, and the dump, runs/<name>/crash-step_00001234.json, shows what led to it.
-Gradients that are NaN or Inf, or loss spikes, only skip their step; train.max_skipped_steps in a row stop the run.
+A loss that is NaN or Inf stops it at once, and the dump, runs/<name>/crash-step_00001234.json,
+shows what led to it. Gradients that are NaN or Inf, or loss spikes, only skip their step;
+train.max_skipped_steps in a row stop the run.
 """
 
 import json
@@ -23,10 +24,17 @@ from runtime.updates import BAD_LOSS, RUNNING, SPIKES, Counters
 
 
 class Guard:
-    """Checks the counters that the device keeps (`Updates`). Every rank calls its methods at the same steps."""
+    """Checks the counters that the device keeps (`Updates`).
+
+    Every rank calls its methods at the same steps.
+    """
 
     def __init__(
-        self, plan: Plan, state: TrainState, ranks: Ranks, recompute: Callable[[int], tuple[list[Tensor], float]]
+        self,
+        plan: Plan,
+        state: TrainState,
+        ranks: Ranks,
+        recompute: Callable[[int], tuple[list[Tensor], float]],
     ) -> None:
         """`recompute` repeats a step's forward and backward pass, scaled as then: this rank's losses, and its rate."""
         self.plan, self.state, self.ranks, self.recompute = plan, state, ranks, recompute
@@ -38,8 +46,8 @@ class Guard:
         """What became of the steps so far. Waits for the device, so it is not called in every step.
 
         Raises:
-            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash dump, or too many
-                skipped steps in a row.
+            RunError: the run is halted: a loss that is NaN or Inf, which also writes the crash
+                dump, or too many skipped steps in a row.
         """
         counters = self.state.updates.read()
         step, folder = int(counters.step), self.plan.run
@@ -77,7 +85,9 @@ class Guard:
         windows = [plan.loader.locate(step, row, size) for row in rows]
         of_rank = {
             "rank": self.ranks.rank,
-            "micro_batches": [{"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)],
+            "micro_batches": [
+                {"loss": loss, "windows": w} for loss, w in zip(losses, windows, strict=True)
+            ],
         }
         dump: dict[str, Any] = {"step": step, "loss": counters.loss, "loss_scale": counters.scale}
         dump |= {"learning_rate": rate, "ranks": distributed.gather(of_rank, self.ranks.control)}
@@ -86,7 +96,10 @@ class Guard:
             assert p.grad is not None
             norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (p, p.grad))
             weight, gradient = (full_tensor(norm).item() for norm in norms)
-            dump["parameters"][name] = {"weight_norm": weight, "gradient_norm": gradient / counters.scale}
+            dump["parameters"][name] = {
+                "weight_norm": weight,
+                "gradient_norm": gradient / counters.scale,
+            }
         path = plan.run.path / f"crash-step_{step:08d}.json"
         if self.ranks.rank == 0:
             # JSON has no numbers for NaN and Inf: they become strings.

@@ -1,9 +1,10 @@
 """A run's numbers: metrics.jsonl and arrays/ in its folder, trackers (wandb, TensorBoard) on request; what loads say.
 
-Numbers, and lists of them by layer, are in metrics.jsonl: a short JSON object per line. Larger arrays, by window or by
-expert (ARRAYS), are in arrays/val_STEP.npz and arrays/router_STEP.npz, which np.load reads: `step` (n,) and each name
-(n, ...), for the n steps logged since the last such file, up to STEP. They are written at each evaluation and before
-each checkpoint. Older runs have the arrays in metrics.jsonl, as lists.
+Numbers, and lists of them by layer, are in metrics.jsonl: a short JSON object per line. Larger
+arrays, by window or by expert (ARRAYS), are in arrays/val_STEP.npz and arrays/router_STEP.npz,
+which np.load reads: `step` (n,) and each name (n, ...), for the n steps logged since the last such
+file, up to STEP. They are written at each evaluation and before each checkpoint. Older runs have
+the arrays in metrics.jsonl, as lists.
 """
 
 import io
@@ -24,39 +25,57 @@ from runtime import RunError, describe_write_errors
 if TYPE_CHECKING:  # scripts.watch imports this module without torch
     from torch import Tensor
 
-# Nats per token (W,); equal numbers where windows are of one document (W,); each window's weight in the mean, 1 on
-# average, of a mixture (W,); tokens (L, E), of a step in training.
-ARRAYS = ("val/window_losses", "val/window_documents", "val/window_weights", "val/loads", "router/loads")
-LINES = {"val": "val/loss", "router": "train/loss"}  # names in the lines to which the arrays of a section belong
+# Nats per token (W,); equal numbers where windows are of one document (W,); each window's weight in
+# the mean, 1 on average, of a mixture (W,); tokens (L, E), of a step in training.
+ARRAYS = (
+    "val/window_losses",
+    "val/window_documents",
+    "val/window_weights",
+    "val/loads",
+    "router/loads",
+)
+# names in the lines to which the arrays of a section belong
+LINES = {"val": "val/loss", "router": "train/loss"}
 
 
 class Metrics:
-    """Writes both, each line with `step` and `tokens` (seen in training so far). Rank 0 alone has one.
+    """Writes both, each line with `step` and `tokens` (seen in training so far).
 
-    Inf and NaN are written `Infinity` and `NaN`, as Python's json writes and reads them. Trackers get the lines that
-    exist and each new one, the new ones with their arrays; one that fails is dropped with one printed line. Where a
-    file cannot be written, methods raise RunError or, if `on_error` is "warn", print it once and try again with the
-    next line; `close` raises it in any case.
+    Rank 0 alone has one.
+
+    Inf and NaN are written `Infinity` and `NaN`, as Python's json writes and reads them. Trackers
+    get the lines that exist and each new one, the new ones with their arrays; one that fails is
+    dropped with one printed line. Where a file cannot be written, methods raise RunError or, if
+    `on_error` is "warn", print it once and try again with the next line; `close` raises it in any
+    case.
     """
 
     def __init__(
-        self, folder: str | Path, resume_step: int, trackers: Sequence[Any] = (), on_error: str = "stop"
+        self,
+        folder: str | Path,
+        resume_step: int,
+        trackers: Sequence[Any] = (),
+        on_error: str = "stop",
     ) -> None:
         """Open the files of the run in `folder` and drop what the resumed run will write again.
 
-        That are lines and arrays after `resume_step`; below 0 all go to metrics.old.jsonl and arrays.old. Of lines with
-        the same step and names the last is kept. Raises RunError if the file cannot be written, or has other lines.
+        That are lines and arrays after `resume_step`; below 0 all go to metrics.old.jsonl and
+        arrays.old. Of lines with the same step and names the last is kept. Raises RunError if the
+        file cannot be written, or has other lines.
         """
         self.path, self.arrays = Path(folder, "metrics.jsonl"), Path(folder, "arrays")
         self.trackers, self.on_error = [*trackers], on_error
         self.pending_lines = b""
-        self.pending_arrays: dict[str, dict[int, dict[str, Any]]] = {}  # {section: {step: {name: array}}}
+        # {section: {step: {name: array}}}
+        self.pending_arrays: dict[str, dict[int, dict[str, Any]]] = {}
         self.failing = False  # to write: one warning is enough
         lines = read_metrics(self.path)
         kept = {(line["step"], *line): line for line in lines if line["step"] <= resume_step}
         first, last = max(resume_step, 0) + 1, max((line["step"] for line in lines), default=0)
         if last >= first:
-            reason = f"resumed from the checkpoint of step {first - 1}" if first > 1 else "no checkpoint"
+            reason = (
+                f"resumed from the checkpoint of step {first - 1}" if first > 1 else "no checkpoint"
+            )
             print(f"{self.path}: {reason}, so its steps {first:,} to {last:,} begin again")
         with describe_write_errors(self.path):
             if resume_step < 0:
@@ -64,7 +83,9 @@ class Metrics:
             dropped = [file for file in list_arrays(self.path) if int(file.stem[-8:]) > resume_step]
             for file in [*dropped, *self.arrays.glob("*.tmp")]:
                 file.unlink()
-            write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True)
+            write_atomic(
+                self.path, "".join(json.dumps(line) + "\n" for line in kept.values()), durable=True
+            )
             self.file = self.path.open("ab", buffering=0)
         self._tell("recall", list(kept.values()))
 
@@ -79,13 +100,24 @@ class Metrics:
             self.arrays.rename(self.arrays.with_suffix(".old"))
 
     def log(self, step: int, tokens: int, **values: "Tensor | float") -> None:
-        """Append a line. Tensors are copied to the host; those of ARRAYS wait for an evaluation, `sync` or `close`."""
+        """Append a line.
+
+        Tensors are copied to the host; those of ARRAYS wait for an evaluation, `sync` or `close`.
+        """
         line: dict[str, Any] = {"step": step, "tokens": tokens}
-        line |= {name: value if isinstance(value, int | float) else value.tolist() for name, value in values.items()}
+        line |= {
+            name: value if isinstance(value, int | float) else value.tolist()
+            for name, value in values.items()
+        }
         for name in line.keys() & ARRAYS:
-            self.pending_arrays.setdefault(name.split("/")[0], {}).setdefault(step, {})[name] = line[name]
-        self.pending_lines += json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n"
-        self._write(arrays="val" in self.pending_arrays)  # before its line, which says that this evaluation is done
+            self.pending_arrays.setdefault(name.split("/")[0], {}).setdefault(step, {})[name] = (
+                line[name]
+            )
+        self.pending_lines += (
+            json.dumps({name: line[name] for name in line if name not in ARRAYS}).encode() + b"\n"
+        )
+        # before its line, which says that this evaluation is done
+        self._write(arrays="val" in self.pending_arrays)
         self._tell("log", line)
 
     def sync(self) -> None:
@@ -122,7 +154,9 @@ class Metrics:
         for section, rows in [*self.pending_arrays.items()]:
             file, data = self.arrays / f"{section}_{max(rows):08}.npz", io.BytesIO()
             names = {name for row in rows.values() for name in row}
-            arrays = {name: np.array([row[name] for row in rows.values()]) for name in sorted(names)}
+            arrays = {
+                name: np.array([row[name] for row in rows.values()]) for name in sorted(names)
+            }
             np.savez_compressed(data, allow_pickle=False, step=[*rows], **arrays)
             with describe_write_errors(file):
                 self.arrays.mkdir(exist_ok=True)
@@ -151,7 +185,9 @@ class Metrics:
             except Exception as error:  # whatever it is: the numbers are in the file
                 self.trackers.remove(tracker)
                 problem = f"{tracker.name}: {method} failed ({first_line(error)})"
-                tqdm.write(f"{problem}: continuing without it. {self.path} has every number{tracker.remedy}")
+                tqdm.write(
+                    f"{problem}: continuing without it. {self.path} has every number{tracker.remedy}"
+                )
 
 
 def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -161,7 +197,8 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str,
 
     Args:
         path: the file.
-        arrays: those of ARRAYS to add to the lines where they were logged, as lists; older runs have all of them.
+        arrays: those of ARRAYS to add to the lines where they were logged, as lists; older runs
+            have all of them.
 
     Returns:
         Dicts of numbers and lists of numbers, `step` (int) and `tokens` in each.
@@ -184,14 +221,18 @@ def read_metrics(path: str | Path, arrays: Sequence[str] = ()) -> list[dict[str,
             rows |= load_arrays(file, [name for name in arrays if name.startswith(section)])
         for record in records:
             if LINES[section] in record:
-                record |= {name: value.tolist() for name, value in rows.get(record["step"], {}).items()}
+                record |= {
+                    name: value.tolist() for name, value in rows.get(record["step"], {}).items()
+                }
     return records
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode())
-        is_record = isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record
+        is_record = (
+            isinstance(record, dict) and type(record.get("step")) is int and "tokens" in record
+        )
         return record if is_record and _are_numbers(record.values()) else None
     except (ValueError, RecursionError):
         return None
@@ -203,20 +244,29 @@ def list_arrays(path: str | Path, section: str = "*") -> list[Path]:
 
 
 def load_arrays(file: Path, names: Sequence[str]) -> dict[int, dict[str, np.ndarray]]:
-    """{step: {name: array}} of a file of arrays, of those `names` that it has. Raises RunError if it is damaged."""
+    """{step: {name: array}} of a file of arrays, of those `names` that it has.
+
+    Raises RunError if it is damaged.
+    """
     try:
         with np.load(file) as data:
             columns = {name: data[name] for name in names if name in data}
-            return {int(step): {name: columns[name][i] for name in columns} for i, step in enumerate(data["step"])}
+            return {
+                int(step): {name: columns[name][i] for name in columns}
+                for i, step in enumerate(data["step"])
+            }
     except Exception as error:  # numpy and zipfile raise many kinds
-        raise RunError(f"{file} is damaged ({first_line(error)}); remove it: the run does without it") from error
+        raise RunError(
+            f"{file} is damaged ({first_line(error)}); remove it: the run does without it"
+        ) from error
 
 
 def load_metrics(loads: "Tensor") -> "dict[str, Tensor]":
     """Two numbers that summarise expert loads (L, E), tokens per expert.
 
-    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when balanced, E / K at
-    worst. `dead_experts` is the number, over all layers, of experts that no token chose.
+    `load_imbalance` is the busiest expert's load over the mean load, averaged over layers: 1 when
+    balanced, E / K at worst. `dead_experts` is the number, over all layers, of experts that no
+    token chose.
     """
     imbalance, dead = imbalance_and_dead(loads)
     return {"load_imbalance": imbalance.mean(), "dead_experts": dead.sum()}
@@ -231,7 +281,8 @@ def gate_metrics(zeros: "Tensor", square: "Tensor", total: "Tensor") -> "dict[st
         total: (L,) mean over tokens of Σ g.
 
     Returns:
-        `zero_gates` (); `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`, (L,).
+        `zero_gates` (); `gate_norm`: √E‖g‖², and `gate_sum`: E Σ g; each () and, with `_of_layers`,
+        (L,).
     """
     norm = square.sqrt()
     means = {"zero_gates": zeros.mean(), "gate_norm": norm.mean(), "gate_sum": total.mean()}
@@ -244,4 +295,7 @@ def imbalance_and_dead(loads: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, int | float) for value in values)
+    return all(
+        _are_numbers(value) if isinstance(value, list) else isinstance(value, int | float)
+        for value in values
+    )

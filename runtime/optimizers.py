@@ -15,7 +15,9 @@ STEPS = 5
 
 
 class AdamW(torch.optim.AdamW):
-    """Fused AdamW. Of the weights that `keep_copies` names, a kernel takes the step that also copies them.
+    """Fused AdamW.
+
+    Of the weights that `keep_copies` names, a kernel takes the step that also copies them.
 
     Gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1.
     """
@@ -40,16 +42,23 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]  # no loss is returned
         """Take a step with the gradients in place. There is no `closure`."""
         groups = self.param_groups
-        take_fused_step(self, [{**g, "params": [p for p in g["params"] if p not in self.copies]} for g in groups])
+        take_fused_step(
+            self,
+            [{**g, "params": [p for p in g["params"] if p not in self.copies]} for g in groups],
+        )
         if not self.copies:
             return
-        torch._foreach_add_([self.state[p]["step"] for p in self.copies], [1 - self.found_inf] * len(self.copies))
+        torch._foreach_add_(
+            [self.state[p]["step"] for p in self.copies], [1 - self.found_inf] * len(self.copies)
+        )
         settings = {p: group for group in groups for p in group["params"]}
         for p, copy in self.copies.items():
             assert p.grad is not None and triton_adamw, "keep_copies is for where Triton can run"
             m, v, count = (self.state[p][name] for name in ("exp_avg", "exp_avg_sq", "step"))
             tensors = p, p.grad, m, v, copy, count, self.grad_scale, self.found_inf
-            lr, betas, eps, decay = (settings[p][name] for name in ("lr", "betas", "eps", "weight_decay"))
+            lr, betas, eps, decay = (
+                settings[p][name] for name in ("lr", "betas", "eps", "weight_decay")
+            )
             triton_adamw.adamw_step(*tensors, lr, betas, eps, decay)
             self.versions[p] = p._version
 
@@ -64,9 +73,12 @@ def take_fused_step(optimizer: torch.optim.AdamW, groups: list[dict[str, Any]]) 
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """For each matrix U S Vᵀ of x (..., A, B) about U Vᵀ: its singular values become 0.7 to 1.2. In x's type.
+    """For each matrix U S Vᵀ of x (..., A, B) about U Vᵀ: its singular values become 0.7 to 1.2.
 
-    Newton-Schulz steps of the quintic a s + b s³ + c s⁵ on the singular values s, all matrices in one batch.
+    In x's type.
+
+    Newton-Schulz steps of the quintic a s + b s³ + c s⁵ on the singular values s, all matrices in
+    one batch.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
     """
@@ -82,8 +94,9 @@ def orthogonalize(x: Tensor) -> Tensor:
 def is_for_muon(name: str, dim: int) -> bool:
     """Whether Muon takes the model's parameter of that name: the blocks' matrices, but routers.
 
-    Embeddings and the head stay with AdamW, since a token moves one row of them, and routers, since the size of their
-    logits sets the gates: a row for each token or expert is no linear map whose singular values should be alike.
+    Embeddings and the head stay with AdamW, since a token moves one row of them, and routers, since
+    the size of their logits sets the gates: a row for each token or expert is no linear map whose
+    singular values should be alike.
     """
     return dim >= 2 and name.startswith("blocks.") and ".router." not in name
 
@@ -91,14 +104,16 @@ def is_for_muon(name: str, dim: int) -> bool:
 class Muon(AdamW):
     """Muon on groups that have a `momentum`, fused AdamW on the others.
 
-    The gradient g of a matrix W (..., A, B) moves its running mean m to μ m + (1 - μ) g, and W by -lr times
-    decay · W + 0.2 √max(A, B) · orthogonalize(μ m + (1 - μ) g). That factor gives the step the root mean square of
-    AdamW's, so that both take one learning rate and one decay (arXiv 2502.16982). Leading dimensions, the experts', are
-    matrices by themselves. As for fused AdamW, gradients are divided by `grad_scale`, and nothing moves where
-    `found_inf` is 1: the step is decided on the device, which torch.optim.Muon cannot do. The iteration runs in
-    bfloat16 on CUDA, as its authors', and in float32 on a CPU.
+    The gradient g of a matrix W (..., A, B) moves its running mean m to μ m + (1 - μ) g, and W by
+    -lr times decay · W + 0.2 √max(A, B) · orthogonalize(μ m + (1 - μ) g). That factor gives the
+    step the root mean square of AdamW's, so that both take one learning rate and one decay (arXiv
+    2502.16982). Leading dimensions, the experts', are matrices by themselves. As for fused AdamW,
+    gradients are divided by `grad_scale`, and nothing moves where `found_inf` is 1: the step is
+    decided on the device, which torch.optim.Muon cannot do. The iteration runs in bfloat16 on CUDA,
+    as its authors', and in float32 on a CPU.
 
-    Under FSDP2 experts lie whole on a rank, which takes its own; other matrices are gathered for the iteration.
+    Under FSDP2 experts lie whole on a rank, which takes its own; other matrices are gathered for
+    the iteration.
     """
 
     @torch.no_grad()
@@ -120,7 +135,10 @@ class Muon(AdamW):
         gradient = gradient / self.grad_scale
         after = before.lerp(gradient, 1 - momentum)
         direction = _orthogonalize_sharded(gradient.lerp(after, momentum), p)
-        moved = weight * (1 - lr * group["weight_decay"]) - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * direction
+        moved = (
+            weight * (1 - lr * group["weight_decay"])
+            - lr * 0.2 * max(p.shape[-2:]) ** 0.5 * direction
+        )
         before.copy_(torch.where(take, after, before))
         weight.copy_(torch.where(take, moved, weight))
 
@@ -131,6 +149,12 @@ def _orthogonalize_sharded(x: Tensor, p: Tensor) -> Tensor:
     if x.dim() > 2 or not isinstance(p, DTensor):
         return orthogonalize(x.to(dtype)).to(x.dtype)
     mesh, replicated = p.device_mesh, [Replicate()] * p.device_mesh.ndim
-    sharded = DTensor.from_local(x, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    sharded = DTensor.from_local(
+        x, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
     full = orthogonalize(sharded.full_tensor().to(dtype)).to(x.dtype)
-    return DTensor.from_local(full, mesh, replicated, run_check=False).redistribute(placements=p.placements).to_local()
+    return (
+        DTensor.from_local(full, mesh, replicated, run_check=False)
+        .redistribute(placements=p.placements)
+        .to_local()
+    )

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def check_settings(config: Config) -> None:
     """Raise RunError for settings that need what is not installed, or another formula of the router."""
     if config.log.tensorboard and find_package("tensorboard") is None:
-        raise RunError("log.tensorboard = true: tensorboard is not installed: pip install tensorboard")
+        raise RunError(
+            "log.tensorboard = true: tensorboard is not installed: pip install tensorboard"
+        )
     try:
         spec = find_spec(config.model.router)
     except ValueError as error:
@@ -48,49 +50,82 @@ class Plan:
         """Read, check and plan, without changing anything on disk or on a device. eval.tasks needs `open_tasks`.
 
         Raises:
-            RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit its settings.
-            DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size or its mixture.
+            RunError: the run's folder, device, ranks, other weights, tasks or packages do not fit
+                its settings.
+            DataError: a data set is missing, damaged, too small, or does not fit model.vocab_size
+                or its mixture.
         """
         check_settings(config)
         self.run = RunFolder(path_of(config))
         kept = self.run.keep_recorded(config)
         for line in configure.differences(config, kept):
-            if "before" in configure.KEYS[line.split(":")[0]]:  # a default that is another one since the run began
-                distributed.print_once(f"{self.run}: {line}, as this run began; --fresh begins another run")
+            # a default that is another one since the run began
+            if "before" in configure.KEYS[line.split(":")[0]]:
+                distributed.print_once(
+                    f"{self.run}: {line}, as this run began; --fresh begins another run"
+                )
         config = kept
-        self.changes = self.run.find_changes(config)  # `key: old -> new` against the run that is resumed, all allowed
+        # `key: old -> new` against the run that is resumed, all allowed
+        self.changes = self.run.find_changes(config)
         self.last_step = self.run.last_step  # of the newest checkpoint; 0 if there is none
         check_length(self.run, config)
         # train.branch_from; None once there is a checkpoint
         self.branch = None if self.last_step else find_branch(config)
 
-        folders, weights, block_size = config.data.folders, [*config.data.sets.values()], config.model.block_size
+        folders, weights, block_size = (
+            config.data.folders,
+            [*config.data.sets.values()],
+            config.model.block_size,
+        )
         metas = check_sets(folders, config.model.vocab_size)
         if config.data.document_mask:
             check_documents(folders, metas)
-        train_tokens, val_tokens = ([open_tokens(folder, split) for folder in folders] for split in ("train", "val"))
-        self.loader = Loader(train_tokens, block_size, config.train.batch_size, config.run.seed, weights)
-        self.validation = choose_validation(val_tokens, block_size, config.eval.windows, config.eval.spread, weights)
-        self.identity = identify(metas, weights)  # sha256 of data and tokenizer; a checkpoint must have the same
+        train_tokens, val_tokens = (
+            [open_tokens(folder, split) for folder in folders] for split in ("train", "val")
+        )
+        self.loader = Loader(
+            train_tokens, block_size, config.train.batch_size, config.run.seed, weights
+        )
+        self.validation = choose_validation(
+            val_tokens, block_size, config.eval.windows, config.eval.spread, weights
+        )
+        # sha256 of data and tokenizer; a checkpoint must have the same
+        self.identity = identify(metas, weights)
         # The id that begins a document, with data.document_mask
         self.document_token = metas[0].tokenizer["eot"] if config.data.document_mask else None
 
         self.device = distributed.pick_device(config.train.device)
-        name = self.branch.dtype if self.branch and config.train.dtype == "auto" else config.train.dtype
-        self.dtype = distributed.pick_dtype(name, self.device, config.model.router)  # autocast computes in it
-        self.config = replace(config, "train", dtype=str(self.dtype).removeprefix("torch."))  # a resume keeps it
-        sizes, shapes = (distributed.world_size(), distributed.local_size()), parameter_shapes(config.model)
+        name = (
+            self.branch.dtype
+            if self.branch and config.train.dtype == "auto"
+            else config.train.dtype
+        )
+        # autocast computes in it
+        self.dtype = distributed.pick_dtype(name, self.device, config.model.router)
+        # a resume keeps it
+        self.config = replace(config, "train", dtype=str(self.dtype).removeprefix("torch."))
+        sizes, shapes = (
+            (distributed.world_size(), distributed.local_size()),
+            parameter_shapes(config.model),
+        )
         # "ddp", "zero2", "fsdp" or "hsdp", and estimated bytes on each rank
-        self.parallel, self.memory = memory.choose_parallelism(self.config, shapes, *sizes, self.device)
-        self.sharded = self.parallel != "ddp"  # each rank holds a part of every tensor between steps
+        self.parallel, self.memory = memory.choose_parallelism(
+            self.config, shapes, *sizes, self.device
+        )
+        # each rank holds a part of every tensor between steps
+        self.sharded = self.parallel != "ddp"
         train = config.train
-        self.accumulation = train.batch_size // (train.micro_batch_size * sizes[0])  # micro-batches of a rank's step
+        # micro-batches of a rank's step
+        self.accumulation = train.batch_size // (train.micro_batch_size * sizes[0])
         self.tokens_per_step = train.batch_size * block_size  # over all ranks
         self.tasks: ScoreTasks | None = None  # eval.tasks
         if config.eval.task_names:
-            assert open_tasks, "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
+            assert open_tasks, (
+                "train(…, open_tasks=eval.in_loop.TaskScores) is needed with eval.tasks"
+            )
             self.tasks = open_tasks(self.config)
-        self.initial_weights: Weights | None = None  # train.init_from; None once there is a checkpoint
+        # train.init_from; None once there is a checkpoint
+        self.initial_weights: Weights | None = None
         if config.train.init_from and not (self.last_step or self.branch):
             from hf.init_from import read_initial_weights  # the only use of the package hf here
 

@@ -1,4 +1,7 @@
-"""What rank 0 reports of a run: the header, the progress bar, lines of metrics. Other ranks have a silent reporter."""
+"""What rank 0 reports of a run: the header, the progress bar, lines of metrics.
+
+Other ranks have a silent reporter.
+"""
 
 import time
 from collections.abc import Iterator
@@ -45,7 +48,10 @@ class Reporter(AbstractContextManager["Reporter"]):
     """
 
     def __init__(self, plan: Plan, state: TrainState, ranks: Ranks) -> None:
-        """Print the header and open everything. Raises RunError if metrics.jsonl cannot be written."""
+        """Print the header and open everything.
+
+        Raises RunError if metrics.jsonl cannot be written.
+        """
         config, self.plan, self.ranks = plan.config, plan, ranks
         plan.run.write_config(config)
         if plan.branch:
@@ -58,18 +64,24 @@ class Reporter(AbstractContextManager["Reporter"]):
         sizes = [f"{n / 1e6:.{0 if n >= 1e7 else 2}f}M" for n in parameters]
         tags = (config.model.router, *config.data.sets, sizes[0], f"{sizes[1]} active")
         resume_step = state.step or -1
-        trackers = start_trackers(config, plan.run.path, resume_step, state.metadata.get("wandb"), tags)
+        trackers = start_trackers(
+            config, plan.run.path, resume_step, state.metadata.get("wandb"), tags
+        )
         ids = [tracker.id for tracker in trackers if isinstance(tracker, WandbTracker)]
         self.metadata = {"wandb": ids[0]} if ids else {}
         self.metrics = Metrics(plan.run.path, resume_step, trackers, config.train.on_save_error)
         total = config.train.max_steps
-        self.bar = progress_bar(every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR)
-        self.clock: float | None = None  # when the steps of this interval began; None before the first
+        self.bar = progress_bar(
+            every=10, desc=config.run.name, initial=state.step, total=total, bar_format=BAR
+        )
+        # when the steps of this interval began; None before the first
+        self.clock: float | None = None
         self.steps_timed = 0
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.bar.close()
-        with suppress(RunError) if error else nullcontext():  # the error under way is the one to be raised
+        # the error under way is the one to be raised
+        with suppress(RunError) if error else nullcontext():
             self.metrics.close(failed=error is not None)
 
     @contextmanager
@@ -84,7 +96,10 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.bar.update()
 
     def sync(self) -> None:
-        """Make the lines so far survive a power failure. Comes before a checkpoint, whose steps are not repeated."""
+        """Make the lines so far survive a power failure.
+
+        Comes before a checkpoint, whose steps are not repeated.
+        """
         self.metrics.sync()
 
     def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
@@ -101,25 +116,35 @@ class Reporter(AbstractContextManager["Reporter"]):
             if line:
                 self.bar.write(f"{self.plan.config.run.name}: step {step}, {line}")
 
-    def log_steps(self, step: int, lr: float, counters: Counters, mean: Statistics, routers: dict[str, Tensor]) -> None:
+    def log_steps(
+        self, step: int, lr: float, counters: Counters, mean: Statistics, routers: dict[str, Tensor]
+    ) -> None:
         """A line of training metrics after `step` steps; the device is idle, since `counters` were just read from it.
 
-        `lr` is the rate of the last step, `mean` the mean over the steps since the last line, and `routers` are
-        `TrainState.describe_routers`.
+        `lr` is the rate of the last step, `mean` the mean over the steps since the last line, and
+        `routers` are `TrainState.describe_routers`.
         """
         assert self.clock is not None  # every step comes after a pause
         seconds = (time.perf_counter() - self.clock) / self.steps_timed
         tokens = self.plan.tokens_per_step
         values = {"train/loss": mean.loss, "train/aux_loss": mean.aux_loss, "optim/lr": lr}
-        values |= {"optim/grad_norm": counters.grad_norm, "optim/skipped_steps": int(counters.skipped)}
+        values |= {
+            "optim/grad_norm": counters.grad_norm,
+            "optim/skipped_steps": int(counters.skipped),
+        }
         if self.plan.dtype == torch.float16:
             values["optim/loss_scale"] = counters.scale
         if self.plan.config.train.loss_spike != "off":
             values["optim/loss_spikes"] = int(counters.spikes)
         if len(mean.loads):  # no rows for a dense model
-            values |= {"router/entropy": mean.entropy.mean(), "router/entropy_of_layers": mean.entropy}
+            values |= {
+                "router/entropy": mean.entropy.mean(),
+                "router/entropy_of_layers": mean.entropy,
+            }
             values |= {"router/loads": mean.loads}
-            summaries = load_metrics(mean.loads) | gate_metrics(mean.zero_gates, mean.gate_square, mean.gate_sum)
+            summaries = load_metrics(mean.loads) | gate_metrics(
+                mean.zero_gates, mean.gate_square, mean.gate_sum
+            )
             values |= {f"router/{name}": value for name, value in summaries.items()}
         for name, of_layers in routers.items():
             values |= {f"router/{name}": of_layers.mean(), f"router/{name}_of_layers": of_layers}
@@ -129,7 +154,9 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self.plan.device.type == "cuda":
             values["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         self.metrics.log(step, step * tokens, **values)
-        self.bar.set_postfix_str(f"loss {mean.loss.item():.4f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {mean.loss.item():.4f}, {tokens / seconds:,.0f} tokens/s", refresh=False
+        )
         self._report_spikes(counters)
         self.clock, self.steps_timed = time.perf_counter(), 0
 
@@ -151,14 +178,18 @@ def describe_scores(values: dict[str, Any]) -> str:
     for name, value in values.items():
         _, task, metric = [*name.split("/", 2), "", ""][:3]
         if name.startswith("tasks/") and metric in ("acc", "bits_per_byte"):
-            tasks.setdefault(task, []).append(f"acc {value:.4f}" if metric == "acc" else f"{value:.4f} bits/byte")
+            tasks.setdefault(task, []).append(
+                f"acc {value:.4f}" if metric == "acc" else f"{value:.4f} bits/byte"
+            )
     return "; ".join(f"{task} {', '.join(scores)}" for task, scores in tasks.items())
 
 
 def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) -> None:
     """A few lines: the model, the machine, the length of the run; the memory; the sets; what has changed."""
     config = plan.config
-    devices = f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    devices = (
+        f"{ranks.world_size} x {plan.device.type}" if ranks.world_size > 1 else str(plan.device)
+    )
     if devices == "cpu":
         devices += f", {plural(torch.get_num_threads(), 'thread')}"
     print(
@@ -177,11 +208,17 @@ def _print_header(plan: Plan, ranks: Ranks, step: int, total: int, active: int) 
         print(f"{plan.run}: experts by {experts}{problem and f', since triton {problem}'}")
     if plan.device.type == "cuda" and plan.document_token is None:
         kernel = distributed.name_attention_kernel(config.model, plan.device, plan.dtype)
-        print(f"{plan.run}: attention by {kernel}{', deterministic' if config.train.deterministic else ''}")
+        print(
+            f"{plan.run}: attention by {kernel}{', deterministic' if config.train.deterministic else ''}"
+        )
     if plan.device.type == "cpu" and plan.dtype == torch.float16:
-        print(f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)")
+        print(
+            f"{plan.run}: warning: float16 on a CPU takes 8 to 30 times as long as float32 (--train.dtype=auto)"
+        )
     if config.data.mix:
-        parts = zip(config.data.sets.items(), plan.loader.count_epochs(config.train.max_steps), strict=True)
+        parts = zip(
+            config.data.sets.items(), plan.loader.count_epochs(config.train.max_steps), strict=True
+        )
         text = ", ".join(f"{name} {part:.1%} ({epoch:.2g} epochs)" for (name, part), epoch in parts)
         print(f"{plan.run}: data: {text}")
     if plan.changes:

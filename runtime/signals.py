@@ -34,7 +34,10 @@ class Stop:
         self.terminals: list[int] = []  # output that is lost at SIGHUP
 
     def listen(self) -> Self:
-        """From now on signals set `asked` instead of ending the process. A second Ctrl-C is a KeyboardInterrupt."""
+        """From now on signals set `asked` instead of ending the process.
+
+        A second Ctrl-C is a KeyboardInterrupt.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
@@ -43,7 +46,11 @@ class Stop:
             for name, number in ("stdout", 1), ("stderr", 2):
                 if number in self.terminals:
                     buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-                    setattr(sys, name, io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True))
+                    setattr(
+                        sys,
+                        name,
+                        io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True),
+                    )
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may be killed
             end_with_parent(os.getppid())
         return self

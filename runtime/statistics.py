@@ -19,8 +19,9 @@ def join(loss: Tensor, aux_loss: Tensor, stats: Stats) -> Tensor:
 class Statistics:
     """Sums over micro-batches, ranks and steps, as named views of one float64 vector on the device.
 
-    A step's own sums count its micro-batches; `to_step_means` turns them into means, so that `steps` is then 1. Loads
-    and margins stay sums over a step. The sum of several steps' vectors, divided by `steps`, is their mean.
+    A step's own sums count its micro-batches; `to_step_means` turns them into means, so that
+    `steps` is then 1. Loads and margins stay sums over a step. The sum of several steps' vectors,
+    divided by `steps`, is their mean.
 
     Attributes:
         vector: (3 + 4 L + L E + L E M,) float64, all of the below one after the other.
@@ -32,11 +33,17 @@ class Statistics:
         gate_square: (L,) Σ g² of a token's gates, mean over tokens.
         gate_sum: (L,) Σ g of a token's gates, mean over tokens.
         loads: (L, E) tokens per expert.
-        margins: (L, E, M), histograms of `router.count_margins`; M = 0 but in steps under bias_update = "quantile".
+        margins: (L, E, M), histograms of `router.count_margins`; M = 0 but in steps under
+            bias_update = "quantile".
     """
 
     def __init__(
-        self, n_layer: int, n_expert: int, device: torch.device, n_bin: int = 0, join: Callable[..., Tensor] = join
+        self,
+        n_layer: int,
+        n_expert: int,
+        device: torch.device,
+        n_bin: int = 0,
+        join: Callable[..., Tensor] = join,
     ) -> None:
         """Zeros for L = `n_layer` layers with a router (0 for a dense model), E = `n_expert` and M = `n_bin`.
 

@@ -1,8 +1,8 @@
 """Optimizer steps that are taken or skipped by a decision on the device: no step makes the host wait for it.
 
-Loss scale, spike test and counters are numbers on the device. So is the halt flag: a run that cannot continue is
-halted, which skips every later step, until the host next reads the numbers. It then finds weights, moments and numbers
-as they were when the run was halted.
+Loss scale, spike test and counters are numbers on the device. So is the halt flag: a run that
+cannot continue is halted, which skips every later step, until the host next reads the numbers. It
+then finds weights, moments and numbers as they were when the run was halted.
 """
 
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from configure import Config
 from runtime.parallel import full_tensor
 
-FIRST_SCALE, MIN_SCALE = 65536.0, 1.0  # MIN: halved for ever, the scale would reach 0, and the weights NaN
+# MIN: halved for ever, the scale would reach 0, and the weights NaN
+FIRST_SCALE, MIN_SCALE = 65536.0, 1.0
 GROWTH_INTERVAL = 2000  # healthy steps before the scale doubles
 WINDOW = 128  # losses that a spike is measured against, once half of them exist
 RUNNING, BAD_LOSS, BAD_GRADIENTS, SPIKES = range(4)  # what halted a run
@@ -43,20 +44,26 @@ class Counters(NamedTuple, Generic[Number]):
 class Updates:
     """AdamW's steps (`fused`), with gradients unscaled and clipped inside its kernel.
 
-    Every rank has one and comes to the same decisions, since losses and gradients are averaged before.
+    Every rank has one and comes to the same decisions, since losses and gradients are averaged
+    before.
 
     Attributes:
-        numbers: (13 + WINDOW,) float64 on the device, the `Counters` and the last losses; checkpoints hold it.
+        numbers: (13 + WINDOW,) float64 on the device, the `Counters` and the last losses;
+            checkpoints hold it.
         parameters: all that AdamW changes.
     """
 
-    def __init__(self, optimizer: torch.optim.AdamW, config: Config, scaled: bool, compile: bool = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.AdamW, config: Config, scaled: bool, compile: bool = False
+    ) -> None:
         """Counters of a new run, on the device of the optimizer's parameters.
 
-        With `compile` the decision on a step, some hundred small operators, is compiled to a few kernels.
+        With `compile` the decision on a step, some hundred small operators, is compiled to a few
+        kernels.
 
-        With `scaled` it keeps a loss scale, as float16 needs. It is GradScaler's: halved after gradients that are NaN
-        or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below MIN_SCALE.
+        With `scaled` it keeps a loss scale, as float16 needs. It is GradScaler's: halved after
+        gradients that are NaN or Inf, doubled after GROWTH_INTERVAL healthy steps; but never below
+        MIN_SCALE.
         """
         train = config.train
         self.optimizer, self.scaled, self.grad_clip = optimizer, scaled, config.optim.grad_clip
@@ -85,8 +92,9 @@ class Updates:
     def step(self, step: int, lr: float, loss: Tensor) -> Tensor:
         """Take an optimizer step with the gradients in place, or skip it by a decision on the device.
 
-        Skipped are steps whose gradients are NaN or Inf, spikes under loss_spike = "skip", and all steps of a halted
-        run: one whose loss is NaN or Inf, or that skipped max_skipped_steps in a row.
+        Skipped are steps whose gradients are NaN or Inf, spikes under loss_spike = "skip", and all
+        steps of a halted run: one whose loss is NaN or Inf, or that skipped max_skipped_steps in a
+        row.
 
         Args:
             step: number of the step, from 0.
@@ -106,10 +114,13 @@ class Updates:
         self.numbers.copy_(after)
         return take
 
-    def _decide(self, numbers: Tensor, norm: Tensor, loss: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _decide(
+        self, numbers: Tensor, norm: Tensor, loss: Tensor, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Decide on a step: the numbers after it, whether it is taken, and AdamW's grad_scale and found_inf.
 
-        `norm` () is that of the gradients in place, times the loss scale; the other arguments are those of `step`.
+        `norm` () is that of the gradients in place, times the loss scale; the other arguments are
+        those of `step`.
         """
         count = len(Counters._fields)
         before, losses = Counters(*numbers[:count].unbind()), numbers[count:]
@@ -120,7 +131,8 @@ class Updates:
         skip = ~healthy | (spike & (self.loss_spike == "skip"))
         take = running & finite & ~skip
 
-        # The counters after this step if its loss is finite, and if it is not: one is chosen on the device.
+        # The counters after this step if its loss is finite, and if it is not: one is chosen on the
+        # device.
         counted = self._count(before, healthy, skip)._replace(
             spikes=before.spikes + spike,
             spike_step=torch.where(spike, step, before.spike_step),
@@ -129,9 +141,13 @@ class Updates:
         )
         ended = before._replace(halted=torch.full_like(loss, BAD_LOSS))
         latest = {"step": torch.full_like(loss, step), "loss": loss, "grad_norm": norm}
-        counted, ended = (torch.stack([*counters._replace(**latest)]).double() for counters in (counted, ended))
+        counted, ended = (
+            torch.stack([*counters._replace(**latest)]).double() for counters in (counted, ended)
+        )
         oldest = torch.arange(WINDOW, device=losses.device) == before.taken % WINDOW
-        after = torch.cat([torch.where(finite, counted, ended), torch.where(oldest & take, loss, losses)])
+        after = torch.cat(
+            [torch.where(finite, counted, ended), torch.where(oldest & take, loss, losses)]
+        )
 
         clip = (norm + 1e-6) / self.grad_clip if self.grad_clip else torch.zeros_like(norm)
         grad_scale = (before.scale * clip.clamp_min(1)).float()

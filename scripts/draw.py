@@ -24,9 +24,13 @@ def plot_loads(report: dict[str, Any]) -> "Figure":
 
     loads = np.array([layer["loads"] for layer in report["layers"]])
     figure = Figure((9, 1.8 + 0.14 * max(len(loads), 6)), layout="constrained")
-    axes = figure.add_subplot(xlabel="expert", ylabel="layer", title=f"{report['run']}, step {report['step']:,}")
+    axes = figure.add_subplot(
+        xlabel="expert", ylabel="layer", title=f"{report['run']}, step {report['step']:,}"
+    )
     shares = loads / loads.mean(1, keepdims=True)
-    image = axes.imshow(shares, vmin=0, vmax=4, aspect="auto", cmap="Greys", interpolation="nearest")
+    image = axes.imshow(
+        shares, vmin=0, vmax=4, aspect="auto", cmap="Greys", interpolation="nearest"
+    )
     idle, experts = np.nonzero(loads == 0)
     axes.plot(experts, idle, "kx", markersize=3, scalex=False, scaley=False)
     axes.set_yticks(range(len(loads)), [layer["layer"] for layer in report["layers"]])

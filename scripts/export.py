@@ -4,10 +4,10 @@
     python -m scripts.export runs/quickstart-kern OUT --check               load it again and compare it with the run
     model = AutoModelForCausalLM.from_pretrained("OUT", trust_remote_code=True)
 
-OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md (a model card) and
-config.toml (the run's settings). A dense model with learned positions is written as a GPT-2, a mixture that OLMoE,
-Qwen3-MoE or Mixtral computes as one of these, any other with the code it needs. The exit code of --check is 1 if
-something differs.
+OUT holds model.safetensors, config.json, generation_config.json, the tokenizer's files, README.md
+(a model card) and config.toml (the run's settings). A dense model with learned positions is written
+as a GPT-2, a mixture that OLMoE, Qwen3-MoE or Mixtral computes as one of these, any other with the
+code it needs. The exit code of --check is 1 if something differs.
 """
 
 import json
@@ -51,8 +51,8 @@ CODE = {  # file in an export of form "nanokern": its source here
     "LICENSE-code": "LICENSE",
 }
 
-# On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its own mixtures what
-# goes into every norm, router and rotation, too, even of a model in fp64.
+# On the difference of two logits. transformers rounds those of generated tokens to fp32, and in its
+# own mixtures what goes into every norm, router and rotation, too, even of a model in fp64.
 LIMIT, LIMIT_OF_FAMILIES = 1e-5, 1e-4
 WINDOWS, NEW_TOKENS = 4, 16  # prompts, tokens generated for each
 ODD_TEXTS = [
@@ -67,7 +67,8 @@ ODD_TEXTS = [
 def choose_form(form: str, model: Model, biased: bool = False) -> str:
     """`form`, a key of FORMATS, or for "auto" the first of transformers' own classes that fits, else "nanokern".
 
-    Where selection biases have moved (`biased`) none of those classes fits. Raises ValueError if `form` does not.
+    Where selection biases have moved (`biased`) none of those classes fits. Raises ValueError if
+    `form` does not.
     """
     misfits = {name: candidate.find_misfits(model) for name, candidate in FORMATS.items()}
     for name in misfits.keys() - {"nanokern"} if biased else ():
@@ -83,18 +84,23 @@ def choose_form(form: str, model: Model, biased: bool = False) -> str:
 
 
 def export_run(
-    trained: Trained, tokenizer: Tokenizer, out: str | Path, form: str = "auto", dtype: str = "float32"
+    trained: Trained,
+    tokenizer: Tokenizer,
+    out: str | Path,
+    form: str = "auto",
+    dtype: str = "float32",
 ) -> None:
     """Write a run's model into a new folder `out`, in one rename at the end; `form` is that of `choose_form`.
 
     Weights are written in `dtype`, a key of DTYPES, but for the routers', which stay in fp32.
 
     Raises:
-        ValueError: `out` exists, no exported model computes what the model does, or the class that `form` names does
-            not.
+        ValueError: `out` exists, no exported model computes what the model does, or the class that
+            `form` names does not.
         OSError: a file cannot be written.
     """
-    out, model = Path(os.path.realpath(out)), trained.config.model  # what `out` points to, if it is a link
+    # what `out` points to, if it is a link
+    out, model = Path(os.path.realpath(out)), trained.config.model
     if os.path.lexists(out):
         raise RunError(f"{out}: exists already; name a new folder")
     if trained.config.data.document_mask:
@@ -104,7 +110,9 @@ def export_run(
             f"or train with --data.document_mask=false"
         )
     weights = trained.model.state_dict()
-    biased = any(tensor.any() for name, tensor in weights.items() if name.endswith("selection_bias"))
+    biased = any(
+        tensor.any() for name, tensor in weights.items() if name.endswith("selection_bias")
+    )
     form = choose_form(form, model, biased)
 
     state = {}
@@ -124,10 +132,15 @@ def export_run(
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as private:
         folder = Path(private, out.name)
         folder.mkdir()  # readable by others, unlike its parent
-        save_file(state, folder / "model.safetensors", {"format": "pt"})  # transformers requires this key
+        # transformers requires this key
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
         write_json(folder / "config.json", config)
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors writes 0600
-        write_json(folder / "generation_config.json", ends | ({"suppress_tokens": padding} if padding else {}))
+        # safetensors writes 0600
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")
+        write_json(
+            folder / "generation_config.json",
+            ends | ({"suppress_tokens": padding} if padding else {}),
+        )
         write_tokenizer(tokenizer, folder, model.block_size)
         shutil.copy(trained.folder / "config.toml", folder)
         for name, source in CODE.items() if form == "nanokern" else ():
@@ -145,9 +158,13 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
     evaluation = f"None yet: `python -m eval.downstream {trained.folder}`."
     table = trained.folder / "eval" / trained.label / "table.md"
     if table.is_file():
-        evaluation = f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{table.read_text().strip()}"
+        evaluation = (
+            f"Zero-shot, lm-evaluation-harness, ± standard error.\n\n{table.read_text().strip()}"
+        )
     return CARD.read_text("utf-8").format(
-        tags=", ".join(["nanokern", model.router] if own_code else ["nanokern", model.router, form]),
+        tags=", ".join(
+            ["nanokern", model.router] if own_code else ["nanokern", model.router, form]
+        ),
         name=trained.config.run.name,
         total=total,
         active=active,
@@ -155,7 +172,9 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
         trust=", trust_remote_code=True" if own_code else "",
         block_size=model.block_size,
         flags=" --trust-remote-code --model-impl transformers" if own_code else "",
-        model=markdown_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()]),
+        model=markdown_table(
+            ["setting", "value"], [[key, str(value)] for key, value in settings.items()]
+        ),
         training=markdown_table(["training", "value"], describe_training(trained)),
         evaluation=evaluation,
         date=date.today(),
@@ -164,7 +183,11 @@ def format_card(trained: Trained, form: str, dtype: str) -> str:
 
 def describe_training(trained: Trained) -> list[list[str]]:
     """Rows on the data, the steps, the tokens seen and the last losses up to the checkpoint's step."""
-    lines = [line for line in read_metrics(trained.folder / "metrics.jsonl") if line["step"] <= trained.step]
+    lines = [
+        line
+        for line in read_metrics(trained.folder / "metrics.jsonl")
+        if line["step"] <= trained.step
+    ]
     rows = [["data set", trained.config.data.label], ["steps", f"{trained.step:,}"]]
     known = [key for key in ("data", "tokenizer") if key in trained.metadata]
     rows += [[f"sha256 of the {key}", trained.metadata[key]] for key in known]
@@ -174,7 +197,9 @@ def describe_training(trained: Trained) -> list[list[str]]:
     for key in ("train/loss", "val/loss"):
         last = next((line for line in reversed(lines) if key in line), None)
         if last:
-            rows.append([f"{key}, nats per token", f"{last[key]:.4f} (step {last['step']:,}{note})"])
+            rows.append(
+                [f"{key}, nats per token", f"{last[key]:.4f} (step {last['step']:,}{note})"]
+            )
     return rows
 
 
@@ -189,7 +214,10 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
     except Exception as error:  # a damaged file makes transformers raise almost anything
         errors = [f"cannot be loaded or run ({type(error).__name__}: {first_line(error)})"]
     for error in errors:
-        print(f"error: {out}: {error}; export {trained.folder} again, into a new folder", file=sys.stderr)
+        print(
+            f"error: {out}: {error}; export {trained.folder} again, into a new folder",
+            file=sys.stderr,
+        )
     return 1 if errors else 0
 
 
@@ -197,8 +225,8 @@ def check_export(trained: Trained, tokenizer: Tokenizer, out: Path) -> int:
 def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[str]:
     """Compare tokenizer, logits and generation; print what agrees and return what differs.
 
-    The run's weights are first rounded to the export's dtype. Both models compute in fp64, so that rounding on the way
-    does not look like a fault.
+    The run's weights are first rounded to the export's dtype. Both models compute in fp64, so that
+    rounding on the way does not look like a fault.
     """
     import transformers
 
@@ -206,15 +234,21 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
     open_moe, own_code = config["model_type"] in OPEN_MOES, "auto_map" in config
     theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=own_code)
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(tokenizer.vocab_size, (WINDOWS, trained.config.model.block_size), generator=generator)
+    idx = torch.randint(
+        tokenizer.vocab_size, (WINDOWS, trained.config.model.block_size), generator=generator
+    )
     errors = compare_tokenizers(theirs, tokenizer, idx)
     if not errors:
         print("tokenizer: the same ids, texts and end of a text")
     settings: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": own_code}
     if open_moe:
         settings["experts_implementation"] = "eager"  # others know no fp64
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, **settings)
-    errors += [f"{problem}: {', '.join(map(str, names))}" for problem, names in info.items() if names]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, **settings
+    )
+    errors += [
+        f"{problem}: {', '.join(map(str, names))}" for problem, names in info.items() if names
+    ]
     own = round_weights(trained.model, DTYPES[config["dtype"]], open_moe)
     limit = LIMIT_OF_FAMILIES if open_moe else LIMIT
     for way, differences in compare_generation(model.double(), own, tokenizer.eot, idx).items():
@@ -230,12 +264,19 @@ def find_differences(trained: Trained, tokenizer: Tokenizer, out: Path) -> list[
 def round_weights(model: GPT, dtype: torch.dtype, scaled: bool = False) -> GPT:
     """Make `model` compute in fp64 with weights rounded to the export's `dtype`, except the routers', in place.
 
-    `scaled`: whether the export has the gates' constant c in the experts' w_out, before it was rounded.
+    `scaled`: whether the export has the gates' constant c in the experts' w_out, before it was
+    rounded.
     """
     rounded, state = {}, model.state_dict()
     for name, tensor in state.items():
-        scale = state[name.replace("experts.w_out", "router.c")] if scaled and name.endswith("experts.w_out") else 1.0
-        rounded[name] = tensor.double() if ".router." in name else (tensor * scale).to(dtype).double() / scale
+        scale = (
+            state[name.replace("experts.w_out", "router.c")]
+            if scaled and name.endswith("experts.w_out")
+            else 1.0
+        )
+        rounded[name] = (
+            tensor.double() if ".router." in name else (tensor * scale).to(dtype).double() / scale
+        )
     model.double().load_state_dict(rounded)
     return model
 
@@ -243,8 +284,9 @@ def round_weights(model: GPT, dtype: torch.dtype, scaled: bool = False) -> GPT:
 def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> dict[str, Tensor]:
     """Continue prompts of unequal length, padded on the left, greedily with a cache; then compute all logits at once.
 
-    `model` is transformers', `own` the run's. The first halves of `idx` (B, T) int64, at most a block, are prompts, and
-    `eot` pads them. Returns the differences to the logits of `own`, (..., V), by the way they were computed in.
+    `model` is transformers', `own` the run's. The first halves of `idx` (B, T) int64, at most a
+    block, are prompts, and `eot` pads them. Returns the differences to the logits of `own`, (...,
+    V), by the way they were computed in.
     """
     length = max(1, idx.shape[1] // 2)
     count = min(idx.shape[1] - length, NEW_TOKENS)
@@ -254,8 +296,11 @@ def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> dict[str,
     settings = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(prompts, attention_mask=mask[:, :length], **settings)
-    tokens, generated = output.sequences, torch.stack(output.logits, dim=1)  # logits before suppress_tokens
-    wanted = own.logits(own.hidden(tokens, KVCache(own.config, start, length + count, own.head.dtype))[0])
+    # logits before suppress_tokens
+    tokens, generated = output.sequences, torch.stack(output.logits, dim=1)
+    wanted = own.logits(
+        own.hidden(tokens, KVCache(own.config, start, length + count, own.head.dtype))[0]
+    )
     inputs = {"attention_mask": mask}
     if model.config.model_type == "gpt2":  # it counts padding as positions, unless it is given them
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -268,12 +313,15 @@ def compare_generation(model: Any, own: GPT, eot: int, idx: Tensor) -> dict[str,
 
 def compare_tokenizers(theirs: Any, own: Tokenizer, idx: Tensor) -> list[str]:
     """Compare two tokenizers on odd texts and on those that `idx` (B, T) decodes to; returns what differs."""
-    ordinary = {i for i, token in enumerate(token_bytes(own)) if token}  # transformers reads the texts of special ones
+    # transformers reads the texts of special ones
+    ordinary = {i for i, token in enumerate(token_bytes(own)) if token}
     texts = ODD_TEXTS + [own.decode([i for i in row if i in ordinary]) for row in idx.tolist()]
     for text in texts:
         ids = own.encode(text)
         if theirs.encode(text) != ids or theirs.decode(ids) != own.decode(ids):
-            return [f"the tokenizer gives other ids, or decodes them to another text, for {text[:60]!r}"]
+            return [
+                f"the tokenizer gives other ids, or decodes them to another text, for {text[:60]!r}"
+            ]
     if theirs.eos_token_id != own.eot:
         return [f"the tokenizer ends a text with {theirs.eos_token_id}, not {own.eot}"]
     return []
@@ -287,8 +335,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="new folder")
     forms = "nanokern: any model, with its code; others: transformers' own classes (default: one of them that fits)"
     parser.add_argument("--format", choices=("auto", *FORMATS), default="auto", help=forms)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="load OUT with transformers and compare it with the run")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="load OUT with transformers and compare it with the run",
+    )
     args = parser.parse_args(argv)
     if args.check:
         require_packages("transformers", requirements="requirements-dev.txt")

@@ -4,8 +4,9 @@
     python -m scripts.golden --update    today's losses become the golden ones; the commit says why they changed
     python -m scripts.golden --device cuda --json FILE     100 steps of the paper's routers there against the CPU here
 
-Other machines round sums in another order: the difference was 3.5e-7 at most. It stays so small only while no token is
-undecided between two experts: with this seed the last one chosen scores at least 5e-6 (relative) above the first left.
+Other machines round sums in another order: the difference was 3.5e-7 at most. It stays so small
+only while no token is undecided between two experts: with this seed the last one chosen scores at
+least 5e-6 (relative) above the first left.
 """
 
 import io
@@ -37,7 +38,8 @@ TEXT = "a kernel weighs what lies near it and routers send every token to the fe
 def write_corpus(folder: Path) -> None:
     """Write the data set `golden` in `folder`: the words of TEXT in random order, eight a line, as bytes.
 
-    A linear congruential generator with Knuth's MMIX constants draws them: no library's random numbers are used.
+    A linear congruential generator with Knuth's MMIX constants draws them: no library's random
+    numbers are used.
     """
     vocabulary, state = TEXT.split(), 0
     with Writer(folder / "golden", ByteTokenizer()) as writer:
@@ -46,14 +48,22 @@ def write_corpus(folder: Path) -> None:
             for _ in range(8):
                 state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
                 sentence.append(vocabulary[(state >> 33) % len(vocabulary)])
-            writer.write(split, np.frombuffer((" ".join(sentence) + "\n").encode(), np.uint8).astype(np.uint16))
+            writer.write(
+                split,
+                np.frombuffer((" ".join(sentence) + "\n").encode(), np.uint8).astype(np.uint16),
+            )
         writer.finish("golden", {}, "python -m scripts.golden")
 
 
 def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
     """Train `router` on the corpus in `folder`; returns {"val 0": loss, "train 1": loss, ...}, by steps."""
     name = "-".join([router, *(word.split("=")[1] for word in more)])
-    settings = [f"--model.router={router}", f"--run.name={name}", f"--run.dir={folder}/runs", f"--data.dir={folder}"]
+    settings = [
+        f"--model.router={router}",
+        f"--run.name={name}",
+        f"--run.dir={folder}/runs",
+        f"--data.dir={folder}",
+    ]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         train(configure.load(CONFIG, [*settings, *more]))
     return {
@@ -67,8 +77,13 @@ def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
 def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> dict[str, float]:
     """Find the relative difference of each loss of two runs; infinite where one is missing or not finite."""
     names = golden | losses
-    differences = {name: abs(losses.get(name, math.nan) / golden.get(name, math.nan) - 1) for name in names}
-    return {name: math.inf if math.isnan(difference) else difference for name, difference in differences.items()}
+    differences = {
+        name: abs(losses.get(name, math.nan) / golden.get(name, math.nan) - 1) for name in names
+    }
+    return {
+        name: math.inf if math.isnan(difference) else difference
+        for name, difference in differences.items()
+    }
 
 
 @command
@@ -76,13 +91,21 @@ def main(argv: list[str] | None = None) -> int:
     """Compare, or update."""
     parser = build_parser("scripts.golden", __doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="to be compared with the CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --device: where to write all losses")
-    parser.add_argument("--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="with --device: where to write all losses"
+    )
+    parser.add_argument(
+        "--update", action="store_true", help=f"overwrite {FILE.parent.name}/{FILE.name}"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     tolerance = DEVICE_TOLERANCE if args.device else TOLERANCE
     golden, losses, largest = json.loads(FILE.read_text())["losses"], {}, 0.0
-    more = [f"--train.device={args.device}", f"--train.max_steps={DEVICE_STEPS}"] if args.device else []
+    more = (
+        [f"--train.device={args.device}", f"--train.max_steps={DEVICE_STEPS}"]
+        if args.device
+        else []
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
         for router in PAPER_ROUTERS if args.device else ROUTERS:
@@ -91,14 +114,20 @@ def main(argv: list[str] | None = None) -> int:
             losses[router] = train_router(router, Path(folder), *more)
             differences = compare_losses(losses[router], golden.get(router, {}))
             largest = max(largest, *differences.values())
-            first = next((name for name, difference in differences.items() if difference > tolerance), None)
-            print(f"{router:15} {max(differences.values()):8.1e}  differs first: {first}", flush=True)
+            first = next(
+                (name for name, difference in differences.items() if difference > tolerance), None
+            )
+            print(
+                f"{router:15} {max(differences.values()):8.1e}  differs first: {first}", flush=True
+            )
     if args.json:
         rows = {router: {"cpu": golden[router], args.device: losses[router]} for router in losses}
         args.json.write_text(json.dumps(rows))
     if args.update and not args.device:
         made = json.dumps({"torch": torch.__version__})
-        rows = ",\n".join(f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items())
+        rows = ",\n".join(
+            f"{json.dumps(router)}: {json.dumps(row)}" for router, row in losses.items()
+        )
         FILE.write_text(f'{{"made": {made},\n"losses": {{\n{rows}}}}}\n')
     return int(largest > tolerance and not args.update)
 

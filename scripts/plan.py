@@ -2,8 +2,8 @@
 
     python -m scripts.plan config/1b3.toml --gpus 8 --gpu H100 [--section.key=value ...]
 
-Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact. Hours follow from
---mfu.
+Memory of activations, logits and working copies is an estimate (docs/scale.md); the rest is exact.
+Hours follow from --mfu.
 """
 
 import argparse
@@ -22,7 +22,10 @@ from runtime.memory import USABLE, Memory, estimate_memory, list_parallelisms
 
 
 def estimate_hours(config: Config, gpus: int, peak: float, mfu: float) -> float:
-    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU. Raises ConfigError for an impossible `mfu`."""
+    """Estimate the hours of a run at `mfu` of `peak` FLOP/s per GPU.
+
+    Raises ConfigError for an impossible `mfu`.
+    """
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {mfu:g}: expected a number above 0 and at most 1")
     return count_tokens(config) * flops_per_token(config.model) / (gpus * peak * mfu) / 3600
@@ -61,24 +64,33 @@ def describe_memory_plans(config: Config, args: argparse.Namespace) -> Iterator[
     """Lines on the memory of one GPU under each parallelism, and the options of the first that fits."""
     shapes = parameter_shapes(config.model)
     accumulates = config.train.batch_size > config.train.micro_batch_size * args.gpus
-    possible = list_parallelisms(args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates)
+    possible = list_parallelisms(
+        args.gpus, min(args.gpus, args.gpus_per_node), ddp_first=accumulates
+    )
     plans = {}  # the options that cost least time first
     for checkpointing, (parallel, shards) in product((False, True), possible.items()):
         planned = replace(config, "train", activation_checkpointing=checkpointing)
-        plans[parallel, checkpointing] = estimate_memory(planned, shapes, parallel, shards, accumulates)
+        plans[parallel, checkpointing] = estimate_memory(
+            planned, shapes, parallel, shards, accumulates
+        )
     fits = [sum(memory) <= USABLE * args.memory * 2**30 for memory in plans.values()]
     parts = zip(Memory._fields, zip(*plans.values(), strict=True), strict=True)
     rows = [[part, *map(format_bytes, sizes)] for part, sizes in parts if any(sizes)]
     rows.append(["sum", *(format_bytes(sum(memory)) for memory in plans.values())])
     rows.append([f"in {args.memory:g} GiB", *("fits" if fit else "too large" for fit in fits)])
-    names = [f"{parallel}, checkpointing" if checkpointing else parallel for parallel, checkpointing in plans]
+    names = [
+        f"{parallel}, checkpointing" if checkpointing else parallel
+        for parallel, checkpointing in plans
+    ]
     yield f"memory on each of {args.gpus} GPUs, {config.train.micro_batch_size} sequences at a time:"
     yield text_table(["", *names], rows)
     if True not in fits:
         yield "none fits: more GPUs, a smaller train.micro_batch_size, or GPUs with more memory"
         return
     parallel, checkpointing = [*plans][fits.index(True)]
-    yield f"--train.parallel={parallel}" + (" --train.activation_checkpointing=true" if checkpointing else "")
+    yield f"--train.parallel={parallel}" + (
+        " --train.activation_checkpointing=true" if checkpointing else ""
+    )
 
 
 @command
@@ -88,14 +100,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("config", help="config file; --section.key=value overrides it")
     parser.add_argument("--gpus", type=int, default=8, help="in all (default: %(default)s)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help="for its peak FLOP/s and memory (%(default)s)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation (default: %(default)s)")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="H100", help="for its peak FLOP/s and memory (%(default)s)"
+    )
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="of one GPU (default: as --gpu has)"
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="model FLOPs utilisation (default: %(default)s)"
+    )
     args, overrides = parser.parse_known_args(argv)
     args.memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     for name in ("gpus", "gpus_per_node", "memory"):
         if not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: expected more than 0"
+            )
     config = configure.load(args.config, overrides, world_size=args.gpus)
     for line in [*describe_run(config, args), *describe_memory_plans(config, args)]:
         print(line)

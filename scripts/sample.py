@@ -2,8 +2,9 @@
 
     python -m scripts.sample runs/quickstart-kern --prompt "def " --tokens 400 --temperature 0.8 --top-k 50
 
-A text ends with its document (not with --ignore-end) or after --tokens. It goes to stdout while it is sampled, the
-speed to stderr. Several prompts are one batch, and their texts are printed at the end.
+A text ends with its document (not with --ignore-end) or after --tokens. It goes to stdout while it
+is sampled, the speed to stderr. Several prompts are one batch, and their texts are printed at the
+end.
 """
 
 import argparse
@@ -19,13 +20,20 @@ from model import GPT
 
 
 def print_continuations(
-    model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace, params: SamplingParams
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    args: argparse.Namespace,
+    params: SamplingParams,
 ) -> None:
     """Print each prompt and its continuation: a single one while it is sampled, several at the end."""
     printed, texts, begin = "", [], time.perf_counter()
-    for texts in continue_prompts(model, tokenizer, prompts, args.tokens, params, args.seed, not args.ignore_end):
+    for texts in continue_prompts(
+        model, tokenizer, prompts, args.tokens, params, args.seed, not args.ignore_end
+    ):
         if len(prompts) == 1:
-            text = tokenizer.decode(texts[0]).rstrip("\ufffd")  # a character waits for its last byte
+            # a character waits for its last byte
+            text = tokenizer.decode(texts[0]).rstrip("\ufffd")
             if len(text) > len(printed):
                 print(text[len(printed) :], end="", flush=True)
                 printed = text
@@ -45,11 +53,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser("scripts.sample", __doc__)
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--prompt", nargs="+", default=[""], help="texts to continue (default: the start of a document)")
+    add(
+        "--prompt",
+        nargs="+",
+        default=[""],
+        help="texts to continue (default: the start of a document)",
+    )
     add("--tokens", type=int, default=400, help="new tokens, at most (default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     add("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
-    add("--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)")
+    add(
+        "--top-p", type=float, default=1.0, help="keep the most likely up to this mass (default: 1)"
+    )
     add("--ignore-end", action="store_true", help="continue after the end of the document")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add_device_argument(parser)

@@ -5,10 +5,11 @@
     python -m scripts.sweep config/paper/books3_512.toml --scale 0.01        a rehearsal, in runs/rehearsal-0.01
     python -m scripts.sweep config/paper/books3_512.toml --slurm array.sbatch
 
-Each point is `train.py` with the point's overrides, on all GPUs of this machine or its share of them. A list for a key
-is one more axis. Finished points are skipped, interrupted ones resume from their last checkpoint. A point that fails is
-reported at the end and the others continue; the exit code is then 1. The last lines are a table of all points. Asked to
-stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C), all running points save and the sweep ends with exit code 75.
+Each point is `train.py` with the point's overrides, on all GPUs of this machine or its share of
+them. A list for a key is one more axis. Finished points are skipped, interrupted ones resume from
+their last checkpoint. A point that fails is reported at the end and the others continue; the exit
+code is then 1. The last lines are a table of all points. Asked to stop (SIGTERM, SIGUSR1, SIGHUP,
+Ctrl-C), all running points save and the sweep ends with exit code 75.
 """
 
 import os
@@ -63,7 +64,9 @@ class Point(NamedTuple):
 
     def command(self, file: str, ranks: int) -> str:
         """The command that a user would type."""
-        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+        start = (
+            ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+        )
         return shlex.join([*start, "train.py", file, *self.overrides])
 
     def steps_done(self) -> int:
@@ -73,9 +76,12 @@ class Point(NamedTuple):
             run.find_changes(self.config)
             step = run.last_step
             finished = run.is_finished(self.config, step)
-        except (RunError, ConfigError):  # the folder holds another config's run: train.py explains it better
+        # the folder holds another config's run: train.py explains it better
+        except (RunError, ConfigError):
             return 0
-        return self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
+        return (
+            self.config.train.max_steps if finished else min(step, self.config.train.max_steps - 1)
+        )
 
 
 class Job(NamedTuple):
@@ -89,7 +95,9 @@ class Job(NamedTuple):
         """Ask it to save and end: the ranks directly, because torchrun would give them only 30 seconds."""
         pids, number = [self.process.pid], signal.SIGTERM
         if len(self.gpus) > 1:
-            pgrep = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
+            pgrep = subprocess.run(
+                ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True
+            )
             pids, number = pgrep.stdout.split(), signal.SIGUSR1
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -100,12 +108,28 @@ class Job(NamedTuple):
 def main(argv: list[str], stop: Stop | None = None) -> int:
     """The command; returns the exit status."""
     parser = build_parser("scripts.sweep", __doc__)
-    parser.usage, parser.allow_abbrev = "python -m scripts.sweep FILE [--section.key=value ...] [options]", False
-    parser.add_argument("--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs")
-    parser.add_argument("--scale", type=float, metavar="X", help="a rehearsal: steps and intervals times X, 0 < X < 1")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and totals, run nothing")
-    parser.add_argument("--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point")
-    parser.add_argument("--mfu", type=float, default=0.4, help="model FLOPs utilisation, for hours (%(default)s)")
+    parser.usage, parser.allow_abbrev = (
+        "python -m scripts.sweep FILE [--section.key=value ...] [options]",
+        False,
+    )
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="run N points at once, each on its share of GPUs"
+    )
+    parser.add_argument(
+        "--scale",
+        type=float,
+        metavar="X",
+        help="a rehearsal: steps and intervals times X, 0 < X < 1",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands and totals, run nothing"
+    )
+    parser.add_argument(
+        "--slurm", type=Path, metavar="OUT", help="write a Slurm array script, one task per point"
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="model FLOPs utilisation, for hours (%(default)s)"
+    )
     args, rest = parser.parse_known_args(argv)
     file, overrides = configure.split_command_line(rest)
     points = list_points(file, overrides, args.scale)
@@ -158,7 +182,8 @@ def check_points(file: str, left: list[Point], ranks: int, with_files: bool) -> 
 def list_points(file: str, overrides: list[str], scale: float | None = None) -> list[Point]:
     """Every point of the sweep, made smaller by `scale` if it is given. Raises ConfigError.
 
-    A point is in the folder that train.py would take for it: another one if a run of an edited config has its own.
+    A point is in the folder that train.py would take for it: another one if a run of an edited
+    config has its own.
     """
     if scale is not None and not 0 < scale < 1:
         raise ConfigError(f"--scale {scale:g}: expected a number between 0 and 1, such as 0.01")
@@ -181,7 +206,9 @@ def list_points(file: str, overrides: list[str], scale: float | None = None) -> 
 def scale_down(config: Config, scale: float) -> list[str]:
     """Overrides that shorten a run and all its intervals, none below 1, in a folder and a group of its own."""
     values = {key: attrgetter(key)(config) for key in SCALED}
-    overrides = [f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0]
+    overrides = [
+        f"--{key}={max(1, round(value * scale))}" for key, value in values.items() if value > 0
+    ]
     name, train = f"rehearsal-{scale:g}", config.train
     if train.kept_steps:
         kept = ",".join(str(max(1, round(step * scale))) for step in sorted(train.kept_steps))
@@ -189,7 +216,11 @@ def scale_down(config: Config, scale: float) -> list[str]:
     if train.branch_from:  # the trunk's rehearsal
         trunk = Path(train.branch_from)
         overrides.append(f"--train.branch_from={trunk.parent / name / trunk.name}")
-    return [*overrides, f"--run.dir={config.run.dir}/{name}", f"--log.group={config.log.group}-{name}"]
+    return [
+        *overrides,
+        f"--run.dir={config.run.dir}/{name}",
+        f"--log.group={config.log.group}-{name}",
+    ]
 
 
 def find_gpus(points: list[Point]) -> list[str]:
@@ -201,7 +232,10 @@ def find_gpus(points: list[Point]) -> list[str]:
 
 
 def split_gpus(gpus: list[str], parallel: int) -> list[list[str]]:
-    """`parallel` lists of GPUs, all of one length; points that outnumber GPUs share them. Raises ConfigError."""
+    """`parallel` lists of GPUs, all of one length; points that outnumber GPUs share them.
+
+    Raises ConfigError.
+    """
     if parallel < 1:
         raise ConfigError(f"--parallel {parallel}: expected 1 or more")
     each = max(1, len(gpus) // parallel)
@@ -219,9 +253,14 @@ def format_totals(points: list[Point], left: list[Point], mfu: float, gpu: str =
         share = 1 - max(point.steps_done(), train.branch_step) / train.max_steps
         tokens += share * plan.count_tokens(point.config)
         hours += share * plan.estimate_hours(point.config, 1, GPUS[gpu].peak, mfu)
-        disk += plan.checkpoint_bytes(point.config) * (train.keep_checkpoints + len(train.kept_steps))
-    on_gpus = f"{hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), " if hours >= 0.05 else ""  # less is a matter of a CPU
-    return f"{line}; to do: {tokens / 1e6:,.2f} M tokens, {on_gpus}{format_bytes(disk)} of checkpoints"
+        disk += plan.checkpoint_bytes(point.config) * (
+            train.keep_checkpoints + len(train.kept_steps)
+        )
+    # less is a matter of a CPU
+    on_gpus = f"{hours:,.1f} GPU hours ({gpu}, MFU {mfu:.2f}), " if hours >= 0.05 else ""
+    return (
+        f"{line}; to do: {tokens / 1e6:,.2f} M tokens, {on_gpus}{format_bytes(disk)} of checkpoints"
+    )
 
 
 def train_points(
@@ -229,8 +268,8 @@ def train_points(
 ) -> Iterator[tuple[Point, int]]:
     """Train points, as many at once as there are `shares` of the GPUs, until `stop`; yields each with its exit code.
 
-    A point that was stopped, by whomever, stops all: `stop.asked` says so. The output of points goes to their runs'
-    train.log, unless they are announced and train in turn.
+    A point that was stopped, by whomever, stops all: `stop.asked` says so. The output of points
+    goes to their runs' train.log, unless they are announced and train in turn.
     """
     waiting, free, running, stopping = [*points], [*shares], [], False
     to_logs = len(shares) > 1 or not announce
@@ -240,8 +279,13 @@ def train_points(
             for job in running:
                 job.stop()
         while waiting and free and not stop.asked:
-            running.append(start_point(file, waiting.pop(0), free.pop(0), len(shares) if to_logs else 0, announce))
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C: the points were asked already, so keep waiting
+            running.append(
+                start_point(
+                    file, waiting.pop(0), free.pop(0), len(shares) if to_logs else 0, announce
+                )
+            )
+        # a second Ctrl-C: the points were asked already, so keep waiting
+        with suppress(KeyboardInterrupt):
             time.sleep(0.1)
         for job in [job for job in running if job.process.poll() is not None]:
             running.remove(job)
@@ -255,7 +299,10 @@ def start_point(file: str, point: Point, gpus: list[str], beside: int, announce:
     """Start train.py on `gpus`; of several `beside` each other with a share of the cores, output in its train.log."""
     log = point.folder / "train.log"
     if announce:
-        print(f"[{point.number}] {point.command(file, len(gpus))}{f'    # log: {log}' if beside else ''}", flush=True)
+        print(
+            f"[{point.number}] {point.command(file, len(gpus))}{f'    # log: {log}' if beside else ''}",
+            flush=True,
+        )
     launch = [sys.executable]
     if len(gpus) > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
@@ -269,14 +316,18 @@ def start_point(file: str, point: Point, gpus: list[str], beside: int, announce:
     follow = partial(end_with_parent, os.getpid())
     with log.open("ab") if beside else nullcontext() as out:
         # In a process group of its own Ctrl-C reaches only the sweep, which passes it on once.
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow)
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=out, process_group=0, preexec_fn=follow
+        )
     return Job(point, gpus, process)
 
 
 def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | None) -> None:
     """Write scripts/slurm/train.sbatch as an array with one task per point, `parallel` of them at a time."""
     limit = "" if parallel is None else f"%{parallel}"
-    options = [line for line in SBATCH.read_text().splitlines() if re.match("#SBATCH (?!--output)", line)]
+    options = [
+        line for line in SBATCH.read_text().splitlines() if re.match("#SBATCH (?!--output)", line)
+    ]
     lines = [
         "#!/usr/bin/env bash",
         f"# {len(left)} points of {file}, one task each. From the checkout's root: sbatch {path}",
@@ -285,7 +336,10 @@ def write_slurm_array(path: Path, file: str, left: list[Point], parallel: int | 
         f"#SBATCH --array=0-{len(left) - 1}{limit}",
         "#SBATCH --output=nanokern-%A_%a.out",
         'case "$SLURM_ARRAY_TASK_ID" in',
-        *(f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;" for i, point in enumerate(left)),
+        *(
+            f"    {i}) set -- {shlex.join([file, *point.overrides])} ;;"
+            for i, point in enumerate(left)
+        ),
         "esac",
         f'exec bash {shlex.quote(str(SBATCH))} "$@"',
     ]

@@ -4,8 +4,8 @@
     python -m scripts.watch runs/mine-*          these runs, or those below these folders
     python -m scripts.watch --serve              their report as a page at http://127.0.0.1:6060
 
-Reads the runs' files and writes nothing, so it can be started and stopped at any time. From another computer:
-ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
+Reads the runs' files and writes nothing, so it can be started and stopped at any time. From another
+computer: ssh -L 6060:127.0.0.1:6060 HOST, then open the page there.
 """
 
 import math
@@ -36,7 +36,8 @@ HEAD = ("run", "state", "step", "train loss", "val loss", "tokens/s", "MFU", "le
 def describe_run(run: Run, now: float | None = None) -> list[str]:
     """Cells under HEAD of a run at the time `now`, in seconds since 1970, by default this moment; empty if unknown.
 
-    Its state is running, silent, finished, failed or stopped. The time left is at the median speed of the last lines.
+    Its state is running, silent, finished, failed or stopped. The time left is at the median speed
+    of the last lines.
     """
     now = time.time() if now is None else now
     last = newest_values(run)
@@ -64,7 +65,9 @@ def describe_run(run: Run, now: float | None = None) -> list[str]:
 
 def build_table(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table, without the columns that are empty for every run."""
-    head, *cells = zip(*(column for column in zip(HEAD, *rows, strict=True) if any(column[1:])), strict=True)
+    head, *cells = zip(
+        *(column for column in zip(HEAD, *rows, strict=True) if any(column[1:])), strict=True
+    )
     return list(head), [list(row) for row in cells]
 
 
@@ -86,15 +89,17 @@ def find_trouble(run: Run, last: dict[str, float]) -> str:
     if dumps := sorted(run.folder.glob("crash-step_*.json")):
         return f"crash dump {dumps[-1].name}"
     log = run.folder / "train.log"  # of a sweep's point
-    lines = re.findall(r"^(?:error|warning): .*", log.read_text(errors="replace") if log.exists() else "", re.M)
+    lines = re.findall(
+        r"^(?:error|warning): .*", log.read_text(errors="replace") if log.exists() else "", re.M
+    )
     return lines[-1] if lines else ""
 
 
 def is_alive(lock: Path, now: float) -> bool:
     """Whether the process that wrote the lock file of a run's folder lives.
 
-    A process on this machine is looked up, without touching its lock. Of one on another machine nothing can be known
-    but the run's last line of metrics: it counts as alive while that is fresh.
+    A process on this machine is looked up, without touching its lock. Of one on another machine
+    nothing can be known but the run's last line of metrics: it counts as alive while that is fresh.
     """
     owner = re.fullmatch(r"process (\d+) on (.*)\n?", lock.read_text() if lock.exists() else "")
     if not owner:
@@ -125,7 +130,11 @@ def read_runs(places: Sequence[Path]) -> tuple[list[Run], list[str]]:
     for folder in find_runs(places):
         metrics = folder / "metrics.jsonl"
         try:
-            runs.append(load_cached(folder, last_modified(folder / "config.toml", metrics, *list_arrays(metrics))))
+            runs.append(
+                load_cached(
+                    folder, last_modified(folder / "config.toml", metrics, *list_arrays(metrics))
+                )
+            )
         except (OSError, ValueError) as error:
             errors.append(f"left out: {folder}: {first_line(error)}")
     return runs, errors
@@ -135,7 +144,9 @@ def format_table(places: Sequence[Path]) -> str:
     """All runs, and the folders that cannot be read."""
     runs, errors = read_runs(places)
     none = f"no runs in {', '.join(map(str, places))} yet"
-    return "\n".join([text_table(*build_table([*map(describe_run, runs)]), left=2) if runs else none, *errors])
+    return "\n".join(
+        [text_table(*build_table([*map(describe_run, runs)]), left=2) if runs else none, *errors]
+    )
 
 
 def build_page(runs: Sequence[Run], rows: list[list[str]]) -> bytes:
@@ -146,10 +157,13 @@ def build_page(runs: Sequence[Run], rows: list[list[str]]) -> bytes:
     evaluated = [run for run in runs if run.evaluations]
     try:
         report = Report(*group_runs(evaluated, unfinished=True)) if evaluated else Report([], [])
-    except ValueError as error:  # runs of several texts under one setting, say: their table is shown all the same
+    # runs of several texts under one setting, say: their table is shown all the same
+    except ValueError as error:
         report = Report([], [f"not compared: {error}"])
     with tempfile.TemporaryDirectory() as folder:
-        write_report(report, Path(folder), [("table", *build_table(rows)) if rows else ("p", "No runs yet.")])
+        write_report(
+            report, Path(folder), [("table", *build_table(rows)) if rows else ("p", "No runs yet.")]
+        )
         html = Path(folder, "report.html").read_text()
     every_10_seconds = '<meta http-equiv="refresh" content="10">'
     return html.replace("<head>", f"<head>\n{every_10_seconds}", 1).encode()
@@ -168,7 +182,8 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
         def do_GET(self) -> None:
             nonlocal rows, page
             host = self.headers.get("Host", "").rsplit(":", 1)[0]
-            if host not in ("127.0.0.1", "localhost"):  # a page elsewhere that had its name point here
+            # a page elsewhere that had its name point here
+            if host not in ("127.0.0.1", "localhost"):
                 return self.send_error(403, "open it as http://127.0.0.1")
             if self.path != "/":
                 return self.send_error(404)
@@ -192,8 +207,17 @@ def make_server(port: int, read: Callable[[], list[Run]]) -> ThreadingHTTPServer
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, or serve the page until Ctrl-C."""
     parser = build_parser("scripts.watch", __doc__)
-    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)")
-    parser.add_argument("--serve", nargs="?", type=int, const=6060, metavar="PORT", help="a page, at 6060 by default")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, help="folders of runs, or above them (default: runs)"
+    )
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        type=int,
+        const=6060,
+        metavar="PORT",
+        help="a page, at 6060 by default",
+    )
     args = parser.parse_args(argv)
     if missing := [str(place) for place in args.runs if not place.exists()]:
         raise ValueError(
@@ -207,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         server = make_server(args.serve, lambda: read_runs(places)[0])
     except (OSError, OverflowError) as error:
-        raise ValueError(f"port {args.serve}: {error}; name another, such as --serve 6061") from None
+        raise ValueError(
+            f"port {args.serve}: {error}; name another, such as --serve 6061"
+        ) from None
     print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
     with server:
         server.serve_forever()

@@ -24,11 +24,28 @@ pytest.register_assert_rewrite("corpora")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined: set it before any test imports one
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the first matrix product
-logging.disable(logging.DEBUG)  # torch.distributed.checkpoint would flood the report of a failing test
+    # Triton reads it when a kernel is defined: set it before any test imports one
+    os.environ["TRITON_INTERPRET"] = "1"
+# cuBLAS reads it once, at the first matrix product
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# torch.distributed.checkpoint would flood the report of a failing test
+logging.disable(logging.DEBUG)
 
-WORDS = ["a", "bee", "can", "dance", "early", "for", "grain", "however", "in", "june", "kestrels", "learn", "maps"]
+WORDS = [
+    "a",
+    "bee",
+    "can",
+    "dance",
+    "early",
+    "for",
+    "grain",
+    "however",
+    "in",
+    "june",
+    "kestrels",
+    "learn",
+    "maps",
+]
 
 fuzz = settings(  # the same examples in each run
     max_examples=80,
@@ -87,8 +104,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split, documents in {"train": 60, "val": 4}.items():
             for _ in range(documents):
                 text = " ".join(choice(WORDS) for _ in range(100))
-                writer.write(split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot)))
-        writer.finish("tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes")
+                writer.write(
+                    split, np.append(tokenizer.encode_batch([text])[0], np.uint16(tokenizer.eot))
+                )
+        writer.finish(
+            "tiny", {}, "python -m data.prepare text --source FILES --name tiny --tokenizer bytes"
+        )
     return folder
 
 
@@ -112,7 +133,9 @@ def tiny(tiny_file: Path) -> Callable[..., configure.Config]:
 
 
 @pytest.fixture(scope="module")
-def module_tiny(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., configure.Config]:
+def module_tiny(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Path
+) -> Callable[..., configure.Config]:
     """`tiny` for all tests of a module: their runs are in one folder."""
     file = write_tiny(tmp_path_factory.mktemp("module"), corpus)
     return lambda *overrides: configure.load(file, overrides)
@@ -120,7 +143,9 @@ def module_tiny(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Calla
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """A function: `write(text)` writes x.toml, or the file that it is given the name of, and returns its path."""
+    """A function: `write(text)` writes x.toml, or the file that it is given the name of, and
+    returns its path.
+    """
 
     def write(text: str = "", name: str = "x.toml") -> Path:
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -133,7 +158,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """A function: `call(main, *arguments)` runs a command and returns what it prints.
 
-    With `code=2` it must end with that code, print nothing to stdout, and the error on stderr is returned.
+    With `code=2` it must end with that code, print nothing to stdout, and the error on stderr is
+    returned.
     """
 
     def call(main: Callable[[list[str]], int], *arguments: object, code: int = 0) -> str:
@@ -148,7 +174,9 @@ def call(capsys: pytest.CaptureFixture) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def fake_ranks() -> bytes:
-    """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 random pairs of bytes."""
+    """A BPE file with GPT-2's format and size but other merges: the 256 bytes, then 50,000 random
+    pairs of bytes.
+    """
     tokens, pairs = [bytes([i]) for i in range(256)], [*product(range(256), repeat=2)]
     tokens += map(bytes, random.Random(0).sample(pairs, 50_000))
     return b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens))
@@ -157,7 +185,11 @@ def fake_ranks() -> bytes:
 @pytest.fixture(scope="session", params=["bytes", "gpt2"])
 def any_tokenizer(request: pytest.FixtureRequest) -> ByteTokenizer | GPT2Tokenizer:
     """Each kind of tokenizer."""
-    return ByteTokenizer() if request.param == "bytes" else GPT2Tokenizer(request.getfixturevalue("fake_ranks"))
+    return (
+        ByteTokenizer()
+        if request.param == "bytes"
+        else GPT2Tokenizer(request.getfixturevalue("fake_ranks"))
+    )
 
 
 @pytest.fixture
@@ -192,7 +224,8 @@ def saves_end_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def before_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], None]:
-    """A function: after `before_steps(action)`, training calls action(step) between a step's seed and its forward pass.
+    """A function: after `before_steps(action)`, training calls action(step) between a step's seed
+    and its forward pass.
 
     Given None it calls nothing any more.
     """
@@ -211,7 +244,9 @@ def before_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], o
 
 @pytest.fixture
 def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with "sync NAME" and "rename NEW NAME" for each os.fsync, os.rename and os.replace, without process ids."""
+    """Grows with "sync NAME" and "rename NEW NAME" for each os.fsync, os.rename and os.replace,
+    without process ids.
+    """
     calls: list[str] = []
 
     def record(what: str, path: str | Path) -> None:
@@ -225,7 +260,9 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(os, "fsync", fsync)
     for name in ("rename", "replace"):
         call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda old, new, call=call: (record("rename", new), call(old, new)))
+        monkeypatch.setattr(
+            os, name, lambda old, new, call=call: (record("rename", new), call(old, new))
+        )
     return calls
 
 

@@ -1,4 +1,6 @@
-"""Corpora, small ones of every kind of file, and `data.prepare` run on them: helpers and fixtures for tests."""
+"""Corpora, small ones of every kind of file, and `data.prepare` run on them: helpers and fixtures
+for tests.
+"""
 
 import hashlib
 import io
@@ -21,7 +23,9 @@ REPO_ROOT = Path(__file__).parents[1]
 
 
 def jsonl(texts, **more) -> bytes:
-    return b"".join(json.dumps({"id": i, "text": text} | more).encode() + b"\n" for i, text in enumerate(texts))
+    return b"".join(
+        json.dumps({"id": i, "text": text} | more).encode() + b"\n" for i, text in enumerate(texts)
+    )
 
 
 def zstd(data: bytes) -> bytes:
@@ -54,7 +58,9 @@ def parquet(path: Path, texts, type_: str = "string", body=None) -> None:
     from pyarrow import parquet
 
     column = pyarrow.array(texts, getattr(pyarrow, type_)())
-    table = pyarrow.table({"id": range(len(texts)), "text": column} | ({"body": body} if body else {}))
+    table = pyarrow.table(
+        {"id": range(len(texts)), "text": column} | ({"body": body} if body else {})
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=7)
 
@@ -67,7 +73,9 @@ def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def write_ids(folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES) -> Path:
+def write_ids(
+    folder: Path, train, val=(), shard_tokens: int = 2**27, name="set", tokenizer=BYTES
+) -> Path:
     with Writer(folder, tokenizer, shard_tokens) as writer:
         for split, ids in {"train": train, "val": val}.items():
             ids = np.asarray(ids, np.uint16)
@@ -85,7 +93,10 @@ def edit_meta(folder: Path, change) -> None:
 def corpus_texts(n: int = 40) -> list[str]:
     """Different texts of one to 200 lines, some blank, not all in ASCII."""
     rng = random.Random(0)
-    texts = ["\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(rng.choice((1, 3, 200)))) for i in range(n)]
+    texts = [
+        "\n".join(f"{i}: naïve 🙂 {rng.random()}" for _ in range(rng.choice((1, 3, 200))))
+        for i in range(n)
+    ]
     texts[3], texts[n // 2] = "", " \n"
     return texts
 
@@ -94,8 +105,8 @@ def corpus_texts(n: int = 40) -> list[str]:
 def run(tmp_path, capsys, monkeypatch):
     """What the command prints; its exit code must be `code`.
 
-    Sets are below tmp_path/out. The tokenizer is bytes by default, the name the corpus'. A few documents are split as
-    many are.
+    Sets are below tmp_path/out. The tokenizer is bytes by default, the name the corpus'. A few
+    documents are split as many are.
     """
     monkeypatch.setattr("data.encode.FEW_DOCUMENTS", 1)
 
@@ -103,7 +114,12 @@ def run(tmp_path, capsys, monkeypatch):
         args = [*map(str, args), "--out", str(tmp_path / "out")]
         if main is prepare.main:
             defaults = {"--tokenizer": "bytes"} | ({"--name": "text"} if args[0] == "text" else {})
-            args += [word for option, value in defaults.items() if option not in args for word in (option, value)]
+            args += [
+                word
+                for option, value in defaults.items()
+                if option not in args
+                for word in (option, value)
+            ]
         ended = main(args)
         printed = capsys.readouterr()
         assert ended == code and ("error: " in printed.err) == (code == 2), printed
@@ -138,7 +154,11 @@ def documents_of(folder: Path) -> dict[str, list[str]]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def place(text: str) -> float:
@@ -156,7 +176,10 @@ def split_of(texts, val_fraction) -> dict[str, list[str]]:
 @pytest.fixture
 def books(tmp_path) -> tuple:
     """The arguments that prepare 30 short texts in two files."""
-    files = {"a.jsonl": jsonl(corpus_texts()[:20]), "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)])}
+    files = {
+        "a.jsonl": jsonl(corpus_texts()[:20]),
+        "b.jsonl": jsonl([f"{i} green bottles" for i in range(10)]),
+    }
     named = "text", "--source", write_tree(tmp_path / "in", files), "--name", "text"
     return *named, "--val-fraction", 0.3, "--shard-tokens", 999
 

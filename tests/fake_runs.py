@@ -1,4 +1,6 @@
-"""Folders of runs that were never trained: a config, invented metrics and, if wanted, a checkpoint's manifest."""
+"""Folders of runs that were never trained: a config, invented metrics and, if wanted, a
+checkpoint's manifest.
+"""
 
 import json
 import zlib
@@ -18,10 +20,18 @@ CONFIG = Path(__file__).parents[1] / "config"
 
 
 def make_run(
-    folder: Path, *overrides: str, file: Path = CONFIG / "small.toml", old: bool = False, **shape: Any
+    folder: Path,
+    *overrides: str,
+    file: Path = CONFIG / "small.toml",
+    old: bool = False,
+    **shape: Any,
 ) -> Path:
-    """Make a run's folder, of kern and seed 0; `shape` goes to `metric_lines`, an `old` one has arrays in its lines."""
-    config = configure.load(file, ["run.seed=0", "model.router=kern", "train.dtype=float16", *overrides])
+    """Make a run's folder, of kern and seed 0; `shape` goes to `metric_lines`, an `old` one has
+    arrays in its lines.
+    """
+    config = configure.load(
+        file, ["run.seed=0", "model.router=kern", "train.dtype=float16", *overrides]
+    )
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(configure.dumps(config))
     lines = metric_lines(config, **shape)
@@ -30,17 +40,33 @@ def make_run(
         return folder
     metrics = Metrics(folder, -1)
     for line in lines:
-        metrics.log(**{key: np.array(value) if isinstance(value, list) else value for key, value in line.items()})
+        metrics.log(
+            **{
+                key: np.array(value) if isinstance(value, list) else value
+                for key, value in line.items()
+            }
+        )
     metrics.close()
     return folder
 
 
 def make_seeds(
-    folder: Path, ends: dict[str, float], seeds: int = 3, overrides: Sequence[str] = (), **shape: Any
+    folder: Path,
+    ends: dict[str, float],
+    seeds: int = 3,
+    overrides: Sequence[str] = (),
+    **shape: Any,
 ) -> list[Path]:
     """Runs `folder`/ROUTER + SEED of each router in `ends`, which says the loss at its end."""
     return [
-        make_run(folder / f"{router}{seed}", f"run.seed={seed}", f"model.router={router}", *overrides, end=end, **shape)
+        make_run(
+            folder / f"{router}{seed}",
+            f"run.seed={seed}",
+            f"model.router={router}",
+            *overrides,
+            end=end,
+            **shape,
+        )
         for router, end in ends.items()
         for seed in range(seeds)
     ]
@@ -62,16 +88,20 @@ def metric_lines(
     without: Sequence[str] = (),
     measured: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the part `until`.
+    """Lines of a metrics.jsonl, with `points` evaluations after step 0 of a run that trained the
+    part `until`.
 
-    `end` is the last validation loss, which seeds and windows move alike for all routers; `noise` deviates this run's
-    seed and windows alone. An evaluation has that many `windows`, of so many `documents` (0: each of its own). Keys
-    that begin with `without` are left out; every second evaluation has those `measured`, 1 more than the loss.
+    `end` is the last validation loss, which seeds and windows move alike for all routers; `noise`
+    deviates this run's seed and windows alone. An evaluation has that many `windows`, of so many
+    `documents` (0: each of its own). Keys that begin with `without` are left out; every second
+    evaluation has those `measured`, 1 more than the loss.
     """
     model, steps = config.model, config.train.max_steps
     own = np.random.default_rng([config.run.seed, zlib.crc32(model.router.encode())])
     shift = 0.1 * (config.run.seed % 2) + noise * own.standard_normal()
-    text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(windows)
+    text = 0.2 * np.random.default_rng(7).standard_normal(windows) + noise * own.standard_normal(
+        windows
+    )
     shares = own.dirichlet(np.ones(model.n_expert), model.n_layer)
     lines = []
     for i in range(round(points * until) + 1):
@@ -80,7 +110,11 @@ def metric_lines(
         losses = end + 3 * left**4 + shift + text
         line = at | {"train/loss": float(losses[0]), "perf/tokens_per_sec": 1000.0 + i}
         if model.router != "dense":
-            line |= {"router/load_imbalance": 4 + left, "router/entropy": 3 + left, "router/gate_norm": 2 - left}
+            line |= {
+                "router/load_imbalance": 4 + left,
+                "router/entropy": 3 + left,
+                "router/gate_norm": 2 - left,
+            }
         if model.router.startswith("kern"):
             line |= {"router/gamma": 1.5 - left / 2}
         if i:
@@ -89,10 +123,17 @@ def metric_lines(
         line |= {key: line["val/loss"] + 1 for key in measured if i % 2 == 0}
         line["val/window_documents"] = np.sort(np.arange(windows) % (documents or windows)).tolist()
         if model.router != "dense":
-            line |= {"val/gate_norm": 2 - left, "val/load_imbalance": 2 + left, "val/dead_experts": 5}
+            line |= {
+                "val/gate_norm": 2 - left,
+                "val/load_imbalance": 2 + left,
+                "val/dead_experts": 5,
+            }
             line |= {"val/loads": np.floor(1000 * shares).tolist()}
         lines.append(line)
-    return [{key: value for key, value in line.items() if not key.startswith(tuple(without))} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(tuple(without))}
+        for line in lines
+    ]
 
 
 def add_checkpoint(folder: Path, step: int = 100, **facts: str) -> Path:

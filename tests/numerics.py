@@ -1,7 +1,8 @@
-"""Compare results in floating point on any CPU: tolerances that follow from the format, inputs from numbered seeds.
+"""Compare results in floating point on any CPU: tolerances that follow from the format, inputs from
+numbered seeds.
 
-`TEST_SEED=3` draws every input of `seeded` anew, `TEST_TOLERANCE=0.5` halves every tolerance: scripts/any_cpu.sh runs
-the tests marked `numerics` under many of both.
+`TEST_SEED=3` draws every input of `seeded` anew, `TEST_TOLERANCE=0.5` halves every tolerance:
+scripts/any_cpu.sh runs the tests marked `numerics` under many of both.
 """
 
 import math
@@ -25,11 +26,13 @@ def seeded(number: int = 0) -> torch.Generator:
 
 
 def tolerance(dtype: torch.dtype, length: int, roundings: float = 1.5) -> float:
-    """Largest error of a tensor relative to its norm: `roundings` · ε(dtype) + √length / 2 · ε(sum).
+    """Largest error of a tensor relative to its norm: `roundings` · ε(dtype) + √length / 2 ·
+    ε(sum).
 
-    A value rounded once errs by ε/2 at most; `roundings` counts how often a value passes through `dtype`, doubled for
-    room. Sums accumulate in float32 or a wider dtype. A sum of n terms errs by n ε at worst and by about √n ε/2 at
-    random, in any order: the order differs with the CPU and its libraries.
+    A value rounded once errs by ε/2 at most; `roundings` counts how often a value passes through
+    `dtype`, doubled for room. Sums accumulate in float32 or a wider dtype. A sum of n terms errs by
+    n ε at worst and by about √n ε/2 at random, in any order: the order differs with the CPU and its
+    libraries.
 
     Args:
         dtype: format of inputs and results.
@@ -41,15 +44,27 @@ def tolerance(dtype: torch.dtype, length: int, roundings: float = 1.5) -> float:
 
 
 def assert_near(
-    actual: Tensor, wanted: Tensor, tolerance: float, name: str = "result", size: Tensor | None = None
+    actual: Tensor,
+    wanted: Tensor,
+    tolerance: float,
+    name: str = "result",
+    size: Tensor | None = None,
 ) -> None:
-    """Assert equal shapes and ‖actual − wanted‖ ≤ tolerance · ‖wanted‖, in float64. NaN and Inf fail.
+    """Assert equal shapes and ‖actual − wanted‖ ≤ tolerance · ‖wanted‖, in float64.
 
-    Where terms cancel, the sum is smaller than its error deserves: `size`, like `wanted`, is then √Σ term².
+    NaN and Inf fail.
+
+    Where terms cancel, the sum is smaller than its error deserves: `size`, like `wanted`, is then
+    √Σ term².
     """
-    assert actual.shape == wanted.shape, f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
+    assert actual.shape == wanted.shape, (
+        f"{name}: {tuple(actual.shape)}, wanted {tuple(wanted.shape)}"
+    )
     actual, wanted = actual.detach().double(), wanted.detach().double()
-    error, norm = (actual - wanted).norm().item(), (wanted if size is None else size.double()).norm().item()
+    error, norm = (
+        (actual - wanted).norm().item(),
+        (wanted if size is None else size.double()).norm().item(),
+    )
     share = error / (tolerance * norm) if norm else 0.0 if error == 0 else math.inf
     assert share <= SHARE, (
         f"{name}: error {error / max(norm, 1e-300):.1e} is {share:.2f} of the tolerance {tolerance:.1e}"
@@ -58,10 +73,12 @@ def assert_near(
 
 @contextmanager
 def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
-    """Surround what is allocated by torch.empty, empty_like and new_empty with `guard` bytes; assert that none changes.
+    """Surround what is allocated by torch.empty, empty_like and new_empty with `guard` bytes;
+    assert that none changes.
 
-    A kernel whose mask lets too much through writes there. Buffers are filled with the byte 255, NaN in any format: an
-    element that nobody writes shows in the results. Guards hold a number, since a sum with NaN would stay NaN.
+    A kernel whose mask lets too much through writes there. Buffers are filled with the byte 255,
+    NaN in any format: an element that nobody writes shows in the results. Guards hold a number,
+    since a sum with NaN would stay NaN.
     """
     allocate, allocated = torch.empty, []
 
@@ -77,7 +94,9 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
     def empty_like(like: Tensor) -> Tensor:
         return empty(like.shape, dtype=like.dtype, device=like.device)
 
-    def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+    def new_empty(
+        like: Tensor, *shape: int, dtype: torch.dtype | None = None, device: object = None
+    ) -> Tensor:
         return empty(*shape, dtype=dtype or like.dtype, device=device or like.device)
 
     with (
@@ -87,7 +106,9 @@ def guarded_buffers(guard: int = 2**17) -> Iterator[None]:
     ):
         yield
     for raw in allocated:
-        assert (raw[:guard] == GUARD).all() and (raw[-guard:] == GUARD).all(), "a kernel wrote outside of its buffer"
+        assert (raw[:guard] == GUARD).all() and (raw[-guard:] == GUARD).all(), (
+            "a kernel wrote outside of its buffer"
+        )
 
 
 def run_and_check_fake(operator, *inputs):

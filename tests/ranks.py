@@ -44,15 +44,32 @@ WAYS = {
     "zero2-2": Way(2, "zero2", 2),
 }
 # 4, 2 or 1 micro-batches a step
-ALL = ["train.micro_batch_size=2", "train.max_steps=4", "eval.interval=2", "train.timeout_minutes=2"]
-SAVED = ["train.max_steps=6", "eval.interval=3", "train.checkpoint_interval=3", "train.keep_checkpoints=9"]
-SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]  # parameter groups of their own
+ALL = [
+    "train.micro_batch_size=2",
+    "train.max_steps=4",
+    "eval.interval=2",
+    "train.timeout_minutes=2",
+]
+SAVED = [
+    "train.max_steps=6",
+    "eval.interval=3",
+    "train.checkpoint_interval=3",
+    "train.keep_checkpoints=9",
+]
+# parameter groups of their own
+SAVED += ["optim.router_lr_ratio=0.5", "optim.expert_out_lr_ratio=2.0"]
 MODELS = {  # kern-norelu: no gate is exactly 0, at which rounding would change gradients
     "pair": ["model.router=kern-norelu", "train.max_steps=3", "eval.interval=3"],
     "dense": ["model.router=dense", "data.document_mask=true", "train.ema_decay=0.75"],
     "kern": ["model.router=kern-norelu"],
-    "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],  # into larger micro-batches than one rank's
-    "windows": ["model.router=kern-norelu", "train.micro_batch_size=1", "eval.windows=5", "train.max_steps=2"],
+    # into larger micro-batches than one rank's
+    "cut": ["model.router=kern-norelu", "train.balance_loss_coef=0.1"],
+    "windows": [
+        "model.router=kern-norelu",
+        "train.micro_batch_size=1",
+        "eval.windows=5",
+        "train.max_steps=2",
+    ],
     "muon": [*SAVED, "model.router=kern-norelu", "optim.name=muon"],
     "blocks": ["model.dropout=0.1", "train.balance_loss_coef=0.1"],
     "inf": ["train.dtype=float16", "train.bias_update_rate=0.01", "train.max_steps=5"],
@@ -63,20 +80,53 @@ BALANCED = ["train.bias_update_rate=0.01", "train.balance_loss_coef=0.1"]
 MODELS["biased"] = ["model.router=sigmoid-renorm", *BALANCED, "train.z_loss_coef=0.01"]
 MODELS["saved"] = [*SAVED, "model.router=sigmoid-renorm", "model.n_hash_layer=1", *BALANCED]
 # One step: later ones differ by rounding, which can move a score to another bin.
-MODELS["quantile"] = ["model.router=sigmoid", "train.bias_update=quantile", "train.max_steps=1", "optim.warmup_steps=1"]
+MODELS["quantile"] = [
+    "model.router=sigmoid",
+    "train.bias_update=quantile",
+    "train.max_steps=1",
+    "optim.warmup_steps=1",
+]
 MODELS["quantile"] += ["model.n_hash_layer=1", "train.balance_loss_coef=0.1"]
-MODELS["modern"] = ["model.router=kern-norelu", "model.norm=rmsnorm", "model.qk_norm=all", "model.n_kv_head=1"]
-MODELS["modern"] += ["model.pos=rope", "model.gated=true", "model.activation=silu", "model.n_shared_expert=1"]
+MODELS["modern"] = [
+    "model.router=kern-norelu",
+    "model.norm=rmsnorm",
+    "model.qk_norm=all",
+    "model.n_kv_head=1",
+]
+MODELS["modern"] += [
+    "model.pos=rope",
+    "model.gated=true",
+    "model.activation=silu",
+    "model.n_shared_expert=1",
+]
 MODELS["modern"] += ["model.n_dense_layer=1"]
-# Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of them.
-MODELS["idle"] = ["model.router=kern-norelu", "model.block_size=8", "model.n_expert=16", "model.top_k=1"]
+# Two rows of 8 tokens a step, each token to one expert of 16: a rank of two lacks at least 8 of
+# them.
+MODELS["idle"] = [
+    "model.router=kern-norelu",
+    "model.block_size=8",
+    "model.n_expert=16",
+    "model.top_k=1",
+]
 MODELS["idle"] += ["train.batch_size=2", "train.micro_batch_size=1"]
 # Interpreted, so as little as can be: 16 tokens a step.
-MODELS["triton"] = ["model.router=kern-norelu", "model.n_layer=1", "model.block_size=8", "train.batch_size=2"]
+MODELS["triton"] = [
+    "model.router=kern-norelu",
+    "model.n_layer=1",
+    "model.block_size=8",
+    "train.batch_size=2",
+]
 MODELS["triton"] += ["train.micro_batch_size=1", "train.max_steps=2", "eval.windows=2"]
 MODELS["triton"] += ["train.activation_checkpointing=true"]
-# The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a log interval.
-MODELS["again"] = [*SAVED, "model.dropout=0.1", "train.dtype=float16", "log.interval=2", "train.loss_spike=skip"]
+# The most state to resume: dropout, a loss scale, means of weights, a checkpoint in the middle of a
+# log interval.
+MODELS["again"] = [
+    *SAVED,
+    "model.dropout=0.1",
+    "train.dtype=float16",
+    "log.interval=2",
+    "train.loss_spike=skip",
+]
 MODELS["again"] += ["train.ema_decay=0.75"]
 ANY = ("dense", "kern", "modern", "biased", "quantile", "cut", "windows", "triton", "muon")
 COMPARED = ("pair", *ANY, "idle", "saved")  # with a run on one rank
@@ -105,9 +155,17 @@ for name in ("dense ddp-2", "kern fsdp-2"):
     CASES[f"{name} bfloat16"] = Case(*name.split(), ["train.reduce_dtype=bfloat16"])
 RESHARDED = {"fsdp-2": ("ddp-2", "fsdp-4"), "ddp-2": ("zero2-2",)}  # saved under: resumed under
 for saved, ways in RESHARDED.items():
-    CASES[f"saved {saved}"] = Case("saved", saved, copies=tuple(f"{saved} to {way}" for way in ways))
+    CASES[f"saved {saved}"] = Case(
+        "saved", saved, copies=tuple(f"{saved} to {way}" for way in ways)
+    )
     CASES |= {f"{saved} to {way}": Case("saved", way) for way in ways}
-RESUMED = [("again", "fsdp-2"), ("again", "ddp-4"), ("again", "hsdp-2x2"), ("early", "fsdp-2"), ("muon", "fsdp-2")]
+RESUMED = [
+    ("again", "fsdp-2"),
+    ("again", "ddp-4"),
+    ("again", "hsdp-2x2"),
+    ("early", "fsdp-2"),
+    ("muon", "fsdp-2"),
+]
 RESUMED += [("again", "zero2-2")]
 for model, way in RESUMED:
     CASES[f"{model} {way}"] = Case(model, way, copies=(f"{model} {way} resumed",))
@@ -124,7 +182,14 @@ class Watch:
 
     def forget(self):
         """Be ready for another run."""
-        self.seen = {"weights": [], "gradients": [], "seeds": [], "loads": [], "warm_ups": [], "block_passes": 0}
+        self.seen = {
+            "weights": [],
+            "gradients": [],
+            "seeds": [],
+            "loads": [],
+            "warm_ups": [],
+            "block_passes": 0,
+        }
 
     @contextmanager
     def patches(self, after_save=lambda saver, step: None):
@@ -145,7 +210,9 @@ class Watch:
             yield
 
     def build_optimizer(self, model, optim):
-        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its optimizer."""
+        """Add hooks to the model, shun an expert, or make a gradient infinite, then build its
+        optimizer.
+        """
         self.parameters = list(model.parameters())
         model.register_forward_hook(self._after_forward)
         model.blocks[0].ln_1.register_forward_hook(self._after_norm)
@@ -159,13 +226,17 @@ class Watch:
     def learning_rate(self, optim, max_steps, step):
         """Between the seed of a step and its forward pass."""
         self.seen["weights"].append([local_part(p).detach().clone() for p in self.parameters])
-        self.seen["gradients"].append([0 if p.grad is None else local_part(p.grad).data_ptr() for p in self.parameters])
+        self.seen["gradients"].append(
+            [0 if p.grad is None else local_part(p.grad).data_ptr() for p in self.parameters]
+        )
         self.seen["seeds"].append(torch.initial_seed())
         return RATE(optim, max_steps, step)
 
     def _after_forward(self, model, args, out):
         if model.training:  # before the first step: the pass that warms up DDP's buckets
-            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(out.stats.loads.sum(1))
+            self.seen["loads" if self.seen["weights"] else "warm_ups"].append(
+                out.stats.loads.sum(1)
+            )
 
     def _after_norm(self, *_):
         self.seen["block_passes"] += bool(self.seen["weights"]) and torch.is_grad_enabled()
@@ -187,7 +258,9 @@ BUILD, RATE, SAVE = train_state.build_optimizer, train.learning_rate, checkpoint
 
 
 def config_of(folder, name, seed):
-    """A case has its own run.dir; the runs that resume from another's checkpoint share its run.name."""
+    """A case has its own run.dir; the runs that resume from another's checkpoint share its
+    run.name.
+    """
     case = CASES[name]
     ranks, way, _ = WAYS[case.way]
     own = [seed, f"run.dir={(folder / name).as_posix()}", f"train.parallel={way}"]
@@ -218,7 +291,10 @@ def be_a_rank(folder, names, seeds):
         os.environ["LOCAL_WORLD_SIZE"] = str(way.ranks_per_node)
         meet_in(folder / f"{name}.store")
         try:
-            torch.save(work(folder, name, seeds.get(CASES[name].model, "run.seed=0"), rank), folder / f"{name}.{rank}")
+            torch.save(
+                work(folder, name, seeds.get(CASES[name].model, "run.seed=0"), rank),
+                folder / f"{name}.{rank}",
+            )
         except Exception:
             (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
             if dist.is_initialized():

@@ -42,7 +42,8 @@ FORKS.set_forkserver_preload(["train", "scripts.sample", "pytest", "hypothesis",
 
 @contextmanager
 def modules_in(place: Path) -> Iterator[None]:
-    """Within this context, transformers copies and imports the code of exported models below `place`.
+    """Within this context, transformers copies and imports the code of exported models below
+    `place`.
 
     So it touches neither the user's cache nor the modules of other tests.
     """
@@ -106,24 +107,33 @@ def flip(path: Path, bit: int) -> None:
 
 def untimed(lines: list[dict]) -> list[dict]:
     """The lines of metrics.jsonl without times: equal for equal runs."""
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines
+    ]
 
 
 # ---- runs that differ by rounding alone
-MARGIN = 1e-5  # least distance between the last expert chosen and the next, relative to a token's largest score
-ROUNDINGS = 8  # a step passes through about ten operators in two blocks, and AdamW keeps the errors of those before
+# least distance between the last expert chosen and the next, relative to a token's largest score
+MARGIN = 1e-5
+# a step passes through about ten operators in two blocks, and AdamW keeps the errors of those
+# before
+ROUNDINGS = 8
 
 
 def run_with_margin(make: Callable[..., Config], *overrides: str) -> tuple[str, list[dict]]:
-    """Train with the first seed for which no token is undecided between two experts, in training and evaluation.
+    """Train with the first seed for which no token is undecided between two experts, in training
+    and evaluation.
 
-    Rounding, which depends on CPU and batch shape, then changes no choice of an expert, only the last digits of losses.
-    `make` makes a Config of overrides. Returns the override of run.seed, and the lines of metrics.jsonl.
+    Rounding, which depends on CPU and batch shape, then changes no choice of an expert, only the
+    last digits of losses. `make` makes a Config of overrides. Returns the override of run.seed, and
+    the lines of metrics.jsonl.
     """
     for seed in count(1000 * SEED):
         margins = [math.inf]
 
-        def watch(module: nn.Module, args: tuple, routing: Routing, margins: list[float] = margins) -> None:
+        def watch(
+            module: nn.Module, args: tuple, routing: Routing, margins: list[float] = margins
+        ) -> None:
             if isinstance(module, Router) and module.top_k < routing.scores.shape[-1]:
                 scores = routing.scores.detach() + module.selection_bias
                 best = scores.topk(module.top_k + 1).values
@@ -137,8 +147,12 @@ def run_with_margin(make: Callable[..., Config], *overrides: str) -> tuple[str, 
     raise AssertionError("unreachable")
 
 
-def assert_same_columns(lines: list[dict], wanted: list[dict], *keys: str, roundings: float = ROUNDINGS) -> None:
-    """Assert that two runs of the tiny model, equal but for rounding, have the same values of `keys`."""
+def assert_same_columns(
+    lines: list[dict], wanted: list[dict], *keys: str, roundings: float = ROUNDINGS
+) -> None:
+    """Assert that two runs of the tiny model, equal but for rounding, have the same values of
+    `keys`.
+    """
     limit = tolerance(torch.float32, 257, roundings)  # sums over 256 tokens, or over 257 logits
     for key in keys:
         a, b = (torch.tensor(column(run, key), dtype=torch.float64) for run in (lines, wanted))
@@ -158,7 +172,9 @@ def end(config: Config) -> End:
     """The `End` of a finished run."""
     lines = untimed(metrics(config))
     manifest = checkpoint.verify(checkpoint.folder_of(checkpoints(config), config.train.max_steps))
-    tensors = {name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"}
+    tensors = {
+        name: file["sha256"] for name, file in manifest["files"].items() if name != ".metadata"
+    }
     return End(lines, tensors, manifest["facts"])
 
 
@@ -174,8 +190,13 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 # ---- processes
-def wait_until(condition: Callable[[], object], is_alive: Callable[[], object] = lambda: True) -> None:
-    """Return once `condition` holds. Fail where that takes minutes, or where what it waits for has ended."""
+def wait_until(
+    condition: Callable[[], object], is_alive: Callable[[], object] = lambda: True
+) -> None:
+    """Return once `condition` holds.
+
+    Fail where that takes minutes, or where what it waits for has ended.
+    """
     deadline = time.monotonic() + 300
     while not condition():
         assert is_alive() and time.monotonic() < deadline
@@ -185,11 +206,13 @@ def wait_until(condition: Callable[[], object], is_alive: Callable[[], object] =
 class Forked:
     """A process that calls `function(*args)` of a test module, with extra environment variables.
 
-    It is forked from a process that has already imported torch and train.py: importing takes longer than most tests.
+    It is forked from a process that has already imported torch and train.py: importing takes longer
+    than most tests.
     """
 
     def __init__(self, function: Callable, *args: object, **variables: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:  # the first call starts the fork server, whose sys.path differs
+        # the first call starts the fork server, whose sys.path differs
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join([str(REPO_ROOT), str(REPO_ROOT / "tests")]))
             forkserver.ensure_running()
         file, self.printed = tempfile.mkstemp()
@@ -198,7 +221,10 @@ class Forked:
         self.process.start()
 
     def wait(self, seconds: float) -> tuple[int | None, str]:
-        """Its exit code and what it printed, once it has ended. After `seconds` it is killed (exit code -9)."""
+        """Its exit code and what it printed, once it has ended.
+
+        After `seconds` it is killed (exit code -9).
+        """
         self.process.join(seconds)
         self.process.kill()
         self.process.join()
@@ -219,10 +245,13 @@ def _call(log: str, variables: dict[str, str], function: Callable, args: tuple) 
 def start_ranks(count: int, function: Callable, *args: object) -> list[Forked]:
     """Start `count` processes with the environment variables that torchrun sets."""
     all_ranks = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    return [Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)]
+    return [
+        Forked(function, *args, RANK=str(i), LOCAL_RANK=str(i), **all_ranks) for i in range(count)
+    ]
 
 
-WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}  # audit events, before the call
+# audit events, before the call
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}
 
 
 def be_killed() -> NoReturn:
@@ -231,10 +260,14 @@ def be_killed() -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def fork_with_fault(action: Callable, folder: Path, number: int, fault: Callable) -> tuple[int, str]:
-    """Call `action` in a fork, and `fault` just before its call `number` (from 0; -1: none) that changes files.
+def fork_with_fault(
+    action: Callable, folder: Path, number: int, fault: Callable
+) -> tuple[int, str]:
+    """Call `action` in a fork, and `fault` just before its call `number` (from 0; -1: none) that
+    changes files.
 
-    Files are opened below `folder`. Returns what `action` does, the exit code, and what was printed: FAULT, too.
+    Files are opened below `folder`. Returns what `action` does, the exit code, and what was
+    printed: FAULT, too.
     """
     with tempfile.TemporaryFile("w+") as printed:
         if not (child := os.fork()):
@@ -269,7 +302,9 @@ class Job(NamedTuple):
 
 
 def run_torchrun(jobs: dict[str, list]) -> dict[str, Job]:
-    """Run torchrun with the arguments of each job, all at once, since they wait for most of their time."""
+    """Run torchrun with the arguments of each job, all at once, since they wait for most of their
+    time.
+    """
     variables = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     torchrun = [sys.executable, "-m", "torch.distributed.run"]

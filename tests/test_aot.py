@@ -1,4 +1,6 @@
-"""scripts.aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled without a GPU."""
+"""scripts.aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled
+without a GPU.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,9 @@ def test_blocks_on_a_multiprocessor(sm, registers, shared, warps, blocks):
     assert aot.count_blocks(sm, registers, shared, warps) == blocks
 
 
-GOOD = aot.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False)
+GOOD = aot.Kernel(
+    "up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HGMMA.64x128x16.F32", False
+)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,16 @@ GOOD = aot.Kernel("up+gated+silu", "128x128x64", 8, 107, 96 * 1024, 0, 1, 2, "HG
 def test_what_is_worse_than_its_limit_is_a_fault(change, faults):
     job = {"sm": 90, "shape": "gated", "half": True}
     kernel = GOOD._replace(**{key: value for key, value in change.items() if key not in job})
-    assert aot.find_faults(kernel, **job | {key: value for key, value in change.items() if key in job}) == faults
+    assert (
+        aot.find_faults(kernel, **job | {key: value for key, value in change.items() if key in job})
+        == faults
+    )
 
 
 def run_aot(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    given = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | environment
+    given = {
+        key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"
+    } | environment
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=given, cwd=REPO_ROOT, capture_output=True, text=True)
 
@@ -72,9 +81,23 @@ sys.exit(aot.main(sys.argv[1:]))
     done = run_aot(again, *arguments, TRITON_CACHE_DIR=str(tmp_path))
     good, wide = (part.splitlines() for part in done.stdout.split("once more\n"))
     compiled = {tuple(line.split()[i] for i in (0, 3)) for line in good[2:] if " float16 " in line}
-    for kernel in ("place", "combine", "down_grad", "weight_grad", "softmax+grad", "route+gamma", "add_norm+add"):
+    for kernel in (
+        "place",
+        "combine",
+        "down_grad",
+        "weight_grad",
+        "softmax+grad",
+        "route+gamma",
+        "add_norm+add",
+    ):
         assert {("80", kernel), ("90", kernel)} <= compiled, done.stderr
-    assert {("80", "rows"), ("90", "rows_ahead"), ("80", "up"), ("90", "up+described"), ("90", "adamw")} <= compiled
+    assert {
+        ("80", "rows"),
+        ("90", "rows_ahead"),
+        ("80", "up"),
+        ("90", "up+described"),
+        ("90", "adamw"),
+    } <= compiled
     faults = [line.split()[3] for line in wide if "  too much shared memory  blocks < 1" in line]
     assert done.returncode == 1 and good[-1] == "0 faults", done.stdout + done.stderr
     assert faults == ["weight_grad"] and wide[-1] == "2 faults", done.stdout
@@ -82,7 +105,10 @@ sys.exit(aot.main(sys.argv[1:]))
 
 @pytest.mark.integration
 def test_kernels_compile_for_a_token_alone(tmp_path):
-    """As in generation. Triton makes constants of arguments that are 1, which the interpreter does not."""
+    """As in generation.
+
+    Triton makes constants of arguments that are 1, which the interpreter does not.
+    """
     code = """
 from scripts import aot
 aot.SHAPES["alone"] = 1, 64, 64, 2, 1, 64
@@ -94,7 +120,9 @@ print([kernel.name for kernel in aot.compile_kernels((90, "float16", "alone"))])
 
 @pytest.mark.slow
 def test_every_kernel_is_within_its_limits():
-    """Of every shape and dtype under the installed Triton; and the 125m model's for GPUs of the consumer kinds."""
+    """Of every shape and dtype under the installed Triton; and the 125m model's for GPUs of the
+    consumer kinds.
+    """
     code = """
 import sys
 from scripts import aot

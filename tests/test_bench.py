@@ -1,4 +1,6 @@
-"""scripts/bench and scripts/gpu_check.sh: what is timed, what is made of the times, which commands the script runs."""
+"""scripts/bench and scripts/gpu_check.sh: what is timed, what is made of the times, which commands
+the script runs.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def run_bench(tmp_path, capsys):
-    """`run_bench("moe", ...)` runs a command; returns the rows of its table in figures.json and what it printed."""
+    """`run_bench("moe", ...)` runs a command; returns the rows of its table in figures.json and
+    what it printed.
+    """
 
     def run(*arguments, code=0):
         out = tmp_path / "figures.json"
@@ -43,7 +47,9 @@ def run_bench(tmp_path, capsys):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """`timed(seconds)`: in place of clocks, `seconds(*name)` for every function, all of which run once."""
+    """`timed(seconds)`: in place of clocks, `seconds(*name)` for every function, all of which run
+    once.
+    """
 
     def fake(seconds):
         def time_in_turn(self, functions):
@@ -59,7 +65,9 @@ def timed(monkeypatch):
 def test_functions_are_timed_in_turn_and_what_fails_is_skipped(monkeypatch):
     called, times = [], iter([100.0] * 4 + [1.0, 10.0, 5.0, 30.0, 2.0, 20.0])
     monkeypatch.setattr(harness, "time_once", lambda function, cold: function() or next(times))
-    benchmark = Benchmark(Namespace(what="moe", json=None, command="python", rounds=3), CPU, "title")
+    benchmark = Benchmark(
+        Namespace(what="moe", json=None, command="python", rounds=3), CPU, "title"
+    )
     functions = {(name,): partial(called.append, name) for name in "ab"}
     functions["large", "both"] = mock.Mock(side_effect=torch.OutOfMemoryError("x"))
     assert benchmark.time(functions) == {("a",): 2.0, ("b",): 20.0}
@@ -85,16 +93,23 @@ def test_alternatives_compute_the_same(name):
 
 def test_moe(run_bench, monkeypatch):
     monkeypatch.setitem(bench_moe.CEILING, "cpu", (16, 24))
-    rows, _ = run_bench("moe", "--rounds=1", "--shape", 64, 32, 16, 8, 2, "--dtype", "float32", "bfloat16")
+    rows, _ = run_bench(
+        "moe", "--rounds=1", "--shape", 64, 32, 16, 8, 2, "--dtype", "float32", "bfloat16"
+    )
     names = ["kernels", "F.grouped_mm", "loop", "dense", "matmul ceiling"]
     wanted = [(name, dtype) for dtype in ("float32", "bfloat16") for name in names]
     assert [(row["implementation"], row["dtype"]) for row in rows] == wanted
     kernels, *_, dense, ceiling = rows[:5]
     assert kernels["over kernels"] == dense["over dense"] == 1
-    assert kernels["over dense"] == pytest.approx(kernels["forward+backward ms"] / dense["forward+backward ms"])
-    assert kernels["TFLOP/s"] == pytest.approx(12 * 64 * 2 * 32 * 16 / kernels["forward+backward ms"] * 1e3 / 1e12)
+    assert kernels["over dense"] == pytest.approx(
+        kernels["forward+backward ms"] / dense["forward+backward ms"]
+    )
+    assert kernels["TFLOP/s"] == pytest.approx(
+        12 * 64 * 2 * 32 * 16 / kernels["forward+backward ms"] * 1e3 / 1e12
+    )
     assert kernels["of ceiling"] == pytest.approx(kernels["TFLOP/s"] / ceiling["TFLOP/s"])
-    # Before and after GELU, (N, K·H); the tokens, too, in float32, where the torch backend keeps no more than that.
+    # Before and after GELU, (N, K·H); the tokens, too, in float32, where the torch backend keeps no
+    # more than that.
     assert dense["saved MB"] == 2 * 64 * 32 * 4 / 1e6
     assert 64 * 32 * 4 / 1e6 <= kernels["saved MB"] < 2 * rows[2]["saved MB"]
 
@@ -103,12 +118,23 @@ def test_moe(run_bench, monkeypatch):
 def test_step(tiny_file, run_bench, timed, monkeypatch):
     monkeypatch.setattr(distributed, "peak_flops", lambda device, dtype: 1e9)
     timed(lambda name: {"dense": 0.25, "kern": 0.5}[name.split(", ")[0]])
-    keys = ["--model.router=dense", "--data.document_mask=false", "--model.router=kern", "--data.document_mask=true"]
+    keys = [
+        "--model.router=dense",
+        "--data.document_mask=false",
+        "--model.router=kern",
+        "--data.document_mask=true",
+    ]
     rows, printed = run_bench("step", tiny_file, *keys)
-    assert [row["alternative"] for row in rows] == ["dense, false", "dense, true", "kern, false", "kern, true"]
+    assert [row["alternative"] for row in rows] == [
+        "dense, false",
+        "dense, true",
+        "kern, false",
+        "kern, true",
+    ]
     assert [row["ratio"] for row in rows] == [1, 1, 2, 2]
     assert [row["tokens/s"] for row in rows] == [1024, 1024, 512, 512]  # 8 · 32 a step
-    # A layer's active weights: 4·32² of attention, 2·32·8·2 of experts, 32·8 of the router; the head's 257·32.
+    # A layer's active weights: 4·32² of attention, 2·32·8·2 of experts, 32·8 of the router; the
+    # head's 257·32.
     flops = 6 * (2 * (4096 + 1024 + 256) + 8224) + 12 * 2 * 32 * 32
     mfu = [(flops - 6 * 2 * 256) * 1024 / 1e9, flops * 512 / 1e9]
     assert [row["MFU"] for row in rows[::2]] == [pytest.approx(value) for value in mfu]
@@ -117,8 +143,14 @@ def test_step(tiny_file, run_bench, timed, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch):
-    """So that routing, and with it the time, is the same from the first step to the last; AdamW runs all the same."""
-    overrides = f"data.document_mask={masked}".lower(), "train.activation_checkpointing=true", "train.compile=on"
+    """So that routing, and with it the time, is the same from the first step to the last; AdamW
+    runs all the same.
+    """
+    overrides = (
+        f"data.document_mask={masked}".lower(),
+        "train.activation_checkpointing=true",
+        "train.compile=on",
+    )
     compiled = []
     monkeypatch.setattr(bench_steps, "compile_blocks", compiled.append)
     step = bench_steps.Step(tiny("model.router=kern", *overrides), CPU)
@@ -128,13 +160,17 @@ def test_a_step_is_a_whole_one_but_leaves_the_weights(tiny, masked, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(state["step"] == 1 and state["exp_avg"].any() for state in optimizer.state.values())
     assert all(p.grad is None for p in model.parameters()) and compiled == [model]
-    assert model.document_token == (0 if masked else None) and all(block.checkpointing for block in model.blocks)
+    assert model.document_token == (0 if masked else None) and all(
+        block.checkpointing for block in model.blocks
+    )
     assert not masked or (tokens[..., ::8] == 0).all()
 
 
 def test_router_beside_a_step(tiny_file, run_bench, timed):
     seconds = {"softmax": 0.002, "kern": 0.003}
-    timed(lambda kind, name: seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1}[name])
+    timed(
+        lambda kind, name: seconds.get(name, 0.001) if kind == "router" else {"softmax": 0.1}[name]
+    )
     assert [row["alternative"] for row in run_bench("router", tiny_file)[0]] == [*ROUTERS][1:]
     rows, _ = run_bench("router", tiny_file, "--model.router=softmax", "--model.router=kern")
     assert [row["alternative"] for row in rows] == ["softmax", "kern"]
@@ -148,7 +184,14 @@ def test_router_beside_a_step(tiny_file, run_bench, timed):
 def test_peers_compute_experts(name, gated):
     """What our reference computes, with gates of sigmoid; torchtitan's multiply the input."""
     torch.manual_seed(SEED)
-    sizes = {"n_embd": 32, "n_expert": 5, "top_k": 2, "expert_hidden": 16, "init_std": 0.3, "gated": gated}
+    sizes = {
+        "n_embd": 32,
+        "n_expert": 5,
+        "top_k": 2,
+        "expert_hidden": 16,
+        "init_std": 0.3,
+        "gated": gated,
+    }
     peer, x = PEERS[name](Model(**sizes)), torch.randn(1, 7, 32)
     gates, experts = (x[0] @ peer.gate.weight.T).sigmoid().topk(2)
     inside, ones = (gates, torch.ones(7, 2)) if name == "torchtitan" else (torch.ones(7, 2), gates)
@@ -166,9 +209,14 @@ def test_peers_compute_experts(name, gated):
     (["moe", "--shape", "8", "8", "8", "8", "9"], "K at most E"),
     (["router", "FILE", "--model.router=dense"], "dense has no router: set --model.router=kern"),
 ])  # fmt: skip
-def test_bad_input_is_refused_before_anything_is_timed(arguments, message, tiny_file, capsys, monkeypatch):
+def test_bad_input_is_refused_before_anything_is_timed(
+    arguments, message, tiny_file, capsys, monkeypatch
+):
     monkeypatch.setattr(Benchmark, "time", lambda *args, **kwargs: pytest.fail("timed"))
-    assert bench.main([str(tiny_file) if argument == "FILE" else argument for argument in arguments]) == 2
+    assert (
+        bench.main([str(tiny_file) if argument == "FILE" else argument for argument in arguments])
+        == 2
+    )
     assert message in capsys.readouterr().err
 
 
@@ -190,9 +238,17 @@ done
 def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypatch):
     (tmp_path / "python").write_text(FAKE)
     (tmp_path / "python").chmod(0o755)
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": f"{tmp_path}/python", "FOLDER": f"{tmp_path}/out"}
-    subprocess.run(["bash", "scripts/gpu_check.sh", *rehearse], cwd=REPO_ROOT, env=environment, check=True)
-    log = re.split(r"^== ([\w-]+): .*\n", (tmp_path / "out/gpu_check.log").read_text(), flags=re.M)[1:]
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHON": f"{tmp_path}/python",
+        "FOLDER": f"{tmp_path}/out",
+    }
+    subprocess.run(
+        ["bash", "scripts/gpu_check.sh", *rehearse], cwd=REPO_ROOT, env=environment, check=True
+    )
+    log = re.split(r"^== ([\w-]+): .*\n", (tmp_path / "out/gpu_check.log").read_text(), flags=re.M)[
+        1:
+    ]
     asked = {name: text.splitlines() for name, text in zip(log[::2], log[1::2], strict=True)}
     assert len(list((tmp_path / "out").iterdir())) <= 8  # the device machine brings back few
     monkeypatch.chdir(REPO_ROOT)
@@ -200,14 +256,32 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypat
     for words in asked.values():
         if words[:2] == ["-m", "scripts.bench"] and words[2] == "step":
             assert bench.main([*words[2:], f"--json={tmp_path}/figures.json"]) == 0
-    name = "packages-rehearsal" if rehearse else "packages"  # what one trains on the other does not find
+    # what one trains on the other does not find
+    name = "packages-rehearsal" if rehearse else "packages"
     assert prepare.parse_arguments(asked["data"][2:]).name == name
     assert asked["train"][:2] == ["-m", "scripts.sweep"]
     file, overrides = configure.split_command_line(asked["train"][2:])
-    configs = [configure.load(REPO_ROOT / file, point) for point in configure.sweep_points(REPO_ROOT / file, overrides)]
-    assert [config.model.router for config in configs] == ["kern", "dense", "softmax", "sigmoid", "tanh"]
-    assert {(config.data.name, config.train.max_steps) for config in configs} == {(name, 10 if rehearse else 80)}
-    kernels, steps = ({word for word in asked[name] if word.startswith("tests/")} for name in ("kernels", "steps"))
+    configs = [
+        configure.load(REPO_ROOT / file, point)
+        for point in configure.sweep_points(REPO_ROOT / file, overrides)
+    ]
+    assert [config.model.router for config in configs] == [
+        "kern",
+        "dense",
+        "softmax",
+        "sigmoid",
+        "tanh",
+    ]
+    assert {(config.data.name, config.train.max_steps) for config in configs} == {
+        (name, 10 if rehearse else 80)
+    }
+    kernels, steps = (
+        {word for word in asked[name] if word.startswith("tests/")} for name in ("kernels", "steps")
+    )
     mark = "mark." + "gpu"
-    marked = {f"tests/{file.name}" for file in (REPO_ROOT / "tests").glob("test_*.py") if mark in file.read_text()}
+    marked = {
+        f"tests/{file.name}"
+        for file in (REPO_ROOT / "tests").glob("test_*.py")
+        if mark in file.read_text()
+    }
     assert steps | kernels == marked and not steps & kernels

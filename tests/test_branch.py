@@ -1,4 +1,6 @@
-"""Branches (train.branch_from): equal to runs that were never branched, and refused where they could not be."""
+"""Branches (train.branch_from): equal to runs that were never branched, and refused where they
+could not be.
+"""
 
 import shutil
 
@@ -16,12 +18,25 @@ from runtime.preflight import Plan
 from scripts.report.runs import load_run
 from scripts.report.settings import group_runs
 
-# The most state to take over: dropout, a loss scale, a history of losses, sums of half a log interval.
+# The most state to take over: dropout, a loss scale, a history of losses, sums of half a log
+# interval.
 WSD = ["optim.schedule=wsd", "optim.warmup_steps=2", "model.dropout=0.1", "log.interval=2"]
-WSD += ["train.dtype=float16", "optim.router_lr_ratio=0.5", "train.loss_spike=skip", "train.bias_update_rate=0.01"]
+WSD += [
+    "train.dtype=float16",
+    "optim.router_lr_ratio=0.5",
+    "train.loss_spike=skip",
+    "train.bias_update_rate=0.01",
+]
 WSD += ["train.ema_decay=0.9"]
 FRACTION = "optim.decay_fraction=0.25"
-TRUNK = [*WSD, FRACTION, "run.name=trunk", "train.max_steps=16", "train.keep_steps=6,9", "train.checkpoint_interval=4"]
+TRUNK = [
+    *WSD,
+    FRACTION,
+    "run.name=trunk",
+    "train.max_steps=16",
+    "train.keep_steps=6,9",
+    "train.checkpoint_interval=4",
+]
 
 
 @pytest.fixture
@@ -40,11 +55,19 @@ def branch(tiny, trunk, *overrides):
 
 
 def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, capsys):
-    """Three lengths; the last is killed before its first checkpoint, and after it when the trunk is gone."""
+    """Three lengths; the last is killed before its first checkpoint, and after it when the trunk is
+    gone.
+    """
     before = content(path_of(trunk))
-    lengths = {"trunk-6to8": "max_steps=8", "trunk-9to10": "branch_step=9", "trunk-9to12": "max_steps=12"}
+    lengths = {
+        "trunk-6to8": "max_steps=8",
+        "trunk-9to10": "branch_step=9",
+        "trunk-9to12": "max_steps=12",
+    }
     for name, at in lengths.items():
-        config = branch(tiny, trunk, f"train.{at}", *["train.max_steps=10"] * (at == "branch_step=9"))
+        config = branch(
+            tiny, trunk, f"train.{at}", *["train.max_steps=10"] * (at == "branch_step=9")
+        )
         assert config.run.name == name
         for step in (9, 11) if name == "trunk-9to12" else ():
             before_steps(lambda now, step=step: 1 / (now - step))
@@ -56,13 +79,17 @@ def test_branch_equals_a_run_that_was_never_branched(tiny, trunk, before_steps, 
         if name == "trunk-9to12":
             path_of(trunk).rename(path_of(trunk).with_name("gone"))
         run(config)
-        length = [f"train.max_steps={config.train.max_steps}", f"optim.decay_fraction={config.optim.decay_fraction}"]
+        length = [
+            f"train.max_steps={config.train.max_steps}",
+            f"optim.decay_fraction={config.optim.decay_fraction}",
+        ]
         alone = tiny(*WSD, *length, f"run.name=alone-{name}")
         run(alone)
         assert end(config) == end(alone)
     assert f"from step 9 of {path_of(trunk)}\n" in capsys.readouterr().out
     assert configure.load(path_of(config) / "config.toml") == config
-    assert len(group_runs([load_run(path_of(one)) for one in (config, alone)])[0]) == 1  # of one setting
+    # of one setting
+    assert len(group_runs([load_run(path_of(one)) for one in (config, alone)])[0]) == 1
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
@@ -81,7 +108,9 @@ def test_what_cannot_be_a_branch_is_refused(tiny, trunk, overrides, says):
 def test_branch_takes_the_dtype_of_its_trunk_and_not_its_wandb_run(tiny, trunk, monkeypatch):
     plan = Plan(branch(tiny, trunk, "train.max_steps=8", "train.dtype=auto"))
     assert plan.dtype == torch.float16 and plan.config.train.dtype == "float16"
-    monkeypatch.setattr(checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}})
+    monkeypatch.setattr(
+        checkpoint, "verify", lambda *_: {"facts": {"data": "a hash", "wandb": "an id"}}
+    )
     assert plan.branch.read_metadata(Ranks(0, 1, plan.device)) == {"data": "a hash"}
 
 
@@ -97,8 +126,10 @@ def test_damaged_or_cosine_trunk_is_refused(tiny, trunk):
 
 @pytest.mark.parametrize(
     "last, old, new, allowed",
-    [(12, 16, 20, True), (13, 16, 20, False), (16, 16, 20, False)]  # the decay of 16 steps begins at 12, of 20 at 15
-    + [(9, 16, 12, True), (10, 16, 12, False), (14, 20, 16, False), (15, 16, 16, True)],  # of 12 at 9
+    # the decay of 16 steps begins at 12, of 20 at 15
+    [(12, 16, 20, True), (13, 16, 20, False), (16, 16, 20, False)]
+    # of 12 at 9
+    + [(9, 16, 12, True), (10, 16, 12, False), (14, 20, 16, False), (15, 16, 16, True)],
 )
 def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, allowed):
     wsd = ["optim.schedule=wsd", FRACTION]
@@ -108,7 +139,10 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
     if allowed:
         check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
     else:
-        with pytest.raises(RunError, match=f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch"):
+        with pytest.raises(
+            RunError,
+            match=f"{old} -> {new}, .* at step {last}, .* --train.max_steps={old}, or branch",
+        ):
             check_length(run_folder, tiny(*wsd, f"train.max_steps={new}"))
     with pytest.raises(RunError, match="the run ends before step 9, .*--train.max_steps=9"):
         check_length(run_folder, tiny("train.max_steps=8", "train.keep_steps=2,9"))
@@ -118,7 +152,8 @@ def test_length_of_a_run_may_change_until_either_decay(tiny, last, old, new, all
 
 def test_longer_run_equals_one_that_had_its_length_from_the_start(tiny, trunk):
     shutil.rmtree(checkpoints(trunk) / "step_00000016")
-    longer = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]  # also the last
+    # also the last
+    longer = [*TRUNK, "train.max_steps=20", "train.keep_steps=11,20", "train.keep_checkpoints=1"]
     alone = tiny(*longer, "run.name=alone")
     for config in (tiny(*longer), alone):
         run(config)

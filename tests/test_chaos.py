@@ -1,4 +1,6 @@
-"""Kills at random moments and damaged files, again and again: the run ends like an undisturbed one, bit for bit."""
+"""Kills at random moments and damaged files, again and again: the run ends like an undisturbed one,
+bit for bit.
+"""
 
 import json
 import os
@@ -18,17 +20,37 @@ from runtime.folder import path_of
 from runtime.signals import EXIT_CODE, Stop
 
 FAULTS = ["SIGKILL"] * 2 + ["SIGTERM"] * 2 + ["flipped bit"] * 2 + ["half a line"]
-# The most state to resume: dropout, a loss scale, selection biases, a history of losses, a mean of the weights.
-HARD = ["model.dropout=0.1", "train.dtype=float16", "train.bias_update_rate=0.01", "train.loss_spike=skip"]
-HARD += ["train.ema_decay=0.9", "train.balance_loss_coef=0.01", "train.micro_batch_size=2", "log.interval=3"]
-HARD += ["train.max_steps=90", "train.checkpoint_interval=2", "train.timeout_minutes=1", "eval.interval=30"]
+# The most state to resume: dropout, a loss scale, selection biases, a history of losses, a mean of
+# the weights.
+HARD = [
+    "model.dropout=0.1",
+    "train.dtype=float16",
+    "train.bias_update_rate=0.01",
+    "train.loss_spike=skip",
+]
+HARD += [
+    "train.ema_decay=0.9",
+    "train.balance_loss_coef=0.01",
+    "train.micro_batch_size=2",
+    "log.interval=3",
+]
+HARD += [
+    "train.max_steps=90",
+    "train.checkpoint_interval=2",
+    "train.timeout_minutes=1",
+    "eval.interval=30",
+]
 
 
 def be_a_rank(file, name, store):
     """train.py on one rank of a job."""
     if "WORLD_SIZE" in os.environ:
         meet_in(store)
-    sys.exit(train.main([str(file), *(f"--{key}" for key in HARD), f"--run.name={name}"], Stop().listen()))
+    sys.exit(
+        train.main(
+            [str(file), *(f"--{key}" for key in HARD), f"--run.name={name}"], Stop().listen()
+        )
+    )
 
 
 def last_step(metrics):
@@ -57,15 +79,19 @@ def test_a_run_survives_faults(tiny_file, ranks):
     for fault in rng.sample(FAULTS, len(FAULTS)):
         before, processes = max(steps(config), default=0), start("disturbed")
         moment = before + rng.randint(1, 9) if rng.random() < 0.75 else None
-        patience = time.monotonic() + (60 if moment else rng.uniform(0, 1.5))  # without a step: while it starts
-        while all(process.process.is_alive() for process in processes) and time.monotonic() < patience:
+        # without a step: while it starts
+        patience = time.monotonic() + (60 if moment else rng.uniform(0, 1.5))
+        while (
+            all(process.process.is_alive() for process in processes) and time.monotonic() < patience
+        ):
             if moment and last_step(metrics) >= moment:
                 break
             time.sleep(0.002)
         number = signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL
         pid = rng.choice(processes).process.pid
         os.kill(pid, number)
-        codes.append([process.wait(5)[0] for process in processes])  # then killed, as a launcher kills the others
+        # then killed, as a launcher kills the others
+        codes.append([process.wait(5)[0] for process in processes])
         newest = max(steps(config), default=0)
         if fault == "flipped bit" and len(steps(config)) > 1:
             file = rng.choice(sorted(checkpoint.folder_of(checkpoints(config), newest).iterdir()))

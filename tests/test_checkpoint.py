@@ -1,4 +1,6 @@
-"""runtime/checkpoint.py: what is restored, saving while training continues, durability, damage, full disks, pickles."""
+"""runtime/checkpoint.py: what is restored, saving while training continues, durability, damage,
+full disks, pickles.
+"""
 
 import errno
 import hashlib
@@ -31,7 +33,16 @@ from runtime.checkpoint import DamagedError
 from runtime.folder import RunFolder
 from runtime.state import build_optimizer
 
-SMALL = Model(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=64, n_expert=4, top_k=2, expert_hidden=8)
+SMALL = Model(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    block_size=32,
+    vocab_size=64,
+    n_expert=4,
+    top_k=2,
+    expert_hidden=8,
+)
 
 
 class Training:
@@ -120,7 +131,9 @@ def test_checkpoint_holds_the_weights_of_its_step(tmp_path, slow_disk):
 
 
 # ---- which checkpoints stay
-def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(tmp_path, monkeypatch, capsys):
+def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged(
+    tmp_path, monkeypatch, capsys
+):
     write(tmp_path, 1, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "save", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
@@ -135,11 +148,22 @@ def test_last_intact_checkpoint_stays_when_saves_fail_and_newer_ones_are_damaged
     for _ in range(2):
         assert checkpoint.latest(tmp_path, ALONE)[0] == 1
     newest, older = capsys.readouterr().out.splitlines()
-    assert "step_00000005/__0_0.distcp: damaged" in newest and "quarantined as step_00000005.damaged" in newest
-    assert "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)" in older
+    assert (
+        "step_00000005/__0_0.distcp: damaged" in newest
+        and "quarantined as step_00000005.damaged" in newest
+    )
+    assert (
+        "step_00000004/manifest.json: damaged, it cannot be read (No such file or directory)"
+        in older
+    )
     assert sorted(content(tmp_path).values()) == before
     write(tmp_path, 4, keep=2)  # quarantined ones do not count
-    assert names(tmp_path) == ["step_00000001", "step_00000004", "step_00000004.damaged", "step_00000005.damaged"]
+    assert names(tmp_path) == [
+        "step_00000001",
+        "step_00000004",
+        "step_00000004.damaged",
+        "step_00000005.damaged",
+    ]
     assert checkpoint.latest(tmp_path, ALONE)[0] == 4
 
 
@@ -147,7 +171,8 @@ def test_leftovers_of_interrupted_saves_are_removed_at_the_next_start(tmp_path):
     path = tmp_path / "checkpoints"
     write(path, 6)
     for step in (7, 8):
-        shutil.copytree(path / "step_00000006", path / f"step_{step:08d}.tmp")  # complete but not renamed
+        # complete but not renamed
+        shutil.copytree(path / "step_00000006", path / f"step_{step:08d}.tmp")
     (path / "step_9").mkdir()
     (path / "step_00000003.damaged").mkdir()
     assert checkpoint.steps(path) == [6]
@@ -163,7 +188,12 @@ def test_save_is_synced_before_it_is_renamed(tmp_path, disk_calls):
     assert disk_calls == [
         *("sync __0_0.distcp", "sync .metadata.tmp", "rename .metadata"),
         *("sync manifest.json.tmp", "rename manifest.json"),
-        *("sync step_00000001.tmp", "rename step_00000001", "sync checkpoints", f"sync {tmp_path.name}"),
+        *(
+            "sync step_00000001.tmp",
+            "rename step_00000001",
+            "sync checkpoints",
+            f"sync {tmp_path.name}",
+        ),
     ]
 
 
@@ -213,21 +243,29 @@ def find_no_room():
 
 
 def fail_at_every_call(path, fault):
-    """In forks, stop a save before its first call to the file system, before its second … until it succeeds."""
+    """In forks, stop a save before its first call to the file system, before its second … until it
+    succeeds.
+    """
     training = Training()
     write(path, 1, 2)  # and torch loads what it needs when it first saves
     step, in_a_save = 2, 0
     for number in itertools.count():
-        code, printed = fork_with_fault(partial(save_filled, training, path, step + 1), path, number, fault)
+        code, printed = fork_with_fault(
+            partial(save_filled, training, path, step + 1), path, number, fault
+        )
         left = list(path.glob("*.tmp"))
         assert not left or fault is be_killed
         in_a_save += code == 2 or bool(left)
         checkpoint.remove_partial_saves(path)
         newest = checkpoint.latest(path, ALONE)[0]
-        assert newest in (step, step + 1) and not list(path.glob("*.damaged")), f"step {newest} after {step}"
+        assert newest in (step, step + 1) and not list(path.glob("*.damaged")), (
+            f"step {newest} after {step}"
+        )
         if newest > 2:
             training.load(path, newest)
-            assert all((tensor == newest).all() for tensor in training.tensors()), f"step {newest} holds other numbers"
+            assert all((tensor == newest).all() for tensor in training.tensors()), (
+                f"step {newest} holds other numbers"
+            )
         if "FAULT" not in printed:
             break
         assert code in ((-signal.SIGKILL,) if fault is be_killed else (0, 2)), printed
@@ -243,38 +281,58 @@ def test_checkpoints_survive_a_fault_before_every_file_system_call(tmp_path, fau
     code, printed = Forked(fail_at_every_call, tmp_path / "checkpoints", fault).wait(300)
     assert code == 0, printed
     figures = json.loads(printed.splitlines()[-1])
-    assert figures["in_a_save"] >= 8 and figures["saves"] >= (4 if fault is be_killed else 1), figures
+    assert figures["in_a_save"] >= 8 and figures["saves"] >= (4 if fault is be_killed else 1), (
+        figures
+    )
 
 
 # ---- pickles that would run
 def forge(path, **replaced):
-    """Replace files of a checkpoint, with a manifest that fits: who can write the files can write it, too."""
+    """Replace files of a checkpoint, with a manifest that fits: who can write the files can write
+    it, too.
+    """
     for name, data in replaced.items():
         (path / name).write_bytes(data)
-    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
-    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    (path / "manifest.json").write_text(checkpoint._manifest_text({"step": 2, "files": entries, "facts": {}}))
+    files = {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"
+    }
+    entries = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
+    (path / "manifest.json").write_text(
+        checkpoint._manifest_text({"step": 2, "files": entries, "facts": {}})
+    )
     checkpoint.verify(path)
 
 
 def read_as_torch_does(path):
-    dcp.load({"model": GPT(SMALL).state_dict()}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    dcp.load(
+        {"model": GPT(SMALL).state_dict()}, storage_reader=dcp.FileSystemReader(path), no_dist=True
+    )
 
 
 def assert_refused(path, canary):
     """`canary`, which torch's own reader has just made, is not made again."""
     canary.unlink()  # raises if the payload did not work there: the test would prove nothing
-    for load in (lambda: checkpoint.load_model(path.parent, 2, GPT(SMALL)), lambda: Training().load(path.parent, 2)):
+    for load in (
+        lambda: checkpoint.load_model(path.parent, 2, GPT(SMALL)),
+        lambda: Training().load(path.parent, 2),
+    ):
         with pytest.raises(RunError, match=f"{path.name} does not fit this run .*--fresh"):
             load()
 
 
-BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."  # through a module of torch
+# through a module of torch
+BACK_DOOR = b"\x80\x04ctorch.distributed.checkpoint.metadata\nos.mknod\n(V%s\ntR."
 
 
 @pytest.mark.parametrize("back_door", [False, True])
 def test_a_pickle_as_metadata_runs_nothing(copied, canary, back_door):
-    forge(copied, **{".metadata": BACK_DOOR % bytes(canary) if back_door else pickle.dumps(Payload(canary))})
+    forge(
+        copied,
+        **{".metadata": BACK_DOOR % bytes(canary) if back_door else pickle.dumps(Payload(canary))},
+    )
     with pytest.raises(CheckpointException):
         read_as_torch_does(copied)
     assert_refused(copied, canary)
@@ -300,7 +358,9 @@ def test_manifest_names_no_file_outside_the_checkpoint(copied):
         checkpoint.verify(copied)
 
 
-@pytest.mark.parametrize("error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)])
+@pytest.mark.parametrize(
+    "error, waits", [(RunError, True), (RankError, False), (RuntimeError, False)]
+)
 def test_saver_of_many_ranks_waits_only_after_errors_that_all_ranks_raise(tmp_path, error, waits):
     """A lost rank would keep it waiting for an hour."""
     saver, waited = checkpoint.Saver(tmp_path, ALONE, sharded=True, train=Train()), []

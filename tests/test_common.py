@@ -1,4 +1,6 @@
-"""common/: how commands end, files written in full or not at all, tables, progress on a terminal and in a file."""
+"""common/: how commands end, files written in full or not at all, tables, progress on a terminal
+and in a file.
+"""
 
 import errno
 import os
@@ -37,18 +39,23 @@ def test_a_command_returns_its_code_and_shows_its_docstring_as_it_is(capsys):
     assert command(lambda argv: None)([]) == 0 and command(lambda argv: 3)([]) == 3
     with pytest.raises(SystemExit):
         build_parser("scripts.some", "Does it.\n\n    two   columns\n").parse_args(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m scripts.some [-h]\n\nDoes it.\n\n    two   columns\n")
+    assert capsys.readouterr().out.startswith(
+        "usage: python -m scripts.some [-h]\n\nDoes it.\n\n    two   columns\n"
+    )
     with pytest.raises(SystemExit) as end:
         build_parser("scripts.some", "Does it.").parse_args(["--no-such"])
     error = "error: unrecognized arguments: --no-such; python -m scripts.some --help has all arguments\n"
     assert (end.value.code, capsys.readouterr().err) == (2, error)
     require_packages("torch")
-    with pytest.raises(ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"):
+    with pytest.raises(
+        ValueError, match=r"^no_such_one not installed: pip install -r requirements-report\.txt$"
+    ):
         require_packages("torch", "no_such_one")
 
 
 @pytest.mark.parametrize(
-    "error, code, said", [(KeyboardInterrupt(), 130, "interrupted\n"), (SystemExit(4), 4, ""), (None, 0, "")]
+    "error, code, said",
+    [(KeyboardInterrupt(), 130, "interrupted\n"), (SystemExit(4), 4, ""), (None, 0, "")],
 )
 def test_a_process_ends_with_the_code_of_its_command(error, code, said, capsys):
     with pytest.raises(SystemExit) as end:
@@ -67,7 +74,9 @@ PRINTING = "import sys; from common.command import run_command; run_command(lamb
 def test_a_command_whose_output_nobody_reads_ends_quietly(code, unbuffered):
     pipeline = f"(sleep 0.3; {shlex.join([sys.executable, *code])}; echo $? >&2) | true"
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(pipeline, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        pipeline, shell=True, cwd=REPO_ROOT, env=env, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("", "141\n")
 
 
@@ -96,8 +105,14 @@ def test_tables_align_numbers_to_the_right_and_escape_html():
         *("run         loss", "-" * 16),
         *("long name      1", "b          10.25"),
     ]
-    assert text_table(["run", "of"], [["a", "xy"], ["b", "z"]], left=2).splitlines()[2:] == ["a    xy", "b    z"]
-    assert markdown_table(["a", "b"], [["<x>|&", "1"]]) == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
+    assert text_table(["run", "of"], [["a", "xy"], ["b", "z"]], left=2).splitlines()[2:] == [
+        "a    xy",
+        "b    z",
+    ]
+    assert (
+        markdown_table(["a", "b"], [["<x>|&", "1"]])
+        == "| a | b |\n| --- | --: |\n| &lt;x>\\|&amp; | 1 |"
+    )
     assert [plural(1, "file"), plural(2000, "file")] == ["1 file", "2,000 files"]
     assert [format_bytes(1_120_000), format_bytes(10**9)] == ["1.1 MiB", "0.9 GiB"]
     assert [first_line(ValueError("one\ntwo")), first_line(KeyError())] == ["one", "KeyError"]
@@ -114,5 +129,8 @@ def test_a_file_gets_lines(capsys, monkeypatch):
             bar.update()
         bar.write("tiny: val loss 2.0")
     bar.close()
-    lines = ["tiny: 20/100 steps, 00:10, 01:20 left, loss 20", "tiny: 23/100 steps, 00:13, 01:17 left, loss 23"]
+    lines = [
+        "tiny: 20/100 steps, 00:10, 01:20 left, loss 20",
+        "tiny: 23/100 steps, 00:13, 01:17 left, loss 23",
+    ]
     assert capsys.readouterr() == ("tiny: val loss 2.0\n", "".join(f"{line}\n" for line in lines))

@@ -1,4 +1,6 @@
-"""configure/: values and their precedence, errors and their remedies, writing a Config as TOML, help, [sweep]."""
+"""configure/: values and their precedence, errors and their remedies, writing a Config as TOML,
+help, [sweep].
+"""
 
 import re
 
@@ -65,9 +67,13 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
     monkeypatch.setenv("RANK", "1")
     assert load(file, ["--train.max_steps=200"]).optim.warmup_steps == 200
     wsd = ["--optim.schedule=wsd", "--optim.decay_fraction=0.4"]
-    assert load(file, ["--train.max_steps=300", *wsd]).optim.warmup_steps == 18  # a tenth of the 180 before the decay
-    assert load(write("train.max_steps = 130", "short.toml")).optim.warmup_steps == 13  # of the default of 500
-    assert "optim.warmup_steps = 151 is more than" in message(file, "--train.max_steps=150", "--optim.warmup_steps=151")
+    # a tenth of the 180 before the decay
+    assert load(file, ["--train.max_steps=300", *wsd]).optim.warmup_steps == 18
+    # of the default of 500
+    assert load(write("train.max_steps = 130", "short.toml")).optim.warmup_steps == 13
+    assert "optim.warmup_steps = 151 is more than" in message(
+        file, "--train.max_steps=150", "--optim.warmup_steps=151"
+    )
     both = write("train.max_steps = 100\noptim.warmup_steps = 200", "both.toml")
     assert "optim.warmup_steps = 200 is more than the 100 steps before the end" in message(both)
     assert not capsys.readouterr().err  # ranks other than 0
@@ -93,7 +99,8 @@ def test_a_run_that_is_shortened_has_a_shorter_warm_up(write, capsys, monkeypatc
 ])  # fmt: skip
 def test_a_wrong_line_of_a_file(write, line, names):
     file = write(line)
-    text = message(file, "--model.n_layer=2")  # what is wrong in the file stays wrong under an override
+    # what is wrong in the file stays wrong under an override
+    text = message(file, "--model.n_layer=2")
     assert text.startswith(f"{file}") and names in text and text.count("\n") == 0
 
 
@@ -112,8 +119,13 @@ def test_a_wrong_override(write, override, names):
 
 
 def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypatch):
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "zzzz.toml", "No such file or directory")):
-        assert message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "zzzz.toml", "No such file or directory"),
+    ):
+        assert (
+            message(path) == f"{path}: {reason}; name a TOML file, such as config/quickstart.toml"
+        )
     right = write(name="right.toml")
     assert message(tmp_path / "wright.toml").endswith(f"did you mean {right}?")
     monkeypatch.chdir(REPO_ROOT)
@@ -121,11 +133,17 @@ def test_a_file_that_cannot_be_read_names_those_nearby(write, tmp_path, monkeypa
 
 
 def test_all_errors_are_reported_at_once_with_their_source(write):
-    file = write("[model]\nn_layer = 0\nn_heads = 2\n[train]\ndtype = 16\n[sweep]\noptim.lr = [1e-3, 'big']\n")
-    named = [line.strip().split(" = ")[0] for line in message(file, "--log.interval=0").splitlines()]
+    file = write(
+        "[model]\nn_layer = 0\nn_heads = 2\n[train]\ndtype = 16\n[sweep]\noptim.lr = [1e-3, 'big']\n"
+    )
+    named = [
+        line.strip().split(" = ")[0] for line in message(file, "--log.interval=0").splitlines()
+    ]
     in_file = [f"{file}: {key}" for key in ("model.n_layer", "model.n_heads", "train.dtype")]
     assert named == [*in_file, "command line: log.interval", f"{file} [sweep]: optim.lr"]
-    together = message(write(), "--model.top_k=65", "--model.n_embd=7", "--train.branch_step=3", world_size=7)
+    together = message(
+        write(), "--model.top_k=65", "--model.n_embd=7", "--train.branch_step=3", world_size=7
+    )
     named = [line.strip().split(" = ")[0] for line in together.splitlines()]
     assert named == ["model.n_embd", "model.top_k", "train.batch_size", "train.branch_step"]
 
@@ -170,7 +188,12 @@ def test_settings_that_clash_and_every_remedy_works(write, overrides, world_size
 
 
 def test_settings_that_are_just_valid(write):
-    dense = ["--model.router=dense", "--model.n_expert=1", "--model.n_dense_layer=12", "--model.gate_norm=2"]
+    dense = [
+        "--model.router=dense",
+        "--model.n_expert=1",
+        "--model.n_dense_layer=12",
+        "--model.gate_norm=2",
+    ]
     for overrides in (
         [*dense, "--model.gate_scale=2", "--train.bias_update=quantile"],  # dense has no experts
         ["--model.n_embd=36"],  # odd width of a head, learned positions
@@ -188,23 +211,39 @@ def test_settings_that_are_just_valid(write):
 # ---- names of runs
 @pytest.mark.parametrize(
     "stem, name",
-    [("quick.start-1", "quick.start-1-kern"), ("my config!", "my-config-kern"), ("настройки", "kern")]
+    [
+        ("quick.start-1", "quick.start-1-kern"),
+        ("my config!", "my-config-kern"),
+        ("настройки", "kern"),
+    ]
     + [("..x", "x-kern"), ("-x", "x-kern"), ("a\nb", "a-b-kern"), ("caf\udce9", "caf-kern")],
 )
 def test_name_and_group_from_any_file_name_can_be_written_and_read(write, stem, name):
     config = load(write(name=f"{stem}.toml"))
-    assert config.run.name == name and config.log.group and load(write(dumps(config), "config.toml")) == config
+    assert (
+        config.run.name == name
+        and config.log.group
+        and load(write(dumps(config), "config.toml")) == config
+    )
 
 
 def test_a_key_that_is_younger_than_a_run_means_what_it_did(write):
-    """In the run's own config.toml, which has every key of its day, but in no file that a user writes."""
+    """In the run's own config.toml, which has every key of its day, but in no file that a user
+    writes.
+    """
     old = re.sub("spread = .*\n", "", dumps(load(write("[model]\nn_layer = 2"))))
     assert load(write(old, "config.toml")).eval.spread == "tokens"
     assert load(write(old, "config.toml"), ["--eval.spread=documents"]).eval.spread == "documents"
-    assert load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
+    assert (
+        load(write(dumps(load(write(old, "other.toml"))), "config.toml")).eval.spread == "documents"
+    )
     assert load(write("[model]\nn_layer = 2", "config.toml")).eval.spread == "documents"
-    assert [load(write(f"train.compile = {text}")).train.compile for text in ("true", "false")] == ["on", "off"]
-    for coef, scope in ((0.1, "micro_batch"), (0, "global")):  # without a balance loss all scopes are the same
+    assert [load(write(f"train.compile = {text}")).train.compile for text in ("true", "false")] == [
+        "on",
+        "off",
+    ]
+    # without a balance loss all scopes are the same
+    for coef, scope in ((0.1, "micro_batch"), (0, "global")):
         new = dumps(load(write("[model]\nn_layer = 2"), [f"--train.balance_loss_coef={coef}"]))
         old = re.sub("balance_loss_scope = .*\n", "", new)
         assert load(write(old, "config.toml")).train.balance_loss_scope == scope
@@ -220,7 +259,11 @@ def test_help_lists_every_key_with_type_default_range_and_meaning(capsys):
     for key, schema in KEYS.items():
         assert schema["description"] and " ".join(schema["description"].split()) in flat
         assert len(re.findall(rf"^  --{re.escape(key)} +\S", text, re.MULTILINE)) == 1
-    assert "(one of learned, rope)" in flat and "(integer >= 2, <= 65536)" in flat and "(boolean)" in flat
+    assert (
+        "(one of learned, rope)" in flat
+        and "(integer >= 2, <= 65536)" in flat
+        and "(boolean)" in flat
+    )
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120
 
@@ -243,7 +286,9 @@ def test_a_formula_is_a_router(tiny_file):
         Plan(load(tiny_file, ["--model.router=tanh, post=l9"]))
 
 
-@pytest.mark.parametrize("command", ["{} --model.router=tanh --run.seed=3", "--model.router tanh {} --run.seed 3"])
+@pytest.mark.parametrize(
+    "command", ["{} --model.router=tanh --run.seed=3", "--model.router tanh {} --run.seed 3"]
+)
 def test_ways_to_write_a_command_line(write, command):
     config = from_command_line(command.format(write()).split())
     assert (config.model.router, config.run.seed) == ("tanh", 3)
@@ -255,7 +300,9 @@ def test_ways_to_write_a_command_line(write, command):
     ("FILE --optim.lr", "optim.lr = '': Input should be a valid number"),
     ("FILE --train.micro_batch_size=256", "error: train.batch_size = 256 is not a multiple of"),
 ])  # fmt: skip
-def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys, monkeypatch, tmp_path, command, says):
+def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(
+    write, capsys, monkeypatch, tmp_path, command, says
+):
     argv = command.replace("FILE", str(write())).split()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -266,11 +313,14 @@ def test_a_wrong_command_line_exits_with_2_and_only_rank_0_prints(write, capsys,
         out, err = capsys.readouterr()
         assert caught.value.code == 2 and out == ""
         assert says in err if rank == "0" else err == ""
-        assert says.removeprefix("error: ") in str(ProcessFailure(1, 7, 2, str(tmp_path / "error.json")).message)
+        assert says.removeprefix("error: ") in str(
+            ProcessFailure(1, 7, 2, str(tmp_path / "error.json")).message
+        )
         (tmp_path / "error.json").unlink()
 
 
-# ---- the [sweep] of a config file: its points, their names, linked axes, and what is wrong with one
+# ---- the [sweep] of a config file: its points, their names, linked axes, and what is wrong with
+# one
 SWEEP = '[sweep]\n"model.router" = ["dense", "kern"]\noptim.lr = [1e-3, 1]\n'
 LINKED = 'sweep."model.n_expert, model.top_k,model.expert_hidden" = [[32, 4, 768], [64, 8, 384], [256, 32, 96]]\n'
 
@@ -279,7 +329,9 @@ def test_points_are_the_product_in_file_order(write):
     file = write(SWEEP)
     points = sweep_points(file, ["--run.seed=1"])
     pairs = [("dense", "0.001"), ("dense", "1"), ("kern", "0.001"), ("kern", "1")]
-    assert points == [["--run.seed=1", f"--model.router={router}", f"--optim.lr={lr}"] for router, lr in pairs]
+    assert points == [
+        ["--run.seed=1", f"--model.router={router}", f"--optim.lr={lr}"] for router, lr in pairs
+    ]
     config = load(file, points[1])
     assert (config.run.name, config.log.group) == ("x-dense-lr1-seed1", "x")
     assert (config.model.router, config.optim.lr, config.run.seed) == ("dense", 1.0, 1)
@@ -314,7 +366,9 @@ def test_a_wrong_axis_fails_before_the_first_run(write, axis, names):
     file = write(axis)
     for text in (refuse(load, file, ["--model.router=kern"]), refuse(sweep_points, file)):
         assert text.startswith(str(file)) and names in text
-    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith("model.top_k = 65 is more")
+    assert refuse(sweep_points, write("sweep.model.top_k = [8, 65]")).startswith(
+        "model.top_k = 65 is more"
+    )
 
 
 @pytest.mark.parametrize(("text", "overrides"), [
@@ -336,7 +390,8 @@ def test_linked_keys_take_their_values_row_by_row(write):
     assert shapes == [(32, 4, 768), (64, 8, 384), (256, 32, 96)]
     names = [f"g-kern-n_expert{n}-{text}" for n in (32, 64, 256) for text in ("books3", "arxiv")]
     assert [c.run.name for c in configs] == names
-    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 4], [64, 8]]', "g.toml")  # the first repeats
+    # the first repeats
+    file = write('sweep."model.n_expert, model.top_k" = [[32, 4], [64, 4], [64, 8]]', "g.toml")
     names = [load(file, point).run.name for point in sweep_points(file)]
     assert names == [f"g-kern-n_expert{n}-top_k{k}" for n, k in ((32, 4), (64, 4), (64, 8))]
     file = write(LINKED, "g.toml")
@@ -356,6 +411,9 @@ def test_a_list_on_the_command_line_is_an_axis(write):
     names = [load(file, point).run.name for point in points]
     assert names == [f"x-{router}-lr0.5-seed{seed}" for router, seed in rows]
     assert len(sweep_points(file, ['--model.router=["kern"]'])) == 2
-    for override, names in (('[0, "x"]', "run.seed = 'x': "), ("[]", "run.seed = []: expected a list of values")):
+    for override, names in (
+        ('[0, "x"]', "run.seed = 'x': "),
+        ("[]", "run.seed = []: expected a list of values"),
+    ):
         text = refuse(sweep_points, file, [f"--run.seed={override}"])
         assert text.startswith("command line: ") and names in text

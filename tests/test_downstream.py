@@ -1,4 +1,6 @@
-"""eval/scoring.py against one pass per pair; eval/downstream.py and eval/harness.py against the harness' own client."""
+"""eval/scoring.py against one pass per pair; eval/downstream.py and eval/harness.py against the
+harness' own client.
+"""
 
 import json
 import math
@@ -35,11 +37,25 @@ DENSE = {"model.router": "dense", "model.pos": "learned"}
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory):
-    """Of a random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and of our dense model with its
+    """Of a random GPT2LMHeadModel, sharp enough to give both greedy and other answers, and of our
+    dense model with its
     weights, without biases, which are 0 at GPT-2's initialisation."""
     torch.manual_seed(3)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 24, "vocab_size": 257, "n_positions": 32}
-    config = GPT2Config(**shape, activation_function="gelu", initializer_range=0.5, eos_token_id=256, bos_token_id=256)
+    shape = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_inner": 24,
+        "vocab_size": 257,
+        "n_positions": 32,
+    }
+    config = GPT2Config(
+        **shape,
+        activation_function="gelu",
+        initializer_range=0.5,
+        eos_token_id=256,
+        bos_token_id=256,
+    )
     theirs = GPT2LMHeadModel(config).eval()
     sizes = {"block_size": 32, "vocab_size": 257, "top_k": 2, "expert_hidden": 12}
     ours = small_model(**{f"model.{key}": value for key, value in sizes.items()}, **DENSE)
@@ -48,11 +64,15 @@ def clients(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(ByteTokenizer(), path, 32)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return HFLM(theirs, tokenizer=tokenizer, batch_size=3, max_length=32), Adapter(Scorer(ours), ByteTokenizer())
+    return HFLM(theirs, tokenizer=tokenizer, batch_size=3, max_length=32), Adapter(
+        Scorer(ours), ByteTokenizer()
+    )
 
 
 def ask(client, kind, arguments):
-    requests = [Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments)]
+    requests = [
+        Instance(request_type=kind, doc={}, arguments=one, idx=i) for i, one in enumerate(arguments)
+    ]
     return getattr(client, kind)(requests, disable_tqdm=True)
 
 
@@ -65,22 +85,43 @@ def words(rng, count):
 
 @pytest.mark.numerics
 def test_loglikelihoods_equal_hflms(clients):
-    """With contexts that are shared, unshared, empty, only spaces, or too long, and the model's own next token."""
+    """With contexts that are shared, unshared, empty, only spaces, or too long, and the model's own
+    next token.
+    """
     theirs, ours = clients
     rng = random.Random(SEED)
-    pairs = [(words(rng, rng.randint(1, 9)), " " + words(rng, rng.randint(1, 2))) for _ in range(40)]
+    pairs = [
+        (words(rng, rng.randint(1, 9)), " " + words(rng, rng.randint(1, 2))) for _ in range(40)
+    ]
     pairs += [(context, f" {letter}") for context, _ in pairs[:9] for letter in "abcd"]
-    pairs += [("", "maps"), ("", " a"), ("in june ", "bees"), ("x" * 40, "y" * 32), ("so", "y" * 31), pairs[0]]
+    pairs += [
+        ("", "maps"),
+        ("", " a"),
+        ("in june ", "bees"),
+        ("x" * 40, "y" * 32),
+        ("so", "y" * 31),
+        pairs[0],
+    ]
     for context, _ in pairs[:40]:
         with torch.no_grad():
-            best = theirs.model(torch.tensor([[*context.encode()][-32:]])).logits[0, -1].argmax().item()
+            best = (
+                theirs.model(torch.tensor([[*context.encode()][-32:]]))
+                .logits[0, -1]
+                .argmax()
+                .item()
+            )
         pairs += [(context, chr(best))] if 33 <= best < 127 else []
-    hand = [by_hand(ours.scorer.model, [*text.encode()] or [256], [*answer.encode()]) for text, answer in pairs]
+    hand = [
+        by_hand(ours.scorer.model, [*text.encode()] or [256], [*answer.encode()])
+        for text, answer in pairs
+    ]
     got, wanted = (ask(client, "loglikelihood", pairs) for client in (ours, theirs))
     assert_same_scores(got, wanted, [margin for *_, margin in hand], "GPT-2")
     assert {greedy for _, greedy in wanted} == {True, False}
     texts = [(words(rng, count),) for count in (1, 3, 9, 30)]
-    wanted, got = (torch.tensor(ask(client, "loglikelihood_rolling", texts)).double() for client in clients)
+    wanted, got = (
+        torch.tensor(ask(client, "loglikelihood_rolling", texts)).double() for client in clients
+    )
     assert_near(got, wanted, tolerance(torch.float32, 32), "rolling")
 
 
@@ -116,7 +157,12 @@ def write_tasks(path, count=6):
 @pytest.fixture(scope="module")
 def finished(module_tiny):
     """A finished run of 4 steps, whose block holds the documents above."""
-    sizes = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=3"]
+    sizes = [
+        "model.block_size=64",
+        "optim.lr=0.05",
+        "train.checkpoint_interval=2",
+        "train.keep_checkpoints=3",
+    ]
     train.train(config := module_tiny(*sizes))
     return folder.path_of(config)
 
@@ -134,7 +180,8 @@ def results(run, label="step_00000004"):
     return json.loads((run / "eval" / label / "results.json").read_text())
 
 
-# Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer, its place.
+# Of each task: what the harness asks of document i of DOCUMENTS for its right answer, that answer,
+# its place.
 RIGHT = {
     "arc_easy": ("Question: Q{i}?\nAnswer:", " bé", 1),  # of more bytes than characters
     "arc_challenge": ("Question: R{i}?\nAnswer:", " z", 2),
@@ -147,7 +194,9 @@ RIGHT = {
 
 @pytest.mark.numerics
 def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
-    """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and command."""
+    """Accuracies, and bits per byte of the right answers, by lm-evaluation-harness' own client and
+    command.
+    """
     folder = write_tasks(tmp_path / "tasks")
     assert call(run, "--tasks-dir", folder, "--limit", 4) == 0
     report, out = results(run, "step_00000004_limit4"), capsys.readouterr().out
@@ -157,26 +206,48 @@ def test_six_tasks_score_as_hflm_scores_the_export(run, tmp_path, capsys):
     assert f"| average |  | {mean:.4f} |  |  | 0.3333 |  |" in out
     export_run(*load_run(run), tmp_path / "export")
     with modules_in(tmp_path / "modules"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
-    client = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"), batch_size=4, max_length=64)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "export", trust_remote_code=True
+        ).eval()
+    client = HFLM(
+        model,
+        tokenizer=AutoTokenizer.from_pretrained(tmp_path / "export"),
+        batch_size=4,
+        max_length=64,
+    )
     manager = tasks.build_task_manager(RIGHT)
     specs = [tasks.write_task_spec(manager, name, folder, tmp_path) for name in RIGHT]
-    theirs = lm_eval.simple_evaluate(client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4)
+    theirs = lm_eval.simple_evaluate(
+        client, tasks=specs, task_manager=manager, bootstrap_iters=1000, limit=4
+    )
     for name, (context, answer, place) in RIGHT.items():
         ours, samples = report["results"][name], theirs["samples"][name]
         for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
             assert ours.get(metric) == theirs["results"][name].get(f"{metric},none"), (name, metric)
         asked = [(context.replace("{i}", str(i)), answer) for i in range(4)]
-        assert [sample["arguments"][place] for sample in samples] == asked and ours["documents"] == 4
-        nats = torch.tensor([sample["resps"][place][0][0] for sample in samples], dtype=torch.float64)
+        assert [sample["arguments"][place] for sample in samples] == asked and ours[
+            "documents"
+        ] == 4
+        nats = torch.tensor(
+            [sample["resps"][place][0][0] for sample in samples], dtype=torch.float64
+        )
         bits = -nats / math.log(2) / len(answer.encode())
-        got = torch.tensor([ours["bits_per_byte"], ours["bits_per_byte_stderr"]], dtype=torch.float64)
-        assert_near(got, torch.stack([bits.mean(), bits.std() / 2]), tolerance(torch.float32, 257, roundings=8), name)
+        got = torch.tensor(
+            [ours["bits_per_byte"], ours["bits_per_byte_stderr"]], dtype=torch.float64
+        )
+        assert_near(
+            got,
+            torch.stack([bits.mean(), bits.std() / 2]),
+            tolerance(torch.float32, 257, roundings=8),
+            name,
+        )
 
 
 @pytest.fixture
 def evaluated(monkeypatch):
-    """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of lines."""
+    """The tasks that are evaluated, each time; results are made up: accuracy 0.5 and the number of
+    lines.
+    """
     names = []
 
     def score(name, file, *given):
@@ -199,12 +270,16 @@ def test_finished_tasks_are_skipped_unless_their_file_changed(run, tmp_path, cap
     file, time = folder / "piqa.jsonl", (folder / "piqa.jsonl").stat().st_mtime_ns
     file.write_text(file.read_text().replace("walk", "talk"))
     os.utime(file, ns=(time, time))  # of the same size and time, as rsync and tar may leave it
-    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == ["piqa"]
+    assert call(run, "--tasks-dir", folder, "--tasks", "piqa", "piqa") == 0 and evaluated[6:] == [
+        "piqa"
+    ]
     assert results(run)["results"]["piqa"]["documents"] == 6 and results(run)["average"] == 0.5
     assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 8
-    assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None  # no mix of two sources
+    # no mix of two sources
+    assert [*results(run)["results"]] == ["piqa"] and results(run)["average"] is None
     (run / "eval/step_00000004/tasks/piqa.json").write_text('{"key"')
-    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9  # a damaged file
+    # a damaged file
+    assert call(run, "--tasks-dir", other, "--tasks", "piqa") == 0 and len(evaluated) == 9
     assert "piqa is evaluated again" in capsys.readouterr().err
 
 
@@ -222,12 +297,15 @@ def test_each_checkpoint_and_trial_has_a_folder_and_a_key(run, tmp_path, evaluat
         report = results(run, label)
         assert [report[key] for key in keys] == ["float32", str(folder), *values]
         weights[label] = report["weights"]
-    assert sorted(path.name for path in (run / "eval").iterdir()) == [*weights] and len(evaluated) == 5
+    assert (
+        sorted(path.name for path in (run / "eval").iterdir()) == [*weights] and len(evaluated) == 5
+    )
     first, *last, mean = weights.values()
     assert len({*last}) == 1 and len({first, *last, mean}) == 3  # the same weights, and others
     assert "Only the first 2 documents" in (run / "eval/step_00000004_limit2/table.md").read_text()
     shutil.rmtree(run / "checkpoints/step_00000002")
-    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5  # not part of the key
+    # not part of the key
+    assert call(run, "--tasks-dir", folder, "--tasks", "sciq") == 0 and len(evaluated) == 5
 
 
 def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
@@ -245,7 +323,11 @@ def test_killed_evaluation_resumes(run, tmp_path, monkeypatch, evaluated):
     with pytest.raises(KeyboardInterrupt):
         call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa")
     assert call(run, "--tasks-dir", folder, "--tasks", "sciq", "piqa") == 0
-    assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == ["piqa", "sciq", "winogrande"]
+    assert evaluated == ["sciq", "winogrande", "piqa"] and [*results(run)["results"]] == [
+        "piqa",
+        "sciq",
+        "winogrande",
+    ]
 
 
 def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluated):
@@ -262,7 +344,8 @@ def test_results_are_sent_to_the_runs_wandb(run, tmp_path, monkeypatch, evaluate
     assert call(*words) == 0 and not kept
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace('wandb = "disabled"', 'wandb = "offline"'))
-    for less in ([], ["--checkpoint", 2], ["--limit", 1], ["--average", 2]):  # not the run's end, not all documents
+    # not the run's end, not all documents
+    for less in ([], ["--checkpoint", 2], ["--limit", 1], ["--average", 2]):
         assert call(*words, *less) == 0
     ((values, name, head, rows, step),) = kept
     assert values == {"downstream/piqa/acc": 0.5, "downstream/piqa/documents": 2}
@@ -279,11 +362,15 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
         return said.splitlines()[-1]
 
     folder = write_tasks(tmp_path / "tasks", 2)
-    assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(run, "--num-fewshot", -1)
+    assert "--limit at least 1" in error(run, "--limit", 0) and "--num-fewshot" in error(
+        run, "--num-fewshot", -1
+    )
     assert "not a run" in error(tmp_path, "--tasks-dir", folder)
     with (folder / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "x\n')
-    assert "piqa.jsonl: cannot be read as piqa" in error(run, "--tasks-dir", folder, "--tasks", "piqa")
+    assert "piqa.jsonl: cannot be read as piqa" in error(
+        run, "--tasks-dir", folder, "--tasks", "piqa"
+    )
     said = error(run, "--tasks-dir", folder, "--tasks", "arc_easy", "--num-fewshot", 9)
     assert "arc_easy: lm-evaluation-harness failed" in said and "than --num-fewshot" in said
     odd = write_tasks(tmp_path / "ev[1]*", 2)  # no pattern
@@ -294,18 +381,31 @@ def test_errors_name_the_input(run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     said = error(run, "--tasks", "sciq")
-    assert "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said and "sciq.jsonl (--tasks-dir" in said
+    assert (
+        "(ConnectionError: Couldn't reach 'allenai/sciq' on the Hub)" in said
+        and "sciq.jsonl (--tasks-dir" in said
+    )
 
 
 def test_table_of_results():
-    """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other metrics below."""
+    """Each accuracy in its column, the mean of acc, the paper's figures where it has them, other
+    metrics below.
+    """
     config = configure.load(REPO_ROOT / "config/125m.toml", ["model.router=kern"])
     same = {"acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "documents": 7}
     same |= {"bits_per_byte": 1.5, "bits_per_byte_stderr": 0.25}
     six = {task: same | {"acc": 0.1 * i} for i, task in enumerate(downstream.TASKS)}
     head, rows = downstream.tabulate_results(six, config)
     assert head[2:] == ["acc", "acc_norm", "bits per byte", "chance", "paper"]
-    assert rows[3] == ["piqa", "7", "0.3000 ± 0.0100", "0.9000 ± 0.0200", "1.5000 ± 0.2500", "0.5000", "0.7089"]
+    assert rows[3] == [
+        "piqa",
+        "7",
+        "0.3000 ± 0.0100",
+        "0.9000 ± 0.0200",
+        "1.5000 ± 0.2500",
+        "0.5000",
+        "0.7089",
+    ]
     assert rows[6] == ["average", "", "0.2500", "", "", "0.3333", "0.5214"]
     del six["sciq"]
     assert len(downstream.tabulate_results(six, config)[1]) == 5  # no average of five
@@ -322,7 +422,8 @@ def by_hand(model, context, continuation):
     """One forward pass over the pair; a pair that is too long loses its first tokens.
 
     Returns:
-        The log-likelihood, whether the model would write the continuation, and the smallest margin of a rank.
+        The log-likelihood, whether the model would write the continuation, and the smallest margin
+        of a rank.
     """
     ids = torch.tensor([[*context, *continuation][-(model.config.block_size + 1) :]])
     n = len(continuation)
@@ -330,7 +431,10 @@ def by_hand(model, context, continuation):
         logits = model.logits(model.hidden(ids[:, :-1])[0])[0, -n:].double()
         routings = record_routing(model, ids[:, :-1])
     targets = torch.tensor(continuation)[:, None]
-    target, best = logits.gather(1, targets), logits.scatter(1, targets, -torch.inf).amax(1, keepdim=True)
+    target, best = (
+        logits.gather(1, targets),
+        logits.scatter(1, targets, -torch.inf).amax(1, keepdim=True),
+    )
     margins = [(target - best).abs().min().item()]
     for routing in routings:
         k = routing.experts.shape[1]
@@ -341,7 +445,9 @@ def by_hand(model, context, continuation):
 
 
 def assert_same_scores(got, wanted, margins, name):
-    """Equal log-likelihoods and greedy flags of pairs, where the margins are large enough for both to be certain."""
+    """Equal log-likelihoods and greedy flags of pairs, where the margins are large enough for both
+    to be certain.
+    """
     sure = [i for i, margin in enumerate(margins) if margin > MARGIN]
     assert len(sure) > len(margins) / 2
     sums = (torch.tensor([rows[i][0] for i in sure], dtype=torch.float64) for rows in (got, wanted))
@@ -356,19 +462,33 @@ def assert_as_by_hand(got, wanted, name):
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("router", "pos", "tokens"),
-    [("kern", "rope", 1), ("kern", "learned", 64), ("softmax", "rope", 100_000), ("dense", "learned", 100_000)],
+    [
+        ("kern", "rope", 1),
+        ("kern", "learned", 64),
+        ("softmax", "rope", 100_000),
+        ("dense", "learned", 100_000),
+    ],
 )
 def test_scores_equal_one_pass_per_pair(router, pos, tokens):
-    model, rng, pairs = small_model(**{"model.router": router, "model.pos": pos}), random.Random(SEED), []
+    model, rng, pairs = (
+        small_model(**{"model.router": router, "model.pos": pos}),
+        random.Random(SEED),
+        [],
+    )
     while len(pairs) < 60:
         context = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
         for _ in range(rng.choice([1, 1, 2, 4])):
             pairs.append((context, [rng.randrange(64) for _ in range(rng.randint(1, 8))]))
     rng.shuffle(pairs)
     with torch.no_grad():
-        best = [model.logits(model.hidden(torch.tensor([c[-16:]]))[0])[0, -1].argmax().item() for c, _ in pairs]
+        best = [
+            model.logits(model.hidden(torch.tensor([c[-16:]]))[0])[0, -1].argmax().item()
+            for c, _ in pairs
+        ]
     pairs += [(context, [token]) for (context, _), token in zip(pairs, best, strict=True)]
-    pairs += [(context[-9:], [token, 1, 2]) for (context, _), token in zip(pairs[:9], best, strict=False)]
+    pairs += [
+        (context[-9:], [token, 1, 2]) for (context, _), token in zip(pairs[:9], best, strict=False)
+    ]
     wanted = [by_hand(model, *pair) for pair in pairs]
     assert_as_by_hand(Scorer(model, tokens=tokens).score(pairs), wanted, router)
     assert {greedy for _, greedy, _ in wanted} == {True, False}
@@ -380,9 +500,18 @@ def test_continuation_longer_than_the_block():
     model, rng = small_model(**{"model.router": "dense"}), random.Random(SEED)
     context, continuation = ([rng.randrange(64) for _ in range(count)] for count in (5, 37))
     ends = range(0, 37, 8)
-    parts = [by_hand(model, (context + continuation)[: 5 + at], continuation[at : at + 8]) for at in ends]
-    wanted = [(sum(part[0] for part in parts), False, 1.0), by_hand(model, context, continuation[:3])]
-    assert_as_by_hand(Scorer(model).score([(context, continuation), (context, continuation[:3])]), wanted, "pieces")
+    parts = [
+        by_hand(model, (context + continuation)[: 5 + at], continuation[at : at + 8]) for at in ends
+    ]
+    wanted = [
+        (sum(part[0] for part in parts), False, 1.0),
+        by_hand(model, context, continuation[:3]),
+    ]
+    assert_as_by_hand(
+        Scorer(model).score([(context, continuation), (context, continuation[:3])]),
+        wanted,
+        "pieces",
+    )
 
 
 def test_batches_hold_at_most_the_tokens_asked_for():

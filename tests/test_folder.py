@@ -1,4 +1,6 @@
-"""runtime/folder.py: which folder a run goes to, what may change when it resumes, who may write there."""
+"""runtime/folder.py: which folder a run goes to, what may change when it resumes, who may write
+there.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ def leave_config(path, config):
 
 
 def begin(config):
-    """Find the run's folder as train.py does, and leave its config there; returns the folder's name."""
+    """Find the run's folder as train.py does, and leave its config there; returns the folder's
+    name.
+    """
     config = find_or_rename(config)
     leave_config(path_of(config), config)
     return config.run.name
@@ -44,7 +48,10 @@ def test_another_config_goes_to_a_folder_named_by_what_differs(config_of, capsys
     assert begin(config_of()) == "mine-kern" and capsys.readouterr().out == ""
     assert begin(config_of("optim.lr=1e-3")) == "mine-kern-lr0.001"
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("runs/mine-kern-lr0.001") and "another config (optim.lr: 0.0006 -> 0.001)" in line
+    assert (
+        line.endswith("runs/mine-kern-lr0.001")
+        and "another config (optim.lr: 0.0006 -> 0.001)" in line
+    )
     neighbour = path_of(config_of()).with_name("mine-kern-none")
     neighbour.mkdir()
     (neighbour / "config.toml").write_text("[model]\nno_such_key = 1\n")  # no obstacle
@@ -65,7 +72,10 @@ def test_the_same_config_finds_its_own_folder_again(config_of):
 def test_a_run_from_before_an_axis_was_added_is_found(config_of):
     begin(config_of("run.name=mine-kern"))
     assert find_or_rename(config_of("run.name=mine-kern-lr0.0006")).run.name == "mine-kern"
-    assert find_or_rename(config_of("run.name=mine-kern-lr1", "optim.lr=1")).run.name == "mine-kern-lr1"
+    assert (
+        find_or_rename(config_of("run.name=mine-kern-lr1", "optim.lr=1")).run.name
+        == "mine-kern-lr1"
+    )
     assert find_or_rename(config_of("run.name=mine-kernel")).run.name == "mine-kernel"  # no axis
 
 
@@ -88,7 +98,10 @@ def test_an_edited_file_trains_beside_the_first_run_unless_its_name_was_chosen(t
     assert train.main([str(tiny_file), "--optim.lr=1", "--data.name=nowhere"]) == 2
     assert capsys.readouterr().out == ""  # no folder is announced
     assert train.main([str(tiny_file), "--run.name=tiny-kern"]) == 2
-    assert "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001" in capsys.readouterr().err
+    assert (
+        "runs/tiny-kern holds a run with another config:\n  optim.lr: 0.003 -> 0.001"
+        in capsys.readouterr().err
+    )
 
 
 def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys):
@@ -98,12 +111,17 @@ def test_fresh_starts_over_in_a_new_folder(tiny, tiny_file, monkeypatch, capsys)
         assert train.main(command) == 0
         assert f"{name}: kern" in capsys.readouterr().out and steps(tiny(f"run.name={name}")) == [2]
         assert before.items() <= content(Path(tiny().run.dir)).items()
-    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # a second try is not a fourth run
+    # a second try is not a fourth run
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
             assert train.main(command) == 2
             assert "--run.name=NAME" in capsys.readouterr().err
-    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == ["tiny", "tiny-2", "tiny-3"]
+    assert sorted(path.name for path in Path(tiny().run.dir).iterdir()) == [
+        "tiny",
+        "tiny-2",
+        "tiny-3",
+    ]
 
 
 # ---- what may change
@@ -122,10 +140,15 @@ def with_other(config, key):
     part, schema = getattr(config, section), KEYS[key]
     now = getattr(part, name)
     if "enum" in schema:
-        other = next(value for value in schema["enum"][::-1] if value != now)  # "auto" keeps what the run has
+        # "auto" keeps what the run has
+        other = next(value for value in schema["enum"][::-1] if value != now)
     else:
         text = "4" if key == "train.keep_steps" else f"{now}-other"
-        others = {"boolean": lambda: not now, "string": lambda: text, "object": lambda: Mix({"other": 1.0})}
+        others = {
+            "boolean": lambda: not now,
+            "string": lambda: text,
+            "object": lambda: Mix({"other": 1.0}),
+        }
         other = others.get(schema["type"], lambda: now / 2)()
         other = int(other) if schema["type"] == "integer" else other
         other = other if other != now else now + 1
@@ -145,12 +168,18 @@ def test_changed_key_is_refused_unless_it_cannot_change_what_is_trained(tiny, ke
     else:
         with pytest.raises(RunError, match="another config") as caught:
             run.find_changes(changed)
-        assert f"\n  {key}: {old!r} -> {new!r}\n" in str(caught.value) and "--run.name=NAME" in str(caught.value)
+        assert f"\n  {key}: {old!r} -> {new!r}\n" in str(caught.value) and "--run.name=NAME" in str(
+            caught.value
+        )
         assert not run.holds(changed)
 
 
 def test_micro_batches_of_their_own_balance_loss_stay(tiny):
-    for scope, coef, refused in (("micro_batch", 0.1, True), ("micro_batch", 0, False), ("global", 0.1, False)):
+    for scope, coef, refused in (
+        ("micro_batch", 0.1, True),
+        ("micro_batch", 0, False),
+        ("global", 0.1, False),
+    ):
         own = [f"train.balance_loss_scope={scope}", f"train.balance_loss_coef={coef}"]
         run = leave_config(path_of(tiny()), tiny(*own))
         assert run.holds(tiny(*own, "train.micro_batch_size=4")) != refused
@@ -159,18 +188,31 @@ def test_micro_batches_of_their_own_balance_loss_stay(tiny):
 def test_what_a_resume_keeps(config_of):
     """The type that "auto" stood for, and checkpoints of steps that the shorter run still reaches."""
     own = ["train.keep_steps=3,7,9", "train.max_steps=9"]
-    run = leave_config(path_of(config_of()), config_of("train.dtype=bfloat16", *own))  # as preflight records it
-    kept = run.keep_recorded(config_of("train.dtype=auto", "train.keep_steps=4", "train.max_steps=7"))
+    # as preflight records it
+    run = leave_config(path_of(config_of()), config_of("train.dtype=bfloat16", *own))
+    kept = run.keep_recorded(
+        config_of("train.dtype=auto", "train.keep_steps=4", "train.max_steps=7")
+    )
     assert (kept.train.dtype, kept.train.keep_steps) == ("bfloat16", "3,4,7")
     assert run.keep_recorded(config_of(*own, "train.keep_steps=9,3,7")).train.keep_steps == "9,3,7"
-    assert run.find_changes(config_of(*own)) == [] and find_or_rename(config_of(*own)).run.name == "mine-kern"
+    assert (
+        run.find_changes(config_of(*own)) == []
+        and find_or_rename(config_of(*own)).run.name == "mine-kern"
+    )
     with pytest.raises(RunError, match="train.dtype: 'bfloat16' -> 'float32'"):
         run.find_changes(config_of(*own, "train.dtype=float32"))
 
 
 def test_an_unfinished_run_goes_on_under_the_defaults_of_its_beginning(tiny, tiny_file, capsys):
-    """The same command after an upgrade, once a default is another one or the key is new: equal to the bit."""
-    command = [str(tiny_file), "--train.balance_loss_coef=0.1", "--eval.interval=1", "--train.checkpoint_interval=2"]
+    """The same command after an upgrade, once a default is another one or the key is new: equal to
+    the bit.
+    """
+    command = [
+        str(tiny_file),
+        "--train.balance_loss_coef=0.1",
+        "--eval.interval=1",
+        "--train.checkpoint_interval=2",
+    ]
     older = ["--eval.spread=tokens", "--train.balance_loss_scope=micro_batch"]
     assert train.main([*command, *older]) == 0
     folder = path_of(tiny())
@@ -181,8 +223,14 @@ def test_an_unfinished_run_goes_on_under_the_defaults_of_its_beginning(tiny, tin
         capsys.readouterr()
         assert train.main(command) == 0
         out = capsys.readouterr().out
-        assert "eval.spread: 'documents' -> 'tokens', as this run began" in out and "from step 2" in out
-        assert RunFolder(folder).read_val_losses() == losses and RunFolder(folder).recorded.eval.spread == "tokens"
+        assert (
+            "eval.spread: 'documents' -> 'tokens', as this run began" in out
+            and "from step 2" in out
+        )
+        assert (
+            RunFolder(folder).read_val_losses() == losses
+            and RunFolder(folder).recorded.eval.spread == "tokens"
+        )
 
 
 # ---- who may write there

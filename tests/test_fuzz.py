@@ -16,7 +16,11 @@ from configure.schema import KEYS, SECTIONS
 
 ANY_TEXT = st.text(max_size=12)
 TOML_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, -(10**400), 1e308, 5e-324])
+NUMBERS = (
+    st.integers()
+    | st.floats()
+    | st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, -(10**400), 1e308, 5e-324])
+)
 CHOICES = st.sampled_from([value for schema in KEYS.values() for value in schema.get("enum", [])])
 TOML = st.recursive(
     st.booleans() | NUMBERS | TOML_TEXT | st.datetimes() | st.dates() | st.times() | CHOICES,
@@ -27,7 +31,9 @@ NAMES = st.one_of(st.sampled_from([key.split(".")[1] for key in KEYS]), TOML_TEX
 LITERALS = st.text("[]{}\"'=,.0123456789#\n")
 SECTION = st.dictionaries(NAMES, TOML, max_size=3)
 SETTING = st.sampled_from(list(KEYS)).flatmap(lambda key: st.tuples(st.just(key), TOML))
-TABLE = st.dictionaries(st.one_of(st.sampled_from([*SECTIONS, "sweep"]), TOML_TEXT), SECTION | TOML, max_size=3)
+TABLE = st.dictionaries(
+    st.one_of(st.sampled_from([*SECTIONS, "sweep"]), TOML_TEXT), SECTION | TOML, max_size=3
+)
 
 
 def outcome(file, overrides=(), world_size=1):
@@ -66,7 +72,9 @@ def test_any_value_of_a_known_key(config_file, setting, world_size):
 
 SIZES = {key: schema for key, schema in KEYS.items() if schema["type"] == "integer"}
 SIZE = st.sampled_from(list(SIZES)).flatmap(
-    lambda key: st.tuples(st.just(key), st.integers(SIZES[key]["minimum"], SIZES[key].get("maximum", 10**6)))
+    lambda key: st.tuples(
+        st.just(key), st.integers(SIZES[key]["minimum"], SIZES[key].get("maximum", 10**6))
+    )
 )
 
 
@@ -79,13 +87,21 @@ def test_sizes_each_valid_alone(config_file, sizes, world_size):
 
 
 @fuzz
-@given(table=TABLE, key=st.sampled_from(list(KEYS)) | ANY_TEXT, value=ANY_TEXT | NUMBERS.map(str) | LITERALS)
+@given(
+    table=TABLE,
+    key=st.sampled_from(list(KEYS)) | ANY_TEXT,
+    value=ANY_TEXT | NUMBERS.map(str) | LITERALS,
+)
 def test_any_table_and_any_override(config_file, table, key, value):
     config_file.write_text(tomli_w.dumps(table), encoding="utf-8")
     outcome(config_file)
     config_file.write_text("")
     result = outcome(config_file, [f"--{key}={value}"])
-    assert isinstance(result, Config) or "command line: " in result or any(key in result for key in KEYS)
+    assert (
+        isinstance(result, Config)
+        or "command line: " in result
+        or any(key in result for key in KEYS)
+    )
 
 
 @pytest.mark.parametrize("payload", ["__import__('pathlib').Path('CANARY').touch()", "../CANARY"])

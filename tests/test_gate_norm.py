@@ -18,11 +18,20 @@ SAMPLED = ("kern-after", "softmax-renorm", "sigmoid-renorm", "sqrtsoftplus")
 
 
 def settings(**update):
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 64, "vocab_size": 257, "expert_hidden": 8}
+    sizes = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 128,
+        "block_size": 64,
+        "vocab_size": 257,
+        "expert_hidden": 8,
+    }
     return Config().model.model_copy(update={**sizes, "init_std": 0.06, "gate_norm": 2.5, **update})
 
 
-@pytest.mark.parametrize(("n_expert", "top_k", "tau"), [(64, 8, 0.554), (8, 2, 0.1), (4, 4, 3.0), (16, 1, 9.0)])
+@pytest.mark.parametrize(
+    ("n_expert", "top_k", "tau"), [(64, 8, 0.554), (8, 2, 0.1), (4, 4, 3.0), (16, 1, 9.0)]
+)
 @pytest.mark.parametrize("name", SPARSE)
 def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch):
     sampled = name in SAMPLED or tau > 6
@@ -37,14 +46,23 @@ def test_expectation_against_brute_force(name, n_expert, top_k, tau, monkeypatch
 
 
 def test_quadrature_where_the_answer_is_known():
-    """All gates of a softmax sum to 1; KERN's squares to 1/2; binomials of thousands neither overflow nor vanish."""
+    """All gates of a softmax sum to 1; KERN's squares to 1/2; binomials of thousands neither
+    overflow nor vanish.
+    """
     assert softmax_moments(16, 16, 2.0)[0] == pytest.approx(1, rel=1e-5)
     assert gate_sum("sigmoid", 9, 9, 2.0) == pytest.approx(4.5, rel=1e-8)
     assert gate_sum("kern-norelu", 2048, 2048, 1, power=2) == pytest.approx(1, rel=1e-8)
     assert 0.5 < gate_sum("kern", 4096, 3000, 1, power=2) <= 0.5 + 1e-8
 
 
-MODERN = {"norm": "rmsnorm", "qk_norm": "head", "gated": True, "n_shared_expert": 1, "n_dense_layer": 1, "n_layer": 3}
+MODERN = {
+    "norm": "rmsnorm",
+    "qk_norm": "head",
+    "gated": True,
+    "n_shared_expert": 1,
+    "n_dense_layer": 1,
+    "n_layer": 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +73,9 @@ MODERN = {"norm": "rmsnorm", "qk_norm": "head", "gated": True, "n_shared_expert"
     ],
 )
 def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
-    """Within the error of a few draws of weights, which are those without gate_norm though it may be sampled."""
+    """Within the error of a few draws of weights, which are those without gate_norm though it may
+    be sampled.
+    """
     gate_norm.sample_square.cache_clear()
     squares, idx = [], torch.randint(257, (4, 64), generator=seeded(0))
     for seed in range(4):
@@ -63,7 +83,9 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
         for norm in (2.5, 0.0):
             torch.manual_seed(seeded(seed).initial_seed())
             model = GPT(settings(router=name, gate_norm=norm, **block))
-            states.append({key: value for key, value in model.state_dict().items() if key[-2:] != ".c"})
+            states.append(
+                {key: value for key, value in model.state_dict().items() if key[-2:] != ".c"}
+            )
             with torch.no_grad():
                 squares += model(idx, idx).stats.gate_square.tolist() if norm else []
         assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
@@ -73,19 +95,32 @@ def test_fresh_models_have_the_norm_on_their_first_batch(name, block):
 
 
 def test_routers_alone_begin_with_other_weights():
-    """router_init_ratio: the same draws times the ratio, so the same choices by KERN, whose gates ignore the size."""
+    """router_init_ratio: the same draws times the ratio, so the same choices by KERN, whose gates
+    ignore the size.
+    """
     states = []
     for ratio in (1.0, 4.0):
         torch.manual_seed(seeded(0).initial_seed())
-        states.append(GPT(settings(router_init_ratio=ratio, gate_norm=0.0, gated=True)).state_dict())
+        states.append(
+            GPT(settings(router_init_ratio=ratio, gate_norm=0.0, gated=True)).state_dict()
+        )
     for name, value in states[0].items():
-        assert torch.equal(value * (4 if name.endswith("router.weight") else 1), states[1][name]), name
+        assert torch.equal(value * (4 if name.endswith("router.weight") else 1), states[1][name]), (
+            name
+        )
 
 
 def test_factor_is_on_top_of_the_routers_own_and_nothing_by_default(monkeypatch):
     assert gate_scale(settings(router="kern", gate_norm=0.0, gate_scale=3.0)) == 3
-    c = {name: GPT(settings(router=name, n_layer=1)).blocks[0].mlp.router.c.item() for name in ("kern", "kern-mc")}
+    c = {
+        name: GPT(settings(router=name, n_layer=1)).blocks[0].mlp.router.c.item()
+        for name in ("kern", "kern-mc")
+    }
     assert c["kern-mc"] == pytest.approx(c["kern"], rel=1e-6)
-    assert expected_square(RouterSpec("tanh", post="l2 over topk"), 12, 3, 0.5) == pytest.approx(1, abs=1e-5)
+    assert expected_square(RouterSpec("tanh", post="l2 over topk"), 12, 3, 0.5) == pytest.approx(
+        1, abs=1e-5
+    )
     monkeypatch.setattr(gate_norm, "expected_square", None)  # shapes alone need no estimate
-    assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(settings(router="kern", gate_norm=0.0))
+    assert parameter_shapes(settings(router="kern-after")) == parameter_shapes(
+        settings(router="kern", gate_norm=0.0)
+    )

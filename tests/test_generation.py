@@ -1,4 +1,6 @@
-"""eval/trained.py, eval/generation.py with scripts/sample.py, and eval/val_loss.py: runs, by hand and as commands."""
+"""eval/trained.py, eval/generation.py with scripts/sample.py, and eval/val_loss.py: runs, by hand
+and as commands.
+"""
 
 import gzip
 import json
@@ -57,25 +59,48 @@ def test_tokens_are_sampled_as_often_as_expected(temperature, top_k, top_p):
         assert abs(count - draws * p) <= 4 * math.sqrt(draws * p * (1 - p)), token
 
 
-@pytest.mark.parametrize("choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}])
+@pytest.mark.parametrize(
+    "choice", [{"temperature": 0}, {"temperature": 1e-45}, {"top_k": 1}, {"top_p": 1e-6}]
+)
 def test_greedy_in_several_ways(choice):
-    drawn = generation.sample_token(torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice))
+    drawn = generation.sample_token(
+        torch.tensor([LOGITS, LOGITS[::-1]]), generation.SamplingParams(**choice)
+    )
     assert drawn.tolist() == [1, 4]
 
 
 def small_model(**settings):
-    values = {"model.n_embd": 32, "model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.vocab_size": 64}
-    values |= {"model.expert_hidden": 8, "model.n_expert": 8, "model.top_k": 2, "model.init_std": 0.3, **settings}
-    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]).model
+    values = {
+        "model.n_embd": 32,
+        "model.n_layer": 2,
+        "model.n_head": 2,
+        "model.block_size": 16,
+        "model.vocab_size": 64,
+    }
+    values |= {
+        "model.expert_hidden": 8,
+        "model.n_expert": 8,
+        "model.top_k": 2,
+        "model.init_std": 0.3,
+        **settings,
+    }
+    config = configure.load(
+        REPO_ROOT / "config/125m.toml", [f"--{key}={value}" for key, value in values.items()]
+    ).model
     torch.manual_seed(0)
     return GPT(config).eval()
 
 
 def without_cache(model, prompt, count):
-    """The likeliest continuation, a pass over the last block for each token. No two tokens are equally likely."""
+    """The likeliest continuation, a pass over the last block for each token.
+
+    No two tokens are equally likely.
+    """
     ids = list(prompt)
     for _ in range(count):
-        (first, second), (token, _) = model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].topk(2)
+        (first, second), (token, _) = (
+            model(torch.tensor([ids[-model.config.block_size :]])).logits[0, -1].topk(2)
+        )
         assert first - second > 1e-3  # rounding, on any CPU, is far below
         ids.append(token.item())
     return ids[len(prompt) :]
@@ -95,7 +120,9 @@ def test_rows_end_one_by_one_and_padding_is_never_drawn():
     model = small_model()
 
     def sample_row(prompts, **more):
-        drawn = generation.generate(model, prompts, 14, generation.SamplingParams(), seeded(), **more)
+        drawn = generation.generate(
+            model, prompts, 14, generation.SamplingParams(), seeded(), **more
+        )
         return list(next(zip(*drawn, strict=True)))
 
     free = sample_row([[1], [2]])
@@ -104,7 +131,8 @@ def test_rows_end_one_by_one_and_padding_is_never_drawn():
     row = sample_row([[1], [2]], end=free[3])
     assert row == free[:at] + [None] * (len(row) - at) and len(row) > at + 1
     free = sample_row([[1]])
-    assert sample_row([[1]], end=free[3]) == free[: free.index(free[3]) + 1]  # and the model is not asked for more
+    # and the model is not asked for more
+    assert sample_row([[1]], end=free[3]) == free[: free.index(free[3]) + 1]
     assert {*sample_row([[0]], vocab_size=3)} <= {0, 1, 2}
 
 
@@ -125,19 +153,31 @@ def test_sample_continues_the_prompt_the_same_way_for_a_seed(trained, call):
     assert greedy == text("--top-k", "1", "--seed", "2")
     run, tokenizer = load_run(trained)
     for options, printed in (({"seed": 1}, first), ({"temperature": 0}, greedy)):
-        assert generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options) == printed[:-1]
+        assert (
+            generation.generate_text(run.model, tokenizer, "a bee ", tokens=20, **options)
+            == printed[:-1]
+        )
 
 
 def test_sample_prints_tokens_at_once_and_the_speed(trained, capsys, monkeypatch):
-    """The pieces are the text; a character of several bytes waits for its last one. The prompt begins a document."""
+    """The pieces are the text; a character of several bytes waits for its last one.
+
+    The prompt begins a document.
+    """
     ids, asked, written = iter([*"é€x".encode(), 256, 0]), [], []
-    monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7)))
-    monkeypatch.setattr("builtins.print", lambda *words, **_: written.append("".join(map(str, words))))
+    monkeypatch.setattr(
+        generation, "generate", lambda *args: asked.append(args) or ([next(ids)] for _ in range(7))
+    )
+    monkeypatch.setattr(
+        "builtins.print", lambda *words, **_: written.append("".join(map(str, words)))
+    )
     assert sample.main([str(trained), "--prompt", "à"]) == 0
     assert written[:-1] == ["à", "é", "€", "x", ""]
     (_, prompts, count, _, _, vocab_size, end) = asked[0]
     assert (prompts, count, vocab_size, end) == ([[256, *"à".encode()]], 400, 257, 256)
-    monkeypatch.setattr(generation, "generate", lambda *args: asked.append(args) or ([97] for _ in range(3)))
+    monkeypatch.setattr(
+        generation, "generate", lambda *args: asked.append(args) or ([97] for _ in range(3))
+    )
     assert sample.main([str(trained), "--prompt", "à", "--ignore-end", "--tokens", "7"]) == 0
     assert asked[1][2] == 7 and asked[1][-1] is None
 
@@ -151,7 +191,13 @@ def test_sample_refuses_bad_input(trained, tmp_path, call):
     assert "no checkpoint of step 3, it has 2, 4; name one of these" in error(trained, "--step", 3)
     assert "a prompt of 32 tokens" in error(trained, "--prompt", "x" * 32)
     call(sample.main, trained, "--prompt", "x" * 31, "--tokens", 1)
-    for wrong in (("--temperature", -1), ("--top-k", -1), ("--top-p", 0), ("--top-p", 1.5), ("--tokens", 0)):
+    for wrong in (
+        ("--temperature", -1),
+        ("--top-k", -1),
+        ("--top-p", 0),
+        ("--top-p", 1.5),
+        ("--tokens", 0),
+    ):
         assert wrong[0] in error(trained, *wrong)
     shutil.copytree(trained, tmp_path / "run", ignore=lambda *_: ["checkpoints"])
     assert "train it first" in error(tmp_path / "run")
@@ -187,16 +233,22 @@ def test_tokenizer_is_the_runs_own(run, corpus, tmp_path, monkeypatch):
     """The data set's; without the set, the known one of the same hash; never another."""
     trained, tokenizer = load_run(run)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert tokenizer.eot == 256 and [line["step"] for line in trained.metrics] == [line["step"] for line in lines]
+    assert tokenizer.eot == 256 and [line["step"] for line in trained.metrics] == [
+        line["step"] for line in lines
+    ]
     config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix()))
+    (run / "config.toml").write_text(
+        config.replace(corpus.as_posix(), (tmp_path / "gone").as_posix())
+    )
     assert load_run(run)[1].eot == 256
     (tmp_path / "gone").mkdir()
     monkeypatch.setattr(ByteTokenizer, "hash", "0" * 64)
     with pytest.raises(ValueError, match="no known tokenizer is that of tiny"):
         load_run(run)
     write_ids(tmp_path / "gone/tiny", range(99), range(99), tokenizer=ByteTokenizer())
-    assert json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
+    assert (
+        json.loads((tmp_path / "gone/tiny/meta.json").read_text())["tokenizer"]["hash"] == "0" * 64
+    )
     with pytest.raises(ValueError, match="gone/tiny: its tokenizer .'bytes'. is not that of tiny"):
         load_run(run)
 
@@ -212,7 +264,8 @@ def test_damaged_checkpoints_are_named(run, capsys):
         load_model(run)
 
 
-# ---- eval/val_loss.py: which tokens are scored after which, the run's own logged loss, bytes, bad input
+# ---- eval/val_loss.py: which tokens are scored after which, the run's own logged loss, bytes, bad
+# input
 EOT = 256
 TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, the last one short
 
@@ -221,9 +274,11 @@ TEXT = "Ünder the bëe, june learns maps. " * 2  # 70 bytes: 3 windows of 32, t
 def dense_run(module_tiny):
     """A run folder with checkpoints of steps 2 and 4; its data.dir holds only `tiny`.
 
-    Dense: a router's choice could depend on the batch, where two experts are equal but for rounding.
+    Dense: a router's choice could depend on the batch, where two experts are equal but for
+    rounding.
     """
-    own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]  # 6 windows: 4, then 2
+    # 6 windows: 4, then 2
+    own = ["train.micro_batch_size=4", "train.checkpoint_interval=2", f"run.seed={SEED}"]
     train_run(config := module_tiny("model.router=dense", "run.name=dense", *own))
     return folder.path_of(config)
 
@@ -243,13 +298,17 @@ def score(dense_run, capsys):
 
 @torch.no_grad()
 def by_hand(model, documents, block, stride):
-    """Nats of each token of `documents` but the first of each, from the definition: windows begin at multiples of
+    """Nats of each token of `documents` but the first of each, from the definition: windows begin
+    at multiples of
     `stride`, and the first that holds a token among its targets scores it."""
     nats = []
     for ids in documents:
         for at in range(1, len(ids)):
-            start = next(start for start in range(0, len(ids), stride) if start < at <= start + block)
-            logits = model(torch.tensor([ids[start:at]])).logits[0, -1]  # by a forward pass of its own
+            start = next(
+                start for start in range(0, len(ids), stride) if start < at <= start + block
+            )
+            # by a forward pass of its own
+            logits = model(torch.tensor([ids[start:at]])).logits[0, -1]
             nats.append(-logits.double().log_softmax(-1)[ids[at]].item())
     return nats
 
@@ -262,16 +321,24 @@ def assert_close(measured, wanted, name):
 
 @pytest.mark.numerics
 def test_loss_equals_the_logged_one(dense_run, score):
-    steps = {line["step"]: line for line in read_metrics(dense_run / "metrics.jsonl", ARRAYS) if "val/loss" in line}
+    steps = {
+        line["step"]: line
+        for line in read_metrics(dense_run / "metrics.jsonl", ARRAYS)
+        if "val/loss" in line
+    }
     (line,), _ = score()
     losses = np.array(steps[4]["val/window_losses"])
     assert_close(line["loss"], losses.mean(), "loss")
     assert main([str(dense_run)]) == 0
-    assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2  # results are added
+    # results are added
+    assert (dense_run / "eval/step_00000004/val_loss.json").read_text().count("\n") == 2
     assert (line["windows"], line["tokens"], line["split"], line["step"]) == (6, 6 * 32, "val", 4)
     labels = np.unique(steps[4]["val/window_documents"], return_inverse=True)[1]
     apart = losses - losses.mean()  # windows of equal length: the variance of a mean over documents
-    parts = [(apart[labels == document].sum() ** 2, (labels == document).mean()) for document in range(max(labels) + 1)]
+    parts = [
+        (apart[labels == document].sum() ** 2, (labels == document).mean())
+        for document in range(max(labels) + 1)
+    ]
     variance = sum(square / (1 - share) for square, share in parts) / 6**2
     assert line["stderr"] == pytest.approx(math.sqrt(variance), rel=1e-3)
     assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
@@ -290,7 +357,9 @@ def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stri
     (tmp_path / "many.jsonl").write_bytes(jsonl(texts))
     file = tmp_path / "one.txt.gz"
     file.write_bytes(gzip.compress(b"a bee"))
-    lines, _ = score("--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride]))
+    lines, _ = score(
+        "--data", tmp_path / "many.jsonl", file, *([] if stride is None else ["--stride", stride])
+    )
     model = load_model(dense_run).model
     for line, documents in zip(lines, ([TEXT, "x", *texts[3:]], ["a bee"]), strict=True):
         nats = by_hand(model, [[EOT, *text.encode()] for text in documents], 32, stride or 32)
@@ -303,7 +372,9 @@ def test_text_is_scored_as_defined(dense_run, score, tmp_path, monkeypatch, stri
     assert few[0]["tokens"] == 32 + 8 + 8  # the first three
     few, _ = score("--data", tmp_path / "many.jsonl", "--windows", 3)
     assert few[0]["tokens"] == 32 + 6 + 14  # windows 0, 2 and 4 of 7, the third of the first text
-    assert [line["windows"] for line in lines] == ([3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1])
+    assert [line["windows"] for line in lines] == (
+        [3 + 1 + 1 + 2, 1] if stride is None else [6 + 1 + 1 + 2, 1]
+    )
 
 
 @pytest.mark.numerics
@@ -316,7 +387,9 @@ def test_windows_overlap_from_the_start_of_a_set(dense_run, score, corpus):
     assert "stride 20" in out
     (line,), _ = score("--stride", 32, "--windows", "all")
     assert line["tokens"] == len(tokens) - 1  # the whole split, its last tokens too
-    assert line["bytes"] == len(ByteTokenizer().decode(token for token in tokens[1:] if token != EOT).encode())
+    assert line["bytes"] == len(
+        ByteTokenizer().decode(token for token in tokens[1:] if token != EOT).encode()
+    )
     assert line["bytes"] == line["tokens"] - tokens.count(EOT)
 
 
@@ -324,20 +397,29 @@ def test_standard_error_of_unequal_windows():
     """By the definition for a ratio of sums; it equals that of a mean only for equal lengths."""
     nats, counts, each = np.array([10.0, 4.0, 9.0]), np.array([4, 2, 3]), np.arange(3)
     result = val_loss.summarize_losses(nats, counts, 18, each)
-    assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(23 / math.log(2) / 18)
+    assert result.loss == pytest.approx(23 / 9) and result.bits_per_byte == pytest.approx(
+        23 / math.log(2) / 18
+    )
     apart = [10 - 4 * 23 / 9, 4 - 2 * 23 / 9, 9 - 3 * 23 / 9]
     shares = [1 - count / 9 for count in counts]
-    assert result.stderr == pytest.approx(math.sqrt(sum(d * d / s for d, s in zip(apart, shares, strict=True))) / 9)
-    assert val_loss.summarize_losses(nats, counts, 18, np.zeros(3)) == result  # of a single document: over windows
+    assert result.stderr == pytest.approx(
+        math.sqrt(sum(d * d / s for d, s in zip(apart, shares, strict=True))) / 9
+    )
+    # of a single document: over windows
+    assert val_loss.summarize_losses(nats, counts, 18, np.zeros(3)) == result
     shared = val_loss.summarize_losses(nats, counts, 18, np.array([0, 0, 1]))
     assert shared._replace(stderr=0) == result._replace(stderr=0)
-    assert shared.stderr == pytest.approx(math.sqrt((apart[0] + apart[1]) ** 2 * (9 / 3 + 9 / 6)) / 9)
+    assert shared.stderr == pytest.approx(
+        math.sqrt((apart[0] + apart[1]) ** 2 * (9 / 3 + 9 / 6)) / 9
+    )
     alone = val_loss.summarize_losses(nats[:1], counts[:1], 0, each[:1])
     assert math.isnan(alone.stderr) and math.isnan(alone.bits_per_byte)
 
 
 def test_documents_of_scored_windows(dense_run, tmp_path, score, corpus):
-    """Of a set by its end-of-text tokens, of a text file by its documents: ± is over these, however windows overlap."""
+    """Of a set by its end-of-text tokens, of a text file by its documents: ± is over these, however
+    windows overlap.
+    """
     trained_model, tokenizer = load_run(dense_run)
     tokens = np.fromfile(corpus / "tiny/val-00000.bin", "<u2")
     for stride in (None, 8):
@@ -345,9 +427,13 @@ def test_documents_of_scored_windows(dense_run, tmp_path, score, corpus):
         scored = open_prepared(corpus / "tiny", trained_model, args, 6)
         middles = [(first + stop + 1) // 2 for _, stop, first in scored.windows.tolist()]
         wanted = [int(np.count_nonzero(tokens[:middle] == EOT)) for middle in middles]
-        assert (np.diff(scored.documents) > 0).tolist() == (np.diff(wanted) > 0).tolist() and wanted[-1] > 2
+        assert (np.diff(scored.documents) > 0).tolist() == (
+            np.diff(wanted) > 0
+        ).tolist() and wanted[-1] > 2
     (tmp_path / "two.jsonl").write_bytes(jsonl([TEXT, "x" * 40]))
-    scored = open_text(tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None))
+    scored = open_text(
+        tmp_path / "two.jsonl", trained_model, tokenizer, SimpleNamespace(stride=8, windows=None)
+    )
     assert scored.documents.tolist() == [0] * 6 + [1] * 2
 
 

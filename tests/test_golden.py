@@ -21,7 +21,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("router", ROUTERS)
 def test_golden_losses(router, folder):
     differences = golden.compare_losses(golden.train_router(router, folder), LOSSES.get(router, {}))
-    differing = {name: difference for name, difference in differences.items() if difference > golden.TOLERANCE}
+    differing = {
+        name: difference
+        for name, difference in differences.items()
+        if difference > golden.TOLERANCE
+    }
     assert not differing, f"{router}: if intended, python -m scripts.golden --update; {differing}"
 
 
@@ -37,6 +41,8 @@ def test_a_loss_that_is_missing_or_not_finite_differs():
     assert set(golden.compare_losses(row, row).values()) == {0}
     changed = row | {"train 7": row["train 7"] * (1 - 2.5e-6), "val 10": math.nan, "train 31": 1.0}
     del changed["val 30"]
-    differing = {name: d for name, d in golden.compare_losses(changed, row).items() if d > golden.TOLERANCE}
+    differing = {
+        name: d for name, d in golden.compare_losses(changed, row).items() if d > golden.TOLERANCE
+    }
     infinite = dict.fromkeys(("val 10", "train 31", "val 30"), math.inf)
     assert differing == infinite | {"train 7": pytest.approx(2.5e-6, rel=1e-3)}

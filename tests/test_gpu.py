@@ -1,6 +1,7 @@
 """Training on a GPU: on one rank of DDP and FSDP2, resumed, compiled, in float16.
 
-Where possible the tests also run on the CPU, with gloo instead of NCCL, so that errors of a test show without a GPU.
+Where possible the tests also run on the CPU, with gloo instead of NCCL, so that errors of a test
+show without a GPU.
 """
 
 import math
@@ -29,9 +30,13 @@ STEPS = 6
 
 @pytest.fixture
 def on(tiny):
-    """`on(device, dtype, *overrides)` makes a Config; nothing is compiled, unless overrides ask for it."""
+    """`on(device, dtype, *overrides)` makes a Config; nothing is compiled, unless overrides ask for
+    it.
+    """
     own = "train.compile=off"
-    return lambda device, dtype, *more: tiny(f"train.device={device}", f"train.dtype={dtype}", own, *more)
+    return lambda device, dtype, *more: tiny(
+        f"train.device={device}", f"train.dtype={dtype}", own, *more
+    )
 
 
 @pytest.fixture
@@ -66,12 +71,14 @@ def learn(config, dtype, wrap):
 def assert_alike(losses, wanted, dtype):
     """Assert that losses, each a mean over at least 128 tokens, differ by rounding alone.
 
-    A token passes through about ten operators of two blocks in `dtype` in each step. Each errs by ε/2 at most, one way
-    or the other: √(10 · STEPS) ε/2 for a token, √128 times less for a mean; four times that for room. Sums over 257
-    logits, in float32, err once a step.
+    A token passes through about ten operators of two blocks in `dtype` in each step. Each errs by
+    ε/2 at most, one way or the other: √(10 · STEPS) ε/2 for a token, √128 times less for a mean;
+    four times that for room. Sums over 257 logits, in float32, err once a step.
     """
     roundings = 2 * math.sqrt(10 * STEPS / 128)
-    assert_near(torch.tensor(losses), torch.tensor(wanted), tolerance(dtype, 257 * STEPS, roundings))
+    assert_near(
+        torch.tensor(losses), torch.tensor(wanted), tolerance(dtype, 257 * STEPS, roundings)
+    )
 
 
 @pytest.mark.numerics
@@ -98,7 +105,12 @@ def test_ddp_and_fsdp_on_one_rank_learn_as_the_model_alone_does(on, one_rank, de
 def test_resumed_run_is_bit_equal(on, device, dtype, router, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    own = [f"model.router={router}", "model.dropout=0.1", "train.max_steps=6", "train.checkpoint_interval=3"]
+    own = [
+        f"model.router={router}",
+        "model.dropout=0.1",
+        "train.max_steps=6",
+        "train.checkpoint_interval=3",
+    ]
     config = on(device, dtype, *own, "train.keep_checkpoints=9", "train.deterministic=true")
     try:
         run(config)
@@ -119,7 +131,11 @@ def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
     losses = []
     for compile in ("false", "true"):
         torch._dynamo.reset()
-        own = [f"run.name=compile-{compile}", f"train.compile={compile}", f"train.max_steps={STEPS}"]
+        own = [
+            f"run.name=compile-{compile}",
+            f"train.compile={compile}",
+            f"train.max_steps={STEPS}",
+        ]
         losses.append(column(run(on("cuda", dtype, *own)), "val/loss"))
     assert_alike(*losses, getattr(torch, dtype))
     assert len(losses[0]) > 1
@@ -127,15 +143,23 @@ def test_compiled_run_learns_as_an_eager_one_does(on, dtype):
 
 @pytest.mark.gpu
 def test_the_kernels_that_run_are_those_meant_for_the_device(on):
-    """Experts by Triton; attention by cuDNN from sm_90 on, else by flash attention; with determinism never by cuDNN."""
+    """Experts by Triton; attention by cuDNN from sm_90 on, else by flash attention; with
+    determinism never by cuDNN.
+    """
     device, (capability, _) = torch.device("cuda"), torch.cuda.get_device_capability()
-    model, x = GPT(on("cuda", "float16").model).to(device), torch.zeros(2, 16, dtype=torch.int64, device=device)
+    model, x = (
+        GPT(on("cuda", "float16").model).to(device),
+        torch.zeros(2, 16, dtype=torch.int64, device=device),
+    )
     for deterministic in (False, True):
         with torch.profiler.profile() as profile, attention_kernels(device, deterministic):
             with torch.autocast("cuda", torch.float16):
                 model(x, x).loss.backward()
             torch.cuda.synchronize()
         names = " ".join(event.key for event in profile.key_averages())
-        assert all(kernel in names for kernel in ("up_kernel", "rows", "down_grad_kernel", "weight_grad_kernel"))
+        assert all(
+            kernel in names
+            for kernel in ("up_kernel", "rows", "down_grad_kernel", "weight_grad_kernel")
+        )
         assert ("cudnn_attention" in names) == (capability >= 9 and not deterministic)
         assert ("flash_attention" in names) == (capability < 9 or deterministic)

@@ -1,6 +1,7 @@
 """scripts/export/: models in the form of transformers, their tokenizers, and the command.
 
-Both models compute in fp64, and must agree to the rounding of fp32: an error is either far below that or a fault.
+Both models compute in fp64, and must agree to the rounding of fp32: an error is either far below
+that or a fault.
 """
 
 import json
@@ -47,7 +48,9 @@ def modules(tmp_path_factory):
 
 @pytest.fixture
 def exported(tiny, tmp_path):
-    """`exported("model.router=tanh", form="nanokern", dtype="float32")`: (GPT with random weights, folder)."""
+    """`exported("model.router=tanh", form="nanokern", dtype="float32")`: (GPT with random weights,
+    folder).
+    """
 
     def make(*overrides, form="nanokern", dtype="float32"):
         config = tiny("model.init_std=0.3", "model.n_head=4", *overrides)
@@ -67,7 +70,9 @@ def exported(tiny, tmp_path):
 
 
 def load(out, dtype=torch.float32, **settings):
-    return AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=dtype, **settings)
+    return AutoModelForCausalLM.from_pretrained(
+        out, trust_remote_code=True, dtype=dtype, **settings
+    )
 
 
 def random_ids(*shape):
@@ -87,7 +92,12 @@ def assert_same_model(own, theirs, use_cache=True):
     assert_near(theirs(idx).logits, logits_of(own, idx), NEAR)
     mask = (torch.arange(9) >= start[:, None]).long()
     prompts = idx[:, :9].where(mask == 1, TOKENIZER.eot)
-    settings = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None, "use_cache": use_cache}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": 9,
+        "eos_token_id": None,
+        "use_cache": use_cache,
+    }
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     output = theirs.generate(prompts, attention_mask=mask, **settings)
     wanted = logits_of(own, output.sequences, start)[:, 8:-1]
@@ -96,17 +106,46 @@ def assert_same_model(own, theirs, use_cache=True):
 
 
 UNTIED = ("model.tie_embeddings=false", "model.vocab_size=320")
-MODERN = ("model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.pos=rope", "model.rope_base=500")
+MODERN = (
+    "model.norm=rmsnorm",
+    "model.activation=silu",
+    "model.gated=true",
+    "model.pos=rope",
+    "model.rope_base=500",
+)
 MODELS = [(f"model.router={router}",) for router in ROUTERS]
 MODELS += [
     ("model.router=softmax", "model.gate_scale=1.7", "model.pos=rope", "model.bias=true"),
     ("model.router=softmax-renorm", "model.gate_norm=1", *UNTIED),
     ("model.router=dense", "model.pos=rope", *UNTIED),
     (*MODERN, "model.router=softmax", "model.qk_norm=all", "model.n_kv_head=2", *UNTIED),
-    (*MODERN, "model.router=kern", "model.qk_norm=head", "model.n_shared_expert=2", "model.n_dense_layer=1"),
-    ("model.router=softmax-renorm", "model.n_layer=3", "model.n_dense_layer=1", "model.n_hash_layer=1"),
-    (*MODERN, "model.router=dense", "model.n_kv_head=1", "model.n_shared_expert=1", "model.norm_eps=0.01"),
-    ("model.router=tanh", "model.qk_norm=all", "model.bias=true", "model.n_shared_expert=1", "model.n_kv_head=1"),
+    (
+        *MODERN,
+        "model.router=kern",
+        "model.qk_norm=head",
+        "model.n_shared_expert=2",
+        "model.n_dense_layer=1",
+    ),
+    (
+        "model.router=softmax-renorm",
+        "model.n_layer=3",
+        "model.n_dense_layer=1",
+        "model.n_hash_layer=1",
+    ),
+    (
+        *MODERN,
+        "model.router=dense",
+        "model.n_kv_head=1",
+        "model.n_shared_expert=1",
+        "model.norm_eps=0.01",
+    ),
+    (
+        "model.router=tanh",
+        "model.qk_norm=all",
+        "model.bias=true",
+        "model.n_shared_expert=1",
+        "model.n_kv_head=1",
+    ),
 ]
 
 
@@ -118,20 +157,25 @@ def test_every_model_exports_the_same_model(exported, overrides):
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_model(trained.model, theirs, use_cache="model.bias=true" not in overrides)
     if "model.n_hash_layer=1" in overrides:
-        with pytest.raises(ValueError, match="inputs_embeds alone: hash layers choose experts by token id"):
+        with pytest.raises(
+            ValueError, match="inputs_embeds alone: hash layers choose experts by token id"
+        ):
             theirs(inputs_embeds=torch.zeros(1, 2, 32, dtype=torch.float64))
     plan = theirs.config.base_model_tp_plan
     assert ("layers.*.self_attn.q_proj" in plan) == ("model.qk_norm=all" not in overrides)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("more", [UNTIED, ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)])
+@pytest.mark.parametrize(
+    "more", [UNTIED, ("model.bias=true", "model.vocab_size=320"), ("model.norm_eps=0.01",)]
+)
 def test_dense_is_plain_gpt2(exported, more):
     trained, out = exported("model.router=dense", *more, form="gpt2")
     assert not list(out.glob("*.py")) and not (out / "LICENSE-code").exists()
     theirs, info = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert export.check_export(trained, TOKENIZER, out) == 0  # with rows that are padded on the left
+    # with rows that are padded on the left
+    assert export.check_export(trained, TOKENIZER, out) == 0
     assert_same_model(trained.model, theirs)
 
 
@@ -146,14 +190,18 @@ def test_routers_stay_in_fp32(exported, dtype):
     assert {kind for key, kind in kinds.items() if ".router." in key} == {torch.float32}
     assert {kind for key, kind in kinds.items() if ".router." not in key} == {dtype}
     idx, theirs = random_ids(1, 30), load(out, "auto")
-    assert {key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds} == kinds
+    assert {
+        key: tensor.dtype for key, tensor in theirs.state_dict().items() if key in kinds
+    } == kinds
     wanted = logits_of(export.round_weights(trained.model, dtype), idx)
     assert_near(load(out).double()(idx).logits, wanted, NEAR)
     assert theirs(idx).logits.dtype == dtype
-    assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 16))  # 8 operations per layer round to dtype
+    # 8 operations per layer round to dtype
+    assert_near(theirs(idx).logits, wanted, tolerance(dtype, 32, 16))
     assert theirs.generate(idx, max_new_tokens=2).shape == (1, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert load(out).model.layers[0].mlp(torch.randn(1, 3, 32)).dtype == torch.bfloat16  # as in training
+        # as in training
+        assert load(out).model.layers[0].mlp(torch.randn(1, 3, 32)).dtype == torch.bfloat16
 
 
 @pytest.mark.numerics
@@ -168,22 +216,29 @@ def test_export_is_trained_as_the_run(exported, checkpointing):
     loss = own(x, y).loss
     assert_near(theirs(idx, labels=idx).loss, loss, NEAR)
     loss.backward()
-    F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).backward()  # transformers' loss rounds to fp32
+    # transformers' loss rounds to fp32
+    F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).backward()
     wanted = FORMATS["nanokern"].from_own({name: p.grad for name, p in own.named_parameters()})
     for name, p in theirs.named_parameters():
         assert_near(p.grad, wanted[name], NEAR, name)
 
 
 def test_export_is_trained_with_dropout_and_from_scratch(exported):
-    """Dropout of 1 leaves nothing of the embedding and of each part of a block; a new model gets the run's init_std."""
+    """Dropout of 1 leaves nothing of the embedding and of each part of a block; a new model gets
+    the run's init_std.
+    """
     _, out = exported("model.router=kern", "model.dropout=0.99", "model.bias=true")
     theirs = load(out).train()
     assert theirs.config.dropout == 0.99
     base, idx = AutoModel.from_pretrained(out, trust_remote_code=True), random_ids(1, 9)
     output = base(idx, output_hidden_states=True, use_cache=False)
-    assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(output.last_hidden_state)
+    assert len(output.hidden_states) == 2 + 1 and output.hidden_states[-1].equal(
+        output.last_hidden_state
+    )
     assert output.past_key_values is None and base(idx).past_key_values.get_seq_length() == 9
-    theirs.apply(lambda module: setattr(module, "dropout", 1.0) if hasattr(module, "dropout") else None)
+    theirs.apply(
+        lambda module: setattr(module, "dropout", 1.0) if hasattr(module, "dropout") else None
+    )
     theirs.config.dropout = 1.0
     assert not theirs.model(idx, output_hidden_states=True).hidden_states[-2].any()
     new = AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
@@ -192,7 +247,9 @@ def test_export_is_trained_with_dropout_and_from_scratch(exported):
 
 
 def load_in_parallel(out, meeting, modules):
-    """A rank: the model split by its tensor-parallel plan gives the logits of the model in one piece."""
+    """A rank: the model split by its tensor-parallel plan gives the logits of the model in one
+    piece.
+    """
     meet_in(meeting)
     with modules_in(modules / os.environ["RANK"]):
         split, plain = load(out, tp_plan="auto").double(), load(out).double()
@@ -213,15 +270,30 @@ def test_tensor_parallel_plan(exported, tmp_path, router):
 
 @pytest.mark.numerics
 def test_layout_that_vllm_expects(exported):
-    """The contract of vLLM's Transformers backend (vllm/model_executor/models/transformers, read in 0.32 and 0.33):
-    attention is looked up by the name in the config and gets the layer and all keyword arguments; `experts` are packed
-    and called with tokens, indices and weights. No name in the config makes vLLM replace them by its gated experts."""
+    """The contract of vLLM's Transformers backend (vllm/model_executor/models/transformers, read in
+    0.32 and 0.33):
+    attention is looked up by the name in the config and gets the layer and all keyword arguments;
+    `experts` are packed and called with tokens, indices and weights. No name in the config makes
+    vLLM replace them by its gated experts."""
     trained, out = exported("model.router=kern", "model.dropout=0.25")
     theirs, calls = load(out).double().requires_grad_(False), []
 
     def attend(module, query, key, value, mask, scaling, **settings):
-        calls.append((module.layer_idx, tuple(query.shape), scaling, mask, settings["dropout"], settings["probe"]))
-        weights = (query @ key.mT * scaling).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+        calls.append(
+            (
+                module.layer_idx,
+                tuple(query.shape),
+                scaling,
+                mask,
+                settings["dropout"],
+                settings["probe"],
+            )
+        )
+        weights = (
+            (query @ key.mT * scaling)
+            .masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+            .softmax(-1)
+        )
         return (weights @ value).transpose(1, 2), None
 
     idx = torch.arange(9)[None]
@@ -229,13 +301,21 @@ def test_layout_that_vllm_expects(exported):
     ALL_ATTENTION_FUNCTIONS.register("probe", attend)
     theirs.config._attn_implementation = "probe"
     settings = {"use_cache": False, "return_dict": False, "probe": "it"}
-    got = theirs.model(input_ids=None, inputs_embeds=theirs.get_input_embeddings()(idx), position_ids=idx, **settings)
+    got = theirs.model(
+        input_ids=None,
+        inputs_embeds=theirs.get_input_embeddings()(idx),
+        position_ids=idx,
+        **settings,
+    )
     assert_near(got[0], wanted, NEAR)
     assert calls == [(layer, (1, 4, 9, 8), 8**-0.5, None, 0.0, "it") for layer in range(2)]
     theirs.train().model(idx, **settings)
     assert [dropout for *_, dropout, _ in calls] == [0.0, 0.0, 0.25, 0.25]
     parts = {f"layers.*.self_attn.{part}_proj" for part in "qkvo"}
-    assert type(theirs)._supports_attention_backend and theirs.config.base_model_tp_plan.keys() >= parts
+    assert (
+        type(theirs)._supports_attention_backend
+        and theirs.config.base_model_tp_plan.keys() >= parts
+    )
     moe = theirs.model.layers[0].mlp
     assert {tuple(p.shape) for p in moe.experts.parameters()} == {(8, 32, 8), (8, 8, 32)}
     tokens = torch.randn(5, 32, dtype=torch.float64)
@@ -263,7 +343,9 @@ def break_tokenizer(out):
 def break_positions(out):
     """Every later token gets the first token's position."""
     code = (out / "modeling_nanokern.py").read_text()
-    code = code.replace("if position_ids is None:", "if True:").replace("[:, -len(columns) :]", "[:, : len(columns)]")
+    code = code.replace("if position_ids is None:", "if True:").replace(
+        "[:, -len(columns) :]", "[:, : len(columns)]"
+    )
     (out / "modeling_nanokern.py").write_text(code)
 
 
@@ -279,11 +361,15 @@ def test_differences_are_found(exported, tmp_path, capsys):
     assert export.check_export(trained, TOKENIZER, out) == 0
     correct = capsys.readouterr().out
     for harm, words in HARMS.items():
-        copy = Path(shutil.copytree(out, tmp_path / harm.__name__))  # transformers keeps the code it knows by a name
+        # transformers keeps the code it knows by a name
+        copy = Path(shutil.copytree(out, tmp_path / harm.__name__))
         harm(copy)
         assert export.check_export(trained, TOKENIZER, copy) == 1
         printed = capsys.readouterr()
-        assert all(said in printed.err and said not in printed.out for said in words), (harm, printed)
+        assert all(said in printed.err and said not in printed.out for said in words), (
+            harm,
+            printed,
+        )
         assert f"export {trained.folder} again, into a new folder" in printed.err
     assert correct.count("at most") == 2 and "tokenizer: the same" in correct
 
@@ -298,7 +384,9 @@ def test_merges_are_recovered(tmp_path, any_tokenizer):
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         ids = any_tokenizer.encode(text)
-        assert theirs.encode(text) == ids and theirs.decode(ids) == any_tokenizer.decode(ids) == text
+        assert (
+            theirs.encode(text) == ids and theirs.decode(ids) == any_tokenizer.decode(ids) == text
+        )
     eot, size = any_tokenizer.eot, any_tokenizer.vocab_size
     assert theirs.encode("a<|endoftext|>") == [*any_tokenizer.encode("a"), eot]
     assert (theirs.eos_token_id, len(theirs), theirs.model_max_length) == (eot, size, 32)
@@ -313,7 +401,9 @@ ROW = "| arc_easy | 20 | 0.2500 ± 0.0100 | 0.3000 ± 0.0200 | 0.2500 |  |\n"
 
 @pytest.fixture(scope="module")
 def run(module_tiny):
-    """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the mean."""
+    """A run of 4 steps with checkpoints 2 and 4, and what eval.downstream leaves for 4 and for the
+    mean.
+    """
     train.train(config := module_tiny("train.checkpoint_interval=2"))
     for label, text in (("step_00000004", ROW), ("step_00000004_mean2", "results of the mean")):
         (folder.path_of(config) / "eval" / label).mkdir(parents=True)
@@ -324,13 +414,35 @@ def run(module_tiny):
 def test_export_and_check(run, tmp_path, call):
     out = tmp_path / "there/out"
     said = call(export.main, run, out, "--check")
-    assert all(words in said for words in ("tokenizer: the same", "generated with a cache: at most", "in one pass: at"))
-    names = {"README.md", "config.json", "config.toml", "generation_config.json", "model.safetensors"}
-    assert {path.name for path in out.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json", *CODE}
+    assert all(
+        words in said
+        for words in ("tokenizer: the same", "generated with a cache: at most", "in one pass: at")
+    )
+    names = {
+        "README.md",
+        "config.json",
+        "config.toml",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert {path.name for path in out.iterdir()} == names | {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *CODE,
+    }
     assert list(out.parent.iterdir()) == [out]
     card = (out / "README.md").read_text()
-    losses = [line["val/loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val/loss" in line]
-    for words in (f"| {losses[-1]:.4f} (step 4) |", "RouterSpec(phi='relu'", "| n_expert | 8 |", "license: other"):
+    losses = [
+        line["val/loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").open())
+        if "val/loss" in line
+    ]
+    for words in (
+        f"| {losses[-1]:.4f} (step 4) |",
+        "RouterSpec(phi='relu'",
+        "| n_expert | 8 |",
+        "license: other",
+    ):
         assert words in card
     total, active = count_parameters(load_model(run).config.model)
     assert f"of {total:,} parameters, {active:,} of them active" in card
@@ -338,33 +450,48 @@ def test_export_and_check(run, tmp_path, call):
     config = AutoConfig.from_pretrained(out, trust_remote_code=True)
     assert config.eos_token_id == config.bos_token_id == config.pad_token_id == 256
     assert "exists already; name a new folder" in call(export.main, run, out, code=2)
-    assert json.loads((out / "config.json").read_text())["nanokern"] == {"run": "tiny", "weights": "step_00000004"}
+    assert json.loads((out / "config.json").read_text())["nanokern"] == {
+        "run": "tiny",
+        "weights": "step_00000004",
+    }
 
 
 def test_other_weights_behind_a_link(run, tmp_path, call):
-    """An early checkpoint, and the mean of two in half precision: their weights, losses and results in the card."""
+    """An early checkpoint, and the mean of two in half precision: their weights, losses and results
+    in the card.
+    """
     (tmp_path / "out").symlink_to(tmp_path / "behind")
     call(export.main, run, tmp_path / "out", "--checkpoint", 2)
     assert (tmp_path / "behind/README.md").is_file() and (tmp_path / "out").is_symlink()
     wanted = FORMATS["nanokern"].from_own(load_model(run, 2).model.state_dict())
-    assert all(tensor.equal(wanted[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
+    assert all(
+        tensor.equal(wanted[name])
+        for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
+    )
     lines = map(json.loads, (run / "metrics.jsonl").open())
     loss = next(line["val/loss"] for line in lines if line["step"] == 2 and "val/loss" in line)
     card = (tmp_path / "out/README.md").read_text()
     assert f"| {loss:.4f} (step 2) |" in card and "step 4" not in card
     call(export.main, run, tmp_path / "mean", "--average", 2, "--dtype", "bfloat16", "--check")
     card = (tmp_path / "mean/README.md").read_text()
-    assert "the mean of 2 checkpoints up to step 4, in bfloat16" in card and "results of the mean" in card
+    assert (
+        "the mean of 2 checkpoints up to step 4, in bfloat16" in card
+        and "results of the mean" in card
+    )
 
 
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr("scripts.export.format_card", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(
+            "scripts.export.format_card",
+            mock.Mock(side_effect=OSError(28, "No space left on device")),
+        )
         assert "error: [Errno 28] No space left" in call(export.main, run, tmp_path / "out", code=2)
     assert not list(tmp_path.glob("*out*"))
     call(export.main, run, tmp_path / "out")
     assert list(tmp_path.glob("*out*")) == [tmp_path / "out"]
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # safetensors writes 0600
+    # safetensors writes 0600
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_bad_input(run, tmp_path, monkeypatch, call):
@@ -379,6 +506,17 @@ def test_bad_input(run, tmp_path, monkeypatch, call):
 
 def test_form_is_gpt2_where_possible(tiny):
     for words in ("", "model.n_kv_head=2", "model.norm_eps=0.01", "model.bias=true"):
-        assert choose_form("auto", tiny("model.router=dense", *words.split()).model) == "gpt2", words
-    for word in ("router=kern", "pos=rope", "norm=rmsnorm", "gated=true", "n_kv_head=1", "activation=silu"):
-        assert choose_form("auto", tiny("model.router=dense", f"model.{word}").model) == "nanokern", word
+        assert choose_form("auto", tiny("model.router=dense", *words.split()).model) == "gpt2", (
+            words
+        )
+    for word in (
+        "router=kern",
+        "pos=rope",
+        "norm=rmsnorm",
+        "gated=true",
+        "n_kv_head=1",
+        "activation=silu",
+    ):
+        assert (
+            choose_form("auto", tiny("model.router=dense", f"model.{word}").model) == "nanokern"
+        ), word

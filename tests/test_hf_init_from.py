@@ -1,4 +1,6 @@
-"""hf/init_from.py: runs that start from GPT-2 checkpoints, exports and runs, and weights that are refused."""
+"""hf/init_from.py: runs that start from GPT-2 checkpoints, exports and runs, and weights that are
+refused.
+"""
 
 import json
 import os
@@ -21,14 +23,22 @@ from runtime import RunError, checkpoint, folder
 from runtime.metrics import read_metrics
 from scripts import export
 
-GPT2 = {"vocab_size": 257, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 16}
+GPT2 = {
+    "vocab_size": 257,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_inner": 16,
+}
 GPT2 |= {"activation_function": "gelu", "bos_token_id": 256, "eos_token_id": 256}
 DENSE = ["model.router=dense", "model.bias=true"]  # the model that fits GPT2
 
 
 def make_gpt2(**update):
     """A GPT-2 of transformers whose LayerNorms are not 1 and whose biases are not 0."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # not at the top: ranks import this file too
+    # not at the top: ranks import this file too
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seeded(1).initial_seed())
     model = GPT2LMHeadModel(GPT2Config(**GPT2 | update)).eval()
@@ -83,12 +93,17 @@ def test_logits_equal_those_of_transformers(tiny, tmp_path, form, tie):
     theirs.save_pretrained(place, max_shard_size="20KB" if form == "shards" else "1GB")
     assert form != "shards" or len([*place.glob("model-*.safetensors")]) > 2
     if form == "OpenAI's":  # bare names, masks and the tied head
-        state = {name.removeprefix("transformer."): tensor.clone() for name, tensor in theirs.state_dict().items()}
+        state = {
+            name.removeprefix("transformer."): tensor.clone()
+            for name, tensor in theirs.state_dict().items()
+        }
         save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, place / "model.safetensors")
     config = tiny(f"train.init_from={place}", *DENSE, f"model.tie_embeddings={json.dumps(tie)}")
     model, words = start(config)
     assert_near(all_logits(model, ids(32)), theirs(ids(32)).logits, LOGITS, "logits")
-    assert words == f"{folder.path_of(config)}: starts from {place}, a model of class GPT2LMHeadModel"
+    assert (
+        words == f"{folder.path_of(config)}: starts from {place}, a model of class GPT2LMHeadModel"
+    )
 
 
 @pytest.mark.numerics
@@ -96,14 +111,18 @@ def test_differences_in_computation_are_printed(tiny, tmp_path):
     theirs = make_gpt2(activation_function="gelu_new", layer_norm_epsilon=1e-4)
     theirs.half().save_pretrained(tmp_path / "gpt2")
     model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", *DENSE))
-    assert "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001" in words
+    assert (
+        "gelu_new is computed as exact GELU, up to 5e-4 apart; model.norm_eps changes from 0.0001"
+        in words
+    )
     wanted = theirs.float()(ids(32)).logits
     error = (all_logits(model, ids(32)) - wanted).norm() / wanted.norm()
     assert 20 * LOGITS < error < 0.01  # that of the formulas, far from rounding
     assert model.wte.weight.dtype == torch.float32
 
 
-MOVED = ["train.bias_update_rate=0.01", "model.gate_scale=2.0", "model.router=kern"]  # γ, b and selection bias move
+# γ, b and selection bias move
+MOVED = ["train.bias_update_rate=0.01", "model.gate_scale=2.0", "model.router=kern"]
 
 
 @pytest.fixture
@@ -145,7 +164,13 @@ def test_resumed_run_does_not_need_init_from(tiny, source, capsys):
     assert not folder.path_of(fresh).exists()
 
 
-MODERN = ["model.norm=rmsnorm", "model.activation=silu", "model.gated=true", "model.n_head=4", "model.n_kv_head=2"]
+MODERN = [
+    "model.norm=rmsnorm",
+    "model.activation=silu",
+    "model.gated=true",
+    "model.n_head=4",
+    "model.n_kv_head=2",
+]
 MODERN += ["model.pos=rope", "model.rope_base=500"]
 EXPORTED = {
     "mixture": MOVED,
@@ -155,7 +180,12 @@ EXPORTED = {
     "hash": ["model.router=softmax", "model.n_hash_layer=1"],
     "gate_norm": ["model.router=sqrtsoftplus", "model.gate_norm=1.5"],
     "modern": [*MODERN, "model.qk_norm=all", "model.n_shared_expert=1", "model.n_dense_layer=1"],
-    "modern dense": [*MODERN, "model.router=dense", "model.n_shared_expert=3", "model.norm_eps=0.001"],
+    "modern dense": [
+        *MODERN,
+        "model.router=dense",
+        "model.n_shared_expert=3",
+        "model.norm_eps=0.001",
+    ],
 }
 
 
@@ -176,7 +206,9 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
     if kind == "hash":
         assert remedy(refused(tiny(*EXPORTED[kind], place, "model.top_k=1"))) == ["--model.top_k=2"]
         _, words = start(tiny(place, "model.router=softmax"))
-        assert "n_hash_layer changes from 1 to 0" in words and words.endswith("not used: mlp.router.hash_table")
+        assert "n_hash_layer changes from 1 to 0" in words and words.endswith(
+            "not used: mlp.router.hash_table"
+        )
         file = tmp_path / "export/model.safetensors"
         state = load_file(file)
         state["model.layers.0.mlp.router.hash_table"][5, 1] = 8
@@ -188,17 +220,30 @@ def test_export_starts_where_its_run_ended(tiny, tmp_path, kind):
 
 def test_another_router_takes_the_weights_in_common(tiny, source):
     wanted = load_model(folder.path_of(source)).model.state_dict()
-    model, words = start(start_from(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5"))
+    model, words = start(
+        start_from(tiny, source, "model.router=sigmoid", "model.top_k=1", "model.gate_scale=1.5")
+    )
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, wanted[name]) != name.endswith(("router.c", "selection_bias")), name
+        assert torch.equal(tensor, wanted[name]) != name.endswith(("router.c", "selection_bias")), (
+            name
+        )
         assert not (name.endswith("selection_bias") and tensor.any())
-    changes = "router changes from kern to sigmoid", "top_k changes from 2 to 1", "gate_scale changes from 2.0 to 1.5"
+    changes = (
+        "router changes from kern to sigmoid",
+        "top_k changes from 2 to 1",
+        "gate_scale changes from 2.0 to 1.5",
+    )
     assert all(f"; model.{change}; " in words for change in changes)
-    assert words.endswith("; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias")
+    assert words.endswith(
+        "; not used: mlp.router.bias, mlp.router.gamma, mlp.router.selection_bias"
+    )
     run(plain := tiny("run.name=plain", "model.router=softmax"))
     _, words = start(start_from(tiny, plain, "model.gate_scale=1.0"))
     missing = "missing, so initialised as usual: mlp.router.bias, mlp.router.gamma"
-    assert "model.router changes from softmax to kern; router weights are centred" in words and words.endswith(missing)
+    assert (
+        "model.router changes from softmax to kern; router weights are centred" in words
+        and words.endswith(missing)
+    )
 
 
 def train_on_ranks(file, place, rank_1_place):
@@ -206,7 +251,9 @@ def train_on_ranks(file, place, rank_1_place):
     rank = int(os.environ["RANK"])
     for parallel in ("ddp", "fsdp", "other"):
         meet_in(Path(f"{file}-{parallel}"))
-        given, way = (place, parallel) if parallel != "other" else ((place, rank_1_place)[rank], "auto")
+        given, way = (
+            (place, parallel) if parallel != "other" else ((place, rank_1_place)[rank], "auto")
+        )
         overrides = [f"run.name={parallel}", f"train.init_from={given}", f"train.parallel={way}"]
         overrides += ["train.micro_batch_size=4", "train.max_steps=1", "optim.warmup_steps=1"]
         try:
@@ -228,7 +275,8 @@ def test_two_ranks_start_with_equal_weights(tiny, tiny_file, source):
     for parallel in ("ddp", "fsdp"):
         lines = read_metrics(folder.path_of(tiny(f"run.name={parallel}")) / "metrics.jsonl")
         first = torch.tensor(column(lines, "val/loss")[:1])
-        assert_near(first, torch.tensor([wanted]), tolerance(torch.float32, 6 * 32), "val/loss")  # 6 windows of 32
+        # 6 windows of 32
+        assert_near(first, torch.tensor([wanted]), tolerance(torch.float32, 6 * 32), "val/loss")
         assert len(column(lines, "train/loss")) == 1
 
 
@@ -243,9 +291,13 @@ def test_all_overrides_for_a_gpt2_are_named_at_once(tiny, gpt2, tmp_path):
     right = "n_layer=2 n_head=2 n_embd=32 tie_embeddings=true top_k=1 expert_hidden=16 block_size=32 bias=true"
     assert remedy(text) == [f"--model.{word}" for word in right.split()]
     start(tiny(*other, *remedy(text)))
-    assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == ["--model.bias=true"]
+    assert remedy(refused(tiny("model.router=dense", f"train.init_from={gpt2}"))) == [
+        "--model.bias=true"
+    ]
     make_gpt2(vocab_size=300).save_pretrained(tmp_path / "gpt2")
-    assert remedy(refused(tiny(*DENSE, f"train.init_from={tmp_path / 'gpt2'}"))) == ["--model.vocab_size=300"]
+    assert remedy(refused(tiny(*DENSE, f"train.init_from={tmp_path / 'gpt2'}"))) == [
+        "--model.vocab_size=300"
+    ]
 
 
 def test_all_overrides_for_a_mixture_are_named_at_once(tiny, source):
@@ -255,7 +307,8 @@ def test_all_overrides_for_a_mixture_are_named_at_once(tiny, source):
         ),
         ("model.n_expert=16", "model.top_k=16"): "--model.n_expert=8 --model.top_k=2",
         ("model.pos=rope",): "--model.pos=learned",
-        ("model.n_embd=64", "model.n_hash_layer=1"): "--model.n_embd=32",  # routers are of that width
+        # routers are of that width
+        ("model.n_embd=64", "model.n_hash_layer=1"): "--model.n_embd=32",
     }
     for other, wanted in remedies.items():
         text = refused(start_from(tiny, source, *other))
@@ -293,11 +346,19 @@ def test_place_without_weights_is_refused(tiny, source):
 
 def test_weights_of_another_tokenizer_are_refused(tiny, copy, corpus):
     config = tiny(*DENSE, f"train.init_from={copy}")
-    right = {text: number for number, text in enumerate(map(chr, range(256)))} | {"<|endoftext|>": 256}
-    for says, vocabulary in (("'a' is 98", right | {"a": 98, "b": 97}), ("byte-level", [["a", 0.5]])):
+    right = {text: number for number, text in enumerate(map(chr, range(256)))} | {
+        "<|endoftext|>": 256
+    }
+    for says, vocabulary in (
+        ("'a' is 98", right | {"a": 98, "b": 97}),
+        ("byte-level", [["a", 0.5]]),
+    ):
         (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
         text = refused(config)
-        assert says in text and f"that of the data set {corpus / 'tiny'} is bytes. Prepare the text with" in text
+        assert (
+            says in text
+            and f"that of the data set {corpus / 'tiny'} is bytes. Prepare the text with" in text
+        )
     (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": right}}))
     start(config)
     (copy / "tokenizer.json").unlink()

@@ -1,4 +1,6 @@
-"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral, and any change of them, as initial weights and exports; tokenizers."""
+"""hf/formats.py: OLMoE, Qwen3-MoE and Mixtral, and any change of them, as initial weights and
+exports; tokenizers.
+"""
 
 import json
 import re
@@ -27,20 +29,57 @@ from runtime import RunError
 from runtime.folder import path_of
 from scripts import export
 
-SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 256}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "num_local_experts": 8}
-SIZES |= {"pad_token_id": None, "bos_token_id": 256, "rms_norm_eps": 1e-4}  # padding would get no gradient
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": 256,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+# padding would get no gradient
+SIZES |= {"pad_token_id": None, "bos_token_id": 256, "rms_norm_eps": 1e-4}
 THEIRS = {  # what else makes a small model of that class
     "olmoe": {"intermediate_size": 16, "num_experts": 8},
-    "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
     "mixtral": {"intermediate_size": 16, "tie_word_embeddings": True},
 }
-SHAPE = ["model.norm=rmsnorm", "model.pos=rope", "model.gated=true", "model.activation=silu", "model.n_head=4"]
-SHAPE += ["model.n_kv_head=2", "model.n_expert=8", "model.top_k=2", "model.expert_hidden=16", "model.block_size=32"]
+SHAPE = [
+    "model.norm=rmsnorm",
+    "model.pos=rope",
+    "model.gated=true",
+    "model.activation=silu",
+    "model.n_head=4",
+]
+SHAPE += [
+    "model.n_kv_head=2",
+    "model.n_expert=8",
+    "model.top_k=2",
+    "model.expert_hidden=16",
+    "model.block_size=32",
+]
 OURS = {  # the same model as settings
     "olmoe": ["model.router=softmax", "model.qk_norm=all", "model.tie_embeddings=false"],
-    "qwen3_moe": ["model.router=softmax-renorm", "model.qk_norm=head", "model.tie_embeddings=false"],
-    "mixtral": ["model.router=softmax-renorm", "model.tie_embeddings=true", "model.rope_base=1000000"],
+    "qwen3_moe": [
+        "model.router=softmax-renorm",
+        "model.qk_norm=head",
+        "model.tie_embeddings=false",
+    ],
+    "mixtral": [
+        "model.router=softmax-renorm",
+        "model.tie_embeddings=true",
+        "model.rope_base=1000000",
+    ],
 }
 KINDS = pytest.mark.parametrize("kind", OURS)
 LIMIT = tolerance(torch.float32, 64, roundings=30)  # two blocks of some 15 roundings each
@@ -66,8 +105,11 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
     theirs.save_pretrained(tmp_path / kind, max_shard_size="40KB")  # several files
     if kind == "qwen3_moe":  # a window that it does not use
         edit(tmp_path / kind / "config.json", sliding_window=16, use_sliding_window=False)
-    model, words = start(tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind]))
-    assert words.endswith(f"a model of class {FORMATS[kind].architecture}")  # and nothing changes, as the router
+    model, words = start(
+        tiny(f"train.init_from={tmp_path / kind}", "model.norm_eps=1e-4", *SHAPE, *OURS[kind])
+    )
+    # and nothing changes, as the router
+    assert words.endswith(f"a model of class {FORMATS[kind].architecture}")
     idx, targets = ids(33)[:, :-1].contiguous(), ids(33)[:, 1:].contiguous()
     logits = theirs(idx).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -85,21 +127,31 @@ def test_loss_and_logits_equal_those_of_transformers(tiny, tmp_path, kind):
 @KINDS
 def test_exports_are_read_without_our_code(tiny, kind, tmp_path, call):
     """The constant on the gates goes to the experts; checked by the command itself, in float64."""
-    config = tiny("train.max_steps=2", "model.init_std=0.2", "model.gate_scale=1.5", *SHAPE, *OURS[kind])
+    config = tiny(
+        "train.max_steps=2", "model.init_std=0.2", "model.gate_scale=1.5", *SHAPE, *OURS[kind]
+    )
     run(config)
     call(export.main, path_of(config), tmp_path / "out", "--check")
     call(export.main, path_of(config), tmp_path / "rounded", "--dtype", "bfloat16", "--check")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["model_type"] == kind and "auto_map" not in written
-    assert written.get("head_dim") == (8 if kind == "qwen3_moe" else None)  # 128 by default in older transformers
-    assert not [*(tmp_path / "out").glob("*.py")] and kind in (tmp_path / "out/README.md").read_text()
-    again, _ = start(tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *SHAPE, *OURS[kind]))
+    # 128 by default in older transformers
+    assert written.get("head_dim") == (8 if kind == "qwen3_moe" else None)
+    assert (
+        not [*(tmp_path / "out").glob("*.py")] and kind in (tmp_path / "out/README.md").read_text()
+    )
+    again, _ = start(
+        tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *SHAPE, *OURS[kind])
+    )
     idx = ids(32)
-    assert_near(again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss")
+    assert_near(
+        again(idx, idx).loss, load_model(path_of(config)).model(idx, idx).loss, LIMIT, "loss"
+    )
 
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
-DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
+# of a Qwen3-MoE, by words of the error: keys of config.json that change, weights that change or go
+DAMAGES = {
     "rope_type is 'yarn'": {"rope_parameters": {"type": "yarn", "rope_theta": 1e4}},
     "head_dim is 16, and model.py computes 8 only": {"head_dim": 16},
     "a value has the wrong type": {"rope_parameters": "default"},
@@ -111,11 +163,17 @@ DAMAGES = {  # of a Qwen3-MoE, by words of the error: keys of config.json that c
     "model.top_k = 9 is more than model.n_expert = 8; use": {"num_experts_per_tok": 9},
     "k_proj.weight is (16, 32), expected (8, 32)": {"num_key_value_heads": 1},
     "model_type is 'llama'": {"model_type": "llama"},
-    "sliding_window is 16, and": {"model_type": "mixtral", "sliding_window": 16, "use_sliding_window": False},
+    "sliding_window is 16, and": {
+        "model_type": "mixtral",
+        "sliding_window": 16,
+        "use_sliding_window": False,
+    },
     "experts.w_in contains NaN or Inf": {GATE: torch.full((16, 32), torch.nan)},
     f"{GATE} is (), expected (16, 32)": {GATE: torch.ones(())},
     f"{GATE} is missing": {GATE: None},
-    "experts.8.gate_proj.weight is (16, 32), expected none": {GATE.replace(".3.", ".8."): torch.ones(16, 32)},
+    "experts.8.gate_proj.weight is (16, 32), expected none": {
+        GATE.replace(".3.", ".8."): torch.ones(16, 32)
+    },
     f"{GATE} (torch.int8) is not floating": {GATE: torch.ones(16, 32, dtype=torch.int8)},
 }
 
@@ -133,8 +191,14 @@ def test_damage_is_refused(tiny, tmp_path, qwen3, words):
     for key, value in DAMAGES[words].items():
         table = state if key.startswith("model.") else settings
         table[key] = value
-    write_folder(tmp_path / "theirs", settings, {key: value for key, value in state.items() if value is not None})
-    assert words in refused(tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"]))
+    write_folder(
+        tmp_path / "theirs",
+        settings,
+        {key: value for key, value in state.items() if value is not None},
+    )
+    assert words in refused(
+        tiny(f"train.init_from={tmp_path / 'theirs'}", *SHAPE, *OURS["qwen3_moe"])
+    )
 
 
 def write_folder(place, settings, state):
@@ -144,8 +208,14 @@ def write_folder(place, settings, state):
 
 
 def test_what_a_family_does_not_compute_needs_our_code(tiny, tmp_path, call):
-    more = ["model.n_shared_expert=1", "model.n_dense_layer=1", "model.dropout=0.1", "model.router=sigmoid"]
-    once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]  # a second step may undo it
+    more = [
+        "model.n_shared_expert=1",
+        "model.n_dense_layer=1",
+        "model.dropout=0.1",
+        "model.router=sigmoid",
+    ]
+    # a second step may undo it
+    once = ["train.max_steps=1", "optim.warmup_steps=0", "train.bias_update_rate=0.1"]
     config = tiny(*once, *SHAPE, *OURS["olmoe"], *more)
     run(config)
     misfits = ", ".join(word.replace("=", " = ") for word in more)
@@ -160,23 +230,79 @@ def test_the_preset_has_the_shape_of_olmoe():
 
     model = configure.load(REPO_ROOT / "config/olmoe.toml").model
     with torch.device("meta"):
-        theirs = OlmoeForCausalLM(OlmoeConfig(intermediate_size=1024))  # whose other defaults are the released model's
+        # whose other defaults are the released model's
+        theirs = OlmoeForCausalLM(OlmoeConfig(intermediate_size=1024))
     total, active = count_parameters(model)
     assert total == sum(p.numel() for p in theirs.parameters()) == 6_919_161_856
-    assert active == total - 16 * 56 * 3 * 2048 * 1024  # without 56 of 64 experts in each of 16 layers
+    # without 56 of 64 experts in each of 16 layers
+    assert active == total - 16 * 56 * 3 * 2048 * 1024
     written = FORMATS["olmoe"].make_config(model)
     shared = written.keys() & SIZES.keys()
-    assert {key: written[key] for key in shared} == {key: getattr(theirs.config, key) for key in shared}
+    assert {key: written[key] for key in shared} == {
+        key: getattr(theirs.config, key) for key in shared
+    }
 
 
-# ---- a folder with any one setting or weight changed is refused with a remedy, or computed as transformers does
-OWN = {kind: ["model.norm_eps=1e-4", *SHAPE, *more] for kind, more in OURS.items()} | {"gpt2": DENSE}
+# ---- a folder with any one setting or weight changed is refused with a remedy, or computed as
+# transformers does
+OWN = {kind: ["model.norm_eps=1e-4", *SHAPE, *more] for kind, more in OURS.items()} | {
+    "gpt2": DENSE
+}
 GONE = object()
-VALUES = [GONE, None, -1, 0, 1, 2, 4, 16, 33, 300, 2**70, 1e-5, 0.5, 1.0, 500.0, True, False, "true", "", "gelu_new"]
-VALUES += ["silu", "default", "yarn", [], [0], ["full_attention", "sliding_attention"], {}, {"a": 1}]
-VALUES += [{"rope_theta": 500.0, "rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}, {"rope_theta": "1"}]
-KEYS = ["sliding_window", "use_sliding_window", "rope_scaling", "rope_theta", "head_dim", "quantization_config"]
-KEYS += ["partial_rotary_factor", "clip_qkv", "mlp_only_layers", "num_experts", "layer_types", "n_inner", "n_ctx"]
+VALUES = [
+    GONE,
+    None,
+    -1,
+    0,
+    1,
+    2,
+    4,
+    16,
+    33,
+    300,
+    2**70,
+    1e-5,
+    0.5,
+    1.0,
+    500.0,
+    True,
+    False,
+    "true",
+    "",
+    "gelu_new",
+]
+VALUES += [
+    "silu",
+    "default",
+    "yarn",
+    [],
+    [0],
+    ["full_attention", "sliding_attention"],
+    {},
+    {"a": 1},
+]
+VALUES += [
+    {"rope_theta": 500.0, "rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_theta": "1"},
+]
+KEYS = [
+    "sliding_window",
+    "use_sliding_window",
+    "rope_scaling",
+    "rope_theta",
+    "head_dim",
+    "quantization_config",
+]
+KEYS += [
+    "partial_rotary_factor",
+    "clip_qkv",
+    "mlp_only_layers",
+    "num_experts",
+    "layer_types",
+    "n_inner",
+    "n_ctx",
+]
 HARMS = {  # of a weight
     "missing": lambda weight: GONE,
     "0-d": lambda weight: weight.sum(),
@@ -186,7 +312,8 @@ HARMS = {  # of a weight
     "NaN": lambda weight: weight * torch.nan,
 }
 DTYPES = [torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool]
-COPIES = {r"\.\d+\.": ".9.", r"experts\.\d+": "experts.8", r"weight$": "bias2", "^": "x."}  # a weight is there twice
+# a weight is there twice
+COPIES = {r"\.\d+\.": ".9.", r"experts\.\d+": "experts.8", r"weight$": "bias2", "^": "x."}
 
 
 @pytest.fixture(scope="module")
@@ -196,16 +323,24 @@ def folders(tmp_path_factory):
     for kind in OWN:
         place = tmp_path_factory.mktemp(kind)
         (make_gpt2() if kind == "gpt2" else make_model(kind)).save_pretrained(place)
-        out[kind] = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+        out[kind] = (
+            json.loads((place / "config.json").read_text()),
+            load_file(place / "model.safetensors"),
+        )
     return out
 
 
 def find_settings(tiny, place, overrides):
-    """The Config under which `place` fits and changes nothing, and its notes; or which refuses it, and the message."""
+    """The Config under which `place` fits and changes nothing, and its notes; or which refuses it,
+    and the message.
+    """
     config, needed = tiny(*overrides, f"train.init_from={place}"), []
     try:
         words = "; ".join(read_initial_weights(config).notes)
-        needed = [f"model.{key}={old}" for key, old in re.findall(r"model\.(\w+) changes from (\S+) to", words)]
+        needed = [
+            f"model.{key}={old}"
+            for key, old in re.findall(r"model\.(\w+) changes from (\S+) to", words)
+        ]
     except RunError as error:
         words, needed = str(error), remedy(str(error))
     return find_settings(tiny, place, [*overrides, *needed]) if needed else (config, words)
@@ -235,10 +370,15 @@ def change_folder(kind, folders, draw):
     if draw(st.booleans()):
         key = draw(st.sampled_from(KEYS) | st.sampled_from(sorted(table)))
         return table | {key: draw(st.sampled_from(VALUES))}, state
-    name, harm = draw(st.sampled_from(sorted(state))), draw(st.sampled_from([*HARMS, *DTYPES, *COPIES]))
+    name, harm = (
+        draw(st.sampled_from(sorted(state))),
+        draw(st.sampled_from([*HARMS, *DTYPES, *COPIES])),
+    )
     if harm in COPIES:
         return table, state | {re.sub(harm, COPIES[harm], name, count=1): state[name].clone()}
-    return table, state | {name: state[name].to(harm) if harm in DTYPES else HARMS[harm](state[name])}
+    return table, state | {
+        name: state[name].to(harm) if harm in DTYPES else HARMS[harm](state[name])
+    }
 
 
 @pytest.mark.numerics
@@ -248,26 +388,42 @@ def test_any_change_is_refused_or_computed(tiny, tmp_path, folders, examples):
     @given(st.data(), st.sampled_from(sorted(OWN)))
     def check(data, kind):
         table, state = change_folder(kind, folders, data.draw)
-        table, state = ({key: value for key, value in part.items() if value is not GONE} for part in (table, state))
+        table, state = (
+            {key: value for key, value in part.items() if value is not GONE}
+            for part in (table, state)
+        )
         write_folder(tmp_path / "theirs", table, state)
         assert_agreement(tiny, tmp_path / "theirs", kind)
 
     check()
 
 
-# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, from text to an export and back
-TEXTS = [f"The {word} of page {i} is naïve, isn't it? 日本語 🙂\n" for i in range(40) for word in ("kernel", "router")]
+# ---- data.prepare --tokenizer FOLDER: a tokenizer.json of Hugging Face, from text to an export and
+# back
+TEXTS = [
+    f"The {word} of page {i} is naïve, isn't it? 日本語 🙂\n"
+    for i in range(40)
+    for word in ("kernel", "router")
+]
 SPECIAL = ["<pad>", "<|end|>"]
 
 
 @pytest.fixture(scope="module", params=["bytes", "words"])
 def folder(request, tmp_path_factory):
-    """Byte-level pieces as OLMoE's, or words with ▁ and single bytes as Mixtral's; both add a token to each text."""
-    place, size = tmp_path_factory.mktemp("models") / "their-model", {"vocab_size": 400, "special_tokens": SPECIAL}
+    """Byte-level pieces as OLMoE's, or words with ▁ and single bytes as Mixtral's; both add a token
+    to each text.
+    """
+    place, size = (
+        tmp_path_factory.mktemp("models") / "their-model",
+        {"vocab_size": 400, "special_tokens": SPECIAL},
+    )
     place.mkdir()
     made = Tokenizer(models.BPE(byte_fallback=request.param == "words", unk_token=None))
     if request.param == "bytes":
-        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made.pre_tokenizer, made.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         size["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -275,7 +431,9 @@ def folder(request, tmp_path_factory):
         made.decoder = decoders.Sequence(fallback)
         size["special_tokens"] = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
     made.train_from_iterator(TEXTS[:60], trainers.BpeTrainer(**size, show_progress=False))
-    made.post_processor = processors.TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 0)]
+    )
     made.save(str(place / "tokenizer.json"))
     (place / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     return place
@@ -285,14 +443,28 @@ def folder(request, tmp_path_factory):
 def prepared(folder, tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    words = ["text", "--source", source, "--tokenizer", folder, "--out", tmp_path / "data", "--val-fraction", "0.2"]
+    words = [
+        "text",
+        "--source",
+        source,
+        "--tokenizer",
+        folder,
+        "--out",
+        tmp_path / "data",
+        "--val-fraction",
+        "0.2",
+    ]
     assert prepare.main([*map(str, words)]) == 0
     return tmp_path / "data/text"
 
 
 def test_texts_come_back(folder, prepared):
     tokenizer, meta = open_tokenizer(prepared), read_meta(prepared)
-    assert (tokenizer.name, tokenizer.eot) == ("their-model", 1) == (meta.tokenizer["name"], meta.tokenizer["eot"])
+    assert (
+        (tokenizer.name, tokenizer.eot)
+        == ("their-model", 1)
+        == (meta.tokenizer["name"], meta.tokenizer["eot"])
+    )
     tokens = open_tokens(prepared, "train")
     ids = tokens.read(0, len(tokens)).tolist()
     assert ids[-1] == 1 and 0 not in ids and ids.count(1) == meta.splits["train"].documents
@@ -310,8 +482,16 @@ def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_p
     size = open_tokenizer(prepared).vocab_size
     make_model("olmoe", vocab_size=size, eos_token_id=1).save_pretrained(tmp_path / "olmoe")
     (tmp_path / "olmoe/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    own = [f"data.dir={prepared.parent}", "data.name=text", f"model.vocab_size={size}", *SHAPE, *OURS["olmoe"]]
-    config = tiny(f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own)
+    own = [
+        f"data.dir={prepared.parent}",
+        "data.name=text",
+        f"model.vocab_size={size}",
+        *SHAPE,
+        *OURS["olmoe"],
+    ]
+    config = tiny(
+        f"train.init_from={tmp_path / 'olmoe'}", "train.max_steps=2", "eval.windows=2", *own
+    )
     train.train(config)
     call(export.main, path_of(config), tmp_path / "out", "--check")
     again = tiny("run.name=again", f"train.init_from={tmp_path / 'out'}", *own)
@@ -326,7 +506,10 @@ def test_a_model_of_theirs_is_trained_and_exported(folder, prepared, tiny, tmp_p
 
 @pytest.mark.parametrize(
     "file, content, words",
-    [("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"), ("tokenizer.json", "{}", "cannot be read")],
+    [
+        ("config.json", '{"eos_token_id": 99999}', "eos_token_id is 99999"),
+        ("tokenizer.json", "{}", "cannot be read"),
+    ],
 )
 def test_bad_folders(folder, tmp_path, file, content, words):
     for name in ("config.json", "tokenizer.json"):

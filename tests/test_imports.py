@@ -1,4 +1,6 @@
-"""Imports point down; tests that the documentation names exist; notebooks/first_run.ipynb runs in a checkout."""
+"""Imports point down; tests that the documentation names exist; notebooks/first_run.ipynb runs in a
+checkout.
+"""
 
 import ast
 import re
@@ -18,12 +20,21 @@ LEVELS = [  # a file may import its own level and those before
     {"scripts", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-SIDEWAYS = {("hf", "eval"), ("eval", "hf"), ("data", "configure"), ("kernels", "configure"), ("router", "configure")}
-UP = {("runtime/preflight.py", "hf"), ("train.py", "eval")}  # only for train.init_from and eval.tasks
+SIDEWAYS = {
+    ("hf", "eval"),
+    ("eval", "hf"),
+    ("data", "configure"),
+    ("kernels", "configure"),
+    ("router", "configure"),
+}
+# only for train.init_from and eval.tasks
+UP = {("runtime/preflight.py", "hf"), ("train.py", "eval")}
 
 
 def test_imports_point_down():
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=REPO_ROOT, capture_output=True, text=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=REPO_ROOT, capture_output=True, text=True
+    ).stdout.split()
     files = [file for file in files if not file.startswith("tests/")]
     assert len(files) > 80
     for file in files:
@@ -40,12 +51,22 @@ def test_the_tests_that_the_documentation_names_exist():
     """`test_file::test_name`, `test_name` or the beginning of one with an ellipsis."""
     tests = {file.stem: file.read_text() for file in (REPO_ROOT / "tests").glob("test_*.py")}
     named = set()
-    for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/*.md"), *REPO_ROOT.glob("track/*.md")]:
-        named |= set(re.findall(r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`", page.read_text()))
+    for page in [
+        *REPO_ROOT.glob("*.md"),
+        *REPO_ROOT.glob("docs/*.md"),
+        *REPO_ROOT.glob("track/*.md"),
+    ]:
+        named |= set(
+            re.findall(
+                r"`(?:tests/)?(?:(test_\w+)(?:\.py)?::)?(test_\w+?)(…|\.py)?`", page.read_text()
+            )
+        )
     assert len(named) > 40
     for file, name, end in named:
         text = tests[file] if file else "".join(tests.values())
-        assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), f"{file}::{name}"
+        assert name in tests or re.search(f"def {name}{'' if end else '[(]'}", text), (
+            f"{file}::{name}"
+        )
 
 
 # ---- notebooks/first_run.ipynb: from top to bottom, committed with its outputs
@@ -67,7 +88,8 @@ def test_the_notebook_runs_in_a_checkout(tmp_path, monkeypatch):
     committed, settings = outputs_of(notebook), notebook.cells[1]
     settings.source = settings.source.replace("STEPS = 500", "STEPS = 10")
     monkeypatch.chdir(tmp_path / "checkout/notebooks")  # where Jupyter starts it
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()  # raises what a cell raises
+    # raises what a cell raises
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     for outputs, steps in ((outputs_of(notebook), 10), (committed, 500)):
         assert sum("image/png" in output.get("data", ()) for output in outputs) == 2
         text = "".join(output.get("text", "") for output in outputs)

@@ -1,4 +1,6 @@
-"""Scores on tasks while a run trains (eval.tasks): those of eval.downstream, of HFLM, and by hand; and bad input."""
+"""Scores on tasks while a run trains (eval.tasks): those of eval.downstream, of HFLM, and by hand;
+and bad input.
+"""
 
 import math
 import random
@@ -19,7 +21,12 @@ from runtime import RunError
 from runtime.folder import path_of
 from runtime.signals import Stop
 
-LONG = ["model.block_size=64", "optim.lr=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9"]
+LONG = [
+    "model.block_size=64",
+    "optim.lr=0.05",
+    "train.checkpoint_interval=2",
+    "train.keep_checkpoints=9",
+]
 
 
 @pytest.fixture
@@ -37,11 +44,18 @@ def scored(folder, names=DOCUMENTS, *more):
 
 
 def test_bits_of_answers_that_are_several_or_none():
-    """The most likely of several right ones; a text to continue; an answer that is not among the choices."""
+    """The most likely of several right ones; a text to continue; an answer that is not among the
+    choices.
+    """
 
     def bits(target, *likelihoods, kind="multiple_choice"):
-        task = SimpleNamespace(OUTPUT_TYPE=kind, multiple_input=0, config=SimpleNamespace(target_delimiter=" "))
-        task.doc_to_target, task.doc_to_choice = lambda doc: target, lambda doc: ["one", "three", "no"]
+        task = SimpleNamespace(
+            OUTPUT_TYPE=kind, multiple_input=0, config=SimpleNamespace(target_delimiter=" ")
+        )
+        task.doc_to_target, task.doc_to_choice = (
+            lambda doc: target,
+            lambda doc: ["one", "three", "no"],
+        )
         return tasks.answer_bits(task, {}, [-one * math.log(2) for one in likelihoods])
 
     assert bits([0, 1], 8, 6, 1) == pytest.approx(1)  # 6 bits for " three", 8 for " one"
@@ -52,16 +66,30 @@ def test_bits_of_answers_that_are_several_or_none():
 
 def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder):
     own = [*LONG, "model.dropout=0.1", "eval.interval=1", "train.max_steps=5"]
-    scores = scored(folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2", "eval.task_limit=4")
+    scores = scored(
+        folder, ["sciq", "winogrande", "hellaswag"], "eval.task_interval=2", "eval.task_limit=4"
+    )
     config = tiny(*own, *scores)
     lines = run(config)
     with_scores = [line for line in lines if "tasks/sciq/acc" in line]
     assert [line["step"] for line in with_scores] == [0, 2, 4, 5]  # the last step, too
     for line in with_scores[1:]:
-        words = [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "winogrande", "hellaswag"]
+        words = [
+            str(path_of(config)),
+            "--tasks-dir",
+            str(folder),
+            "--tasks",
+            "sciq",
+            "winogrande",
+            "hellaswag",
+        ]
         assert downstream.main([*words, "--limit", "4", "--checkpoint", str(line["step"])]) == 0
         report = results(path_of(config), f"step_{line['step']:08}_limit4")["results"].items()
-        values = {f"tasks/{task}/{key}": value for task, metrics in report for key, value in metrics.items()}
+        values = {
+            f"tasks/{task}/{key}": value
+            for task, metrics in report
+            for key, value in metrics.items()
+        }
         wanted = {key: value for key, value in values.items() if "stderr" not in key}
         assert {key: value for key, value in line.items() if key.startswith("tasks/")} == wanted
         assert {"tasks/sciq/bits_per_byte", "tasks/hellaswag/acc_norm"} <= wanted.keys()
@@ -71,15 +99,25 @@ def test_scores_are_those_of_downstream_and_training_is_as_without(tiny, folder)
     run(alone)
     one, other = end(config), end(alone)
     assert one.tensors == other.tensors and one.facts == other.facts
-    bare = [{key: value for key, value in line.items() if not key.startswith("tasks/")} for line in one.lines]
+    bare = [
+        {key: value for key, value in line.items() if not key.startswith("tasks/")}
+        for line in one.lines
+    ]
     assert bare == other.lines
 
 
 def be_a_rank(file, folder):
     for parallel in ("ddp", "zero2", "fsdp"):
-        where = ["train.micro_batch_size=4", f"train.parallel={parallel}", f"run.dir={file.parent / parallel}"]
+        where = [
+            "train.micro_batch_size=4",
+            f"train.parallel={parallel}",
+            f"run.dir={file.parent / parallel}",
+        ]
         meet_in(file.parent / f"{parallel}.store")
-        train.train(configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2), open_tasks=TaskScores)
+        train.train(
+            configure.load(file, [*LONG, *where, *scored(folder, ["sciq", "piqa"])], 2),
+            open_tasks=TaskScores,
+        )
 
 
 @pytest.mark.integration
@@ -90,7 +128,12 @@ def test_scores_on_two_ranks_are_those_of_downstream_alone(tiny, tiny_file, fold
     for parallel in ("ddp", "zero2", "fsdp"):
         config = tiny(*LONG, f"run.dir={tiny_file.parent / parallel}")
         line = metrics(config)[-1]
-        assert downstream.main([str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "piqa"]) == 0
+        assert (
+            downstream.main(
+                [str(path_of(config)), "--tasks-dir", str(folder), "--tasks", "sciq", "piqa"]
+            )
+            == 0
+        )
         for task, metrics_of_task in results(path_of(config))["results"].items():
             for key in ("acc", "bits_per_byte"):
                 assert line[f"tasks/{task}/{key}"] == metrics_of_task[key], (parallel, task, key)
@@ -101,7 +144,10 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
         with pytest.raises(RunError, match=message):
             train.train(tiny(*scored(folder, [name])), open_tasks=TaskScores)
 
-    monkeypatch.setattr("eval.tasks.build_task_manager", lambda names, build=tasks.build_task_manager: build(["sciq"]))
+    monkeypatch.setattr(
+        "eval.tasks.build_task_manager",
+        lambda names, build=tasks.build_task_manager: build(["sciq"]),
+    )
     refused("eval.tasks: task sciqq: no such task; nearest: sciq", "sciqq")
     (folder / "sciq.jsonl").unlink()
     refused(r"sciq.jsonl: missing; the folder has arc_challenge, arc_easy", "sciq")
@@ -115,8 +161,14 @@ def test_what_is_missing_is_said_before_the_first_step(tiny, folder, monkeypatch
 
 
 def test_scores_end_once_asked_to_stop(tiny, folder, monkeypatch):
-    """Between batches; also if a task has ended meanwhile. Random numbers of training stay as they are."""
-    scores, model = TaskScores(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))), GPT(config.model)
+    """Between batches; also if a task has ended meanwhile.
+
+    Random numbers of training stay as they are.
+    """
+    scores, model = (
+        TaskScores(config := tiny(*LONG, *scored(folder, ["hellaswag", "piqa"]))),
+        GPT(config.model),
+    )
     state, stop, score, batches = random.getstate(), Stop(), Scorer._score_batch, []
 
     def stop_after_a_batch(*given):

@@ -11,8 +11,14 @@ from torch.utils._pytree import tree_leaves
 from kernels import expert_mlp, torch_grouped
 
 NAMES = ("out", "x", "w_in", "w_out", "weights")
-# activation and whether the experts have a gate: GELU alone is in all tests, the others in those that compare values
-FORMS = {"gelu": ("gelu",), "silu": ("silu",), "gated gelu": ("gelu", True), "gated silu": ("silu", True)}
+# activation and whether the experts have a gate: GELU alone is in all tests, the others in those
+# that compare values
+FORMS = {
+    "gelu": ("gelu",),
+    "silu": ("silu",),
+    "gated gelu": ("gelu", True),
+    "gated silu": ("silu", True),
+}
 # N, C, H, E, K and what is special
 CASES = {
     "typical": (70, 16, 24, 8, 2),
@@ -30,7 +36,8 @@ CASES = {
 def make_inputs(N, C, H, E, K, case="", dtype=torch.float32, device="cpu", gated=False):
     """(x, w_in, w_out, weights), experts and the gradient of the output.
 
-    All are positive where few numbers come out: in a sum that cancels, relative errors have no bound.
+    All are positive where few numbers come out: in a sum that cancels, relative errors have no
+    bound.
     """
     g = seeded(N + E)
     shapes = (N, C), (E, C, (1 + gated) * H), (E, H, C), (N, C), (N, K)
@@ -54,20 +61,28 @@ def run_backend(leaves, experts, d_out, backend="torch", activation="gelu"):
     """[output, four gradients]."""
     leaves = [t.detach().requires_grad_() for t in leaves]
     out = expert_mlp(*leaves, experts, backend, activation)
-    return [t.detach().as_subclass(torch.Tensor) for t in (out, *torch.autograd.grad(out, leaves, d_out))]
+    return [
+        t.detach().as_subclass(torch.Tensor)
+        for t in (out, *torch.autograd.grad(out, leaves, d_out))
+    ]
 
 
 def silu_error(dtype, activation="gelu"):
-    """silu′(h) = σ(1 + h(1 − σ)), in torch and in the kernels, errs by h ε/2 where σ is near 1; h reaches 8 here."""
+    """silu′(h) = σ(1 + h(1 − σ)), in torch and in the kernels, errs by h ε/2 where σ is near 1; h
+    reaches 8 here.
+    """
     return 4 * torch.finfo(dtype).eps if activation == "silu" else 0.0
 
 
 def assert_equals_reference(leaves, experts, d_out, run=run_backend, **more):
     """Compare `run`, a backend, to `reference` in float64 on the same inputs."""
     dtype, wide = leaves[0].dtype, [t.double() for t in leaves]
-    wanted = run_backend(wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference", **more)
+    wanted = run_backend(
+        wide, experts.as_subclass(torch.Tensor), d_out.double(), "reference", **more
+    )
     longest = max(*leaves[0].shape, *leaves[1].shape)
-    limit = tolerance(dtype, longest, roundings=4)  # of products, gelu, gated gelu, the sum over experts
+    # of products, gelu, gated gelu, the sum over experts
+    limit = tolerance(dtype, longest, roundings=4)
     limit += silu_error(torch.float32, **more)
     for name, a, b in zip(NAMES, run(leaves, experts, d_out, **more), wanted, strict=True):
         assert a.dtype == (leaves[3].dtype if name == "weights" else dtype), name
@@ -95,7 +110,17 @@ class AsOnGPU(torch.Tensor):
     It refuses operations that would make the host wait for a GPU (except boolean masks).
     """
 
-    WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"}
+    WAITS = {
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "bincount",
+        "repeat_interleave",
+    }
     WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
     device = property(lambda self: DeviceName("cpu"))
 
@@ -110,10 +135,16 @@ LAYOUTS = ["narrow", "parts", "an expert per part", "blocks of 128", "blocks of 
 
 @pytest.fixture(params=LAYOUTS)
 def on_layout(request, monkeypatch):
-    """Make the torch backend use one of its ways; returns a function that disguises `experts` for the GPU's."""
+    """Make the torch backend use one of its ways; returns a function that disguises `experts` for
+    the GPU's.
+    """
     if "blocks" not in request.param:
         monkeypatch.setattr(torch_grouped, "NARROW", math.inf if request.param == "narrow" else 0)
-        monkeypatch.setattr(torch_grouped, "PART_BYTES", 0 if "expert" in request.param else torch_grouped.PART_BYTES)
+        monkeypatch.setattr(
+            torch_grouped,
+            "PART_BYTES",
+            0 if "expert" in request.param else torch_grouped.PART_BYTES,
+        )
         return lambda experts: experts
     monkeypatch.setattr(torch_grouped, "BLOCK", int(request.param.split()[-1]))
     return lambda experts: experts.as_subclass(AsOnGPU)
@@ -125,7 +156,8 @@ FEW = ("typical", "idle expert", "all on one expert", "zero gates", "no token")
 @pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "case, form", [(case, form) for form in FORMS for case in CASES if form == "gelu" or case in FEW]
+    "case, form",
+    [(case, form) for form in FORMS for case in CASES if form == "gelu" or case in FEW],
 )
 def test_torch_equals_reference(case, form, dtype, on_layout):
     activation, *gated = FORMS[form]
@@ -135,7 +167,9 @@ def test_torch_equals_reference(case, form, dtype, on_layout):
 
 @pytest.mark.numerics
 def test_long_sums_in_half_precision(on_layout, monkeypatch):
-    """Blocks of 4 rows would add to nothing on a GPU once their sum, in bfloat16, is 256 times as large."""
+    """Blocks of 4 rows would add to nothing on a GPU once their sum, in bfloat16, is 256 times as
+    large.
+    """
     add = torch.Tensor.index_add_
 
     def index_add_(total, *args):  # a CPU's sums in bfloat16 are wider inside
@@ -149,7 +183,9 @@ def test_long_sums_in_half_precision(on_layout, monkeypatch):
 
 @pytest.mark.numerics
 def test_sums_over_many_experts_stay_in_float32(on_layout):
-    """Of 512 equal terms in bfloat16 a running sum would stop growing at the 256th: output and gradient of x."""
+    """Of 512 equal terms in bfloat16 a running sum would stop growing at the 256th: output and
+    gradient of x.
+    """
     N, C, H, E = 3, 4, 4, 512
     leaves, _, d_out = make_inputs(N, C, H, E, E, "any shape", torch.bfloat16)
     leaves[1], leaves[2] = (w[:1].abs().expand(E, -1, -1).contiguous() for w in leaves[1:3])
@@ -165,7 +201,9 @@ def test_gates_and_their_gradients_are_not_rounded_to_half_precision(on_layout):
     *results, d_weights = run_backend(leaves, on_layout(experts), d_out)
     for name, a, b in zip(NAMES, results, wanted, strict=False):
         assert (a.double() * b).sum() / (b * b).sum() == pytest.approx(1, abs=1e-3), name
-    assert d_weights.dtype == torch.float32 and not torch.equal(d_weights, d_weights.bfloat16().float())
+    assert d_weights.dtype == torch.float32 and not torch.equal(
+        d_weights, d_weights.bfloat16().float()
+    )
 
 
 @pytest.mark.numerics
@@ -192,7 +230,10 @@ def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own(dtype, on_layo
     out, d_x, d_w_in, d_w_out, d_weights = run_backend(leaves, on_layout(experts), d_out)
     spared = torch.ones(8, dtype=torch.bool).index_fill(0, experts[ends].flatten(), False)
     assert spared.any() and all(t[1:-1].isfinite().all() for t in (out, d_x, d_weights))
-    assert all(t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all() for t in (d_w_in, d_w_out))
+    assert all(
+        t[spared].isfinite().all() and t[~spared].isnan().any((1, 2)).all()
+        for t in (d_w_in, d_w_out)
+    )
 
 
 @pytest.mark.numerics
@@ -216,7 +257,9 @@ def test_reference_equals_the_formula(case, form):
 
 
 def test_idle_experts_and_zero_gates_get_exact_zeros(on_layout):
-    assert_exact_zeros(lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out))
+    assert_exact_zeros(
+        lambda leaves, experts, d_out: run_backend(leaves, on_layout(experts), d_out)
+    )
 
 
 class BytesMade(TorchDispatchMode):
@@ -228,7 +271,11 @@ class BytesMade(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         out = func(*args, **kwargs)
-        storages = {t.untyped_storage().data_ptr(): t for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+        storages = {
+            t.untyped_storage().data_ptr(): t
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor)
+        }
         for old in given:
             storages.pop(old.untyped_storage().data_ptr(), None)
         sizes = [t.untyped_storage().nbytes() for t in storages.values()]
@@ -274,7 +321,9 @@ def test_torch_equals_reference_on_gpu(case, dtype):
 
 
 def test_memory_stays_bounded_when_all_tokens_choose_the_same_experts():
-    """A step allocates then at most a quarter more than under even loads; padding every expert would take E/K = 16."""
+    """A step allocates then at most a quarter more than under even loads; padding every expert
+    would take E/K = 16.
+    """
     N, C, H, E, K = 1024, 16, 24, 64, 4
     leaves, _, d_out = make_inputs(N, C, H, E, K)
     even = (torch.arange(N * K).view(N, K) * 7) % E

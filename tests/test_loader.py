@@ -27,7 +27,9 @@ def counting(n: int) -> Tokens:
     cuts=st.lists(st.integers(0, 9), max_size=4),
 )
 @settings(deadline=None, max_examples=40)
-def test_every_window_once_an_epoch_however_batches_are_sliced(n_windows, batch_size, block_size, seed, cuts):
+def test_every_window_once_an_epoch_however_batches_are_sliced(
+    n_windows, batch_size, block_size, seed, cuts
+):
     read = Loader(counting(n_windows * block_size + 1), block_size, batch_size, seed)
     steps = -(-3 * n_windows // batch_size)
     edges = sorted({0, batch_size, *(min(cut, batch_size) for cut in cuts)})
@@ -42,7 +44,9 @@ def test_every_window_once_an_epoch_however_batches_are_sliced(n_windows, batch_
     assert x == [[window * block_size + t for t in range(block_size)] for window in indices]
     assert y == [[token + 1 for token in row] for row in x]
     for epoch in range(3):
-        assert sorted(indices[epoch * n_windows : (epoch + 1) * n_windows]) == list(range(n_windows))
+        assert sorted(indices[epoch * n_windows : (epoch + 1) * n_windows]) == list(
+            range(n_windows)
+        )
 
 
 def test_order_is_frozen():
@@ -51,7 +55,10 @@ def test_order_is_frozen():
     assert permute(np.array([10**9]), 10**10, 1337, np.array([3])).tolist() == [5094186605]
     epoch, first = divmod(10 * 10**9, 25)  # a far step of 10 of 25 windows
     order = permute(np.arange(25), 25, 1, np.full(25, epoch)).tolist()
-    assert Loader(counting(101), 4, 10, seed=1).indices(10**9, 2, 5).tolist() == order[first + 2 : first + 7]
+    assert (
+        Loader(counting(101), 4, 10, seed=1).indices(10**9, 2, 5).tolist()
+        == order[first + 2 : first + 7]
+    )
     # and the seeds of streams, on which dropout of a resumed run depends
     assert stream_seed(0) == 8147104208329303767
     seeds = {(0, 0): 3269731276231068113, (0, 1): 7635188740105049934, (1, 0): 8663415526776124837}
@@ -60,18 +67,25 @@ def test_order_is_frozen():
 
 
 def test_fixed_windows_are_spread_over_the_split():
-    """Evenly over tokens on request, without known ends, in one document, and where all windows are asked for."""
+    """Evenly over tokens on request, without known ends, in one document, and where all windows are
+    asked for.
+    """
     assert fixed_windows(counting(101), 4, 5).tolist() == [0, 5, 10, 15, 20]
     for count in (25, 26, 99):
         assert fixed_windows(counting(101), 4, count).tolist() == list(range(25))
     even = [i * 1099 // 10 for i in range(10)]
     assert fixed_windows(documents_of(*[40] * 10, 4000), 4, 10, "tokens").tolist() == even
     assert fixed_windows(documents_of(*[40] * 10, 4000), 4, 10).tolist() != even
-    assert fixed_windows(counting(4400), 4, 10).tolist() == fixed_windows(documents_of(4400), 4, 10).tolist() == even
+    assert (
+        fixed_windows(counting(4400), 4, 10).tolist()
+        == fixed_windows(documents_of(4400), 4, 10).tolist()
+        == even
+    )
     assert window_documents(counting(4400), 4, np.arange(9)).tolist() == [0] * 9
 
 
-LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=30)  # tokens of documents
+# tokens of documents
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=30)
 
 
 def documents_of(*lengths: int) -> Tokens:
@@ -84,11 +98,19 @@ def documents_of(*lengths: int) -> Tokens:
 def label_windows(tokens: Tokens, block_size: int) -> list[int]:
     """The document of each window's middle target, by counting."""
     ids = tokens.read(0, len(tokens)).tolist()
-    middles = [window * block_size + (block_size + 1) // 2 for window in range((len(ids) - 1) // block_size)]
+    middles = [
+        window * block_size + (block_size + 1) // 2
+        for window in range((len(ids) - 1) // block_size)
+    ]
     return [ids[:middle].count(7) for middle in middles]
 
 
-@given(lengths=LENGTHS, block_size=st.integers(1, 9), count=st.integers(1, 60), size=st.sampled_from([16, 2**16]))
+@given(
+    lengths=LENGTHS,
+    block_size=st.integers(1, 9),
+    count=st.integers(1, 60),
+    size=st.sampled_from([16, 2**16]),
+)
 @settings(deadline=None, max_examples=150)
 def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_size, count, size):
     tokens = documents_of(*lengths, block_size)
@@ -96,12 +118,21 @@ def test_validation_takes_no_more_of_a_document_than_it_needs(lengths, block_siz
         patch.setattr(loader, "CANDIDATES", size)
         chosen = fixed_windows(tokens, block_size, count)
     documents, n = label_windows(tokens, block_size), (len(tokens) - 1) // block_size
-    assert len(chosen) == min(count, n) and chosen.tolist() == sorted(set(chosen.tolist())) and 0 <= chosen[0]
+    assert (
+        len(chosen) == min(count, n)
+        and chosen.tolist() == sorted(set(chosen.tolist()))
+        and 0 <= chosen[0]
+    )
     size = min(n, max(len(chosen), size))
     sizes = Counter(documents[i * n // size] for i in range(size)).values()
-    least = next(c for c in range(1, count + 1) if sum(min(c, size) for size in sizes) >= len(chosen))
+    least = next(
+        c for c in range(1, count + 1) if sum(min(c, size) for size in sizes) >= len(chosen)
+    )
     if len(chosen) < size:
-        assert max(Counter(documents[window] for window in chosen).values()) == least or len(sizes) == 1
+        assert (
+            max(Counter(documents[window] for window in chosen).values()) == least
+            or len(sizes) == 1
+        )
 
 
 def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
@@ -109,15 +140,23 @@ def test_validation_prefers_long_documents_where_it_needs_one_window_of_each():
     lengths = np.random.default_rng(0).permutation([40] * 8000 + [80] * 4000)
     chosen = fixed_windows(documents_of(*lengths), 4, 1200)
     taken = lengths[np.searchsorted(np.cumsum(lengths), chosen * 4 + 2, side="right")]
-    assert 540 < sum(taken == 80) < 660  # half of the tokens (3.5 deviations around it), a third of the documents
+    # half of the tokens (3.5 deviations around it), a third of the documents
+    assert 540 < sum(taken == 80) < 660
     book = fixed_windows(documents_of(*[40] * 100, 4000, *[40] * 100), 4, 100)
     assert [1000 <= window < 2000 for window in book.tolist()].count(True) == 1  # not 33
 
 
-@given(lengths=LENGTHS, block_size=st.integers(1, 9), data=st.data(), stretch=st.sampled_from([1, 2, 5, 64, 2**14]))
+@given(
+    lengths=LENGTHS,
+    block_size=st.integers(1, 9),
+    data=st.data(),
+    stretch=st.sampled_from([1, 2, 5, 64, 2**14]),
+)
 @settings(deadline=None, max_examples=150)
 def test_documents_of_windows(lengths, block_size, data, stretch):
-    """Equal numbers for windows of one document, whichever windows are asked for, and what lies between them."""
+    """Equal numbers for windows of one document, whichever windows are asked for, and what lies
+    between them.
+    """
     tokens = documents_of(*lengths, block_size)
     labels = np.array(label_windows(tokens, block_size))
     asked = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
@@ -126,16 +165,30 @@ def test_documents_of_windows(lengths, block_size, data, stretch):
         documents = window_documents(tokens, block_size, asked)
     assert np.array_equal(np.sign(np.diff(documents)), np.sign(np.diff(labels[asked])))
     ids = tokens.read(0, len(tokens))
-    for window, label in zip(asked, labels[asked], strict=True):  # a document with more than half of it is its own
+    # a document with more than half of it is its own
+    for window, label in zip(asked, labels[asked], strict=True):
         first = window * block_size + 1
-        owners = [int(np.count_nonzero(ids[:place] == 7)) for place in range(first, first + block_size)]
-        assert all(document == label for document in owners if owners.count(document) > block_size / 2)
+        owners = [
+            int(np.count_nonzero(ids[:place] == 7)) for place in range(first, first + block_size)
+        ]
+        assert all(
+            document == label for document in owners if owners.count(document) > block_size / 2
+        )
 
 
 def test_too_few_tokens_for_a_window():
-    assert Loader(counting(9), 8, 1, 0).indices(0).tolist() == fixed_windows(counting(9), 8, 1).tolist() == [0]
-    for read in (lambda tokens: Loader(tokens, 8, 1, 0), lambda tokens: fixed_windows(tokens, 8, 1)):
-        with pytest.raises(DataError, match="8 tokens, but one window of block_size 8 needs 9.*model.block_size"):
+    assert (
+        Loader(counting(9), 8, 1, 0).indices(0).tolist()
+        == fixed_windows(counting(9), 8, 1).tolist()
+        == [0]
+    )
+    for read in (
+        lambda tokens: Loader(tokens, 8, 1, 0),
+        lambda tokens: fixed_windows(tokens, 8, 1),
+    ):
+        with pytest.raises(
+            DataError, match="8 tokens, but one window of block_size 8 needs 9.*model.block_size"
+        ):
             read(counting(8))
 
 
@@ -151,7 +204,8 @@ def test_prefetch_makes_one_item_ahead_and_raises_errors_at_their_item():
     source = prefetch(items())
     for i in range(4):
         assert next(source) == i
-        wanted = [0, 1] if i == 0 else [i + 1] if i < 3 else []  # this one and the next are made by now, or soon
+        # this one and the next are made by now, or soon
+        wanted = [0, 1] if i == 0 else [i + 1] if i < 3 else []
         assert [made.get(timeout=120) for _ in wanted] == wanted and made.empty()
     with pytest.raises(DataError, match="broken"):
         next(source)

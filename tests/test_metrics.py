@@ -27,7 +27,9 @@ def write_lines(folder, *lines, end="\n"):
 
 
 def test_resuming_leaves_each_step_once(tmp_path):
-    line, again, other = ({"step": 2, "tokens": 64, name: value} for name, value in (("a", 1), ("a", 2), ("b", 3)))
+    line, again, other = (
+        {"step": 2, "tokens": 64, name: value} for name, value in (("a", 1), ("a", 2), ("b", 3))
+    )
     late = {"step": 1, "tokens": 32, "a": 4}
     write_lines(tmp_path, {"step": 3, "tokens": 96, "a": 0}, line, other, again, late)
     Metrics(tmp_path, 2).close()
@@ -50,7 +52,9 @@ BROKEN = {
 def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     good = b'{"step": 0, "tokens": 0}'
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, line, good, b""]))
-    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a JSON object .*; remove that line"):
+    with pytest.raises(
+        RunError, match=r"metrics\.jsonl, line 2 is not a JSON object .*; remove that line"
+    ):
         Metrics(tmp_path, 0)
     assert (tmp_path / "metrics.jsonl").read_bytes().count(good) == 2  # left as it was
 
@@ -63,12 +67,19 @@ def test_a_kill_at_any_byte_loses_one_line_at_most(tmp_path, data):
     cut, nuls = data.draw(st.integers(0, len(text))), data.draw(st.sampled_from([0, 0, 7]))
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text[:cut] + b"\0" * nuls)
-    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]  # complete without its line break, but not with NULs
+    # complete without its line break, but not with NULs
+    ends = [match.end() - 1 for match in re.finditer(b"\n", text)]
     complete = sum(end <= cut - (nuls > 0) for end in ends)
     assert read_metrics(path) == lines[:complete]
     metrics = Metrics(tmp_path, 3)
     metrics.log(9, 576, **{"train/loss": torch.tensor(2.5), "val/loss": -math.inf})
-    assert read_metrics(path)[-1] == {"step": 9, "tokens": 576, "train/loss": 2.5, "val/loss": -math.inf}  # at once
+    # at once
+    assert read_metrics(path)[-1] == {
+        "step": 9,
+        "tokens": 576,
+        "train/loss": 2.5,
+        "val/loss": -math.inf,
+    }
     metrics.close()
     assert path.read_bytes().endswith(b"}\n")
     assert steps(tmp_path) == [*range(min(complete, 4)), 9]
@@ -88,7 +99,12 @@ def test_rewriting_is_synced_before_it_is_renamed(tmp_path, disk_calls):
 
 
 def test_full_disk_is_an_error_or_a_warning(tmp_path, capsys):
-    with largest_file(40), pytest.raises(RunError, match=r"metrics\.jsonl cannot be written \(File too large\)\. Make"):
+    with (
+        largest_file(40),
+        pytest.raises(
+            RunError, match=r"metrics\.jsonl cannot be written \(File too large\)\. Make"
+        ),
+    ):
         Metrics(tmp_path, -1).log(0, 0, **{"a long name": 1.5})  # written in part
     assert (tmp_path / "metrics.jsonl").read_text() == ""  # and not half a line
     metrics = Metrics(tmp_path, -1, on_error="warn")
@@ -115,20 +131,28 @@ def test_numbers_of_a_run_that_starts_over_are_kept_in_another_file(tmp_path, ca
     Metrics(tmp_path, 2).close()
     assert capsys.readouterr().out == ""  # nothing is lost
     Metrics(tmp_path, 1).log(2, 2)
-    assert "from the checkpoint of step 1, so its steps 2 to 2 begin again" in capsys.readouterr().out
+    assert (
+        "from the checkpoint of step 1, so its steps 2 to 2 begin again" in capsys.readouterr().out
+    )
     for run in range(2):  # the second run is shorter and does not replace the first
         Metrics(tmp_path, -1).log(0, 0)
-        assert ("no checkpoint, so its steps 1 to 2 begin again" in capsys.readouterr().out) == (run == 0)
+        assert ("no checkpoint, so its steps 1 to 2 begin again" in capsys.readouterr().out) == (
+            run == 0
+        )
         assert [line["step"] for line in read_metrics(tmp_path / "metrics.old.jsonl")] == [0, 1, 2]
         assert steps(tmp_path) == [0] and len([*(tmp_path / "arrays.old").iterdir()]) == 2
 
 
 def log_run(folder, steps=range(6), resume_step=-1, **options):
-    """Log training and, at even steps, an evaluation, with arrays that tell their step; returns the Metrics."""
+    """Log training and, at even steps, an evaluation, with arrays that tell their step; returns the
+    Metrics.
+    """
     folder.mkdir(exist_ok=True)
     metrics = Metrics(folder, resume_step, **options)
     for step in steps:
-        metrics.log(step, 0, **{"train/loss": 1.0, "router/loads": torch.tensor([[step, 0.5], [1, 2]])})
+        metrics.log(
+            step, 0, **{"train/loss": 1.0, "router/loads": torch.tensor([[step, 0.5], [1, 2]])}
+        )
         if step % 2 == 0:
             losses = torch.tensor([step, 0.1], dtype=torch.float64)
             metrics.log(step, 0, **{"val/loss": 2.0, "val/window_losses": losses})
@@ -176,7 +200,9 @@ def test_a_kill_loses_no_array_up_to_the_checkpoint(tmp_path, saved_at, killed_a
 
 
 def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
-    """Arrays are written first: after a kill in between the evaluation has no line, so a resume repeats it."""
+    """Arrays are written first: after a kill in between the evaluation has no line, so a resume
+    repeats it.
+    """
     metrics = log_run(tmp_path, steps=range(1))
 
     def kill(*args):
@@ -190,16 +216,22 @@ def test_an_evaluation_that_has_a_line_has_its_arrays(tmp_path, monkeypatch):
 
 
 def test_arrays_on_a_full_disk(tmp_path, capsys):
-    metrics, warned = log_run(tmp_path / "stop", steps=[1]), log_run(tmp_path / "warn", steps=[1], on_error="warn")
+    metrics, warned = (
+        log_run(tmp_path / "stop", steps=[1]),
+        log_run(tmp_path / "warn", steps=[1], on_error="warn"),
+    )
     with largest_file(150):
-        with pytest.raises(RunError, match=r"router_00000001\.npz cannot be written \(File too large\)\. Make"):
+        with pytest.raises(
+            RunError, match=r"router_00000001\.npz cannot be written \(File too large\)\. Make"
+        ):
             metrics.sync()
         warned.sync()
         warned.log(2, 0, **{"router/loads": torch.ones(2, 2)})
         warned.sync()
     assert capsys.readouterr().out.count("warning: ") == 1 and not names_in(tmp_path / "warn")
     warned.close()
-    assert [*read_all(tmp_path / "warn")] == [(1, "router/loads")]  # the second line is none of training
+    # the second line is none of training
+    assert [*read_all(tmp_path / "warn")] == [(1, "router/loads")]
     assert np.load(tmp_path / "warn/arrays/router_00000002.npz")["step"].tolist() == [1, 2]
 
 

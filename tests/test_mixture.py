@@ -1,4 +1,6 @@
-"""data.mix: which row is of which set, validation of each set, resume, and the commands that open a mixture's data."""
+"""data.mix: which row is of which set, validation of each set, resume, and the commands that open a
+mixture's data.
+"""
 
 import random
 import re
@@ -40,7 +42,9 @@ def sets(tmp_path_factory):
 
 @pytest.fixture
 def mixed(tmp_path, sets):
-    """A function: `mixed("train.max_steps=9")` is the Config of a tiny run on the mixture, with that override."""
+    """A function: `mixed("train.max_steps=9")` is the Config of a tiny run on the mixture, with
+    that override.
+    """
     file = write_tiny(tmp_path, sets)
     return lambda *overrides: configure.load(file, [MIX, "eval.windows=17", *overrides])
 
@@ -48,7 +52,9 @@ def mixed(tmp_path, sets):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, sets):
     """The Config of a finished run on the mixture."""
-    config = configure.load(write_tiny(tmp_path_factory.mktemp("mixed"), sets), [MIX, "eval.windows=17"])
+    config = configure.load(
+        write_tiny(tmp_path_factory.mktemp("mixed"), sets), [MIX, "eval.windows=17"]
+    )
     train.train(config)
     return config
 
@@ -64,8 +70,10 @@ def test_every_set_has_its_part_of_the_rows(weights, first):
     assert shares.sum() == UNIT and len(sets) == len(places) == 3000
     for number, share in enumerate(shares.tolist()):
         mine = places[sets == number]
-        assert np.array_equal(mine, mine[:1].repeat(len(mine)) + np.arange(len(mine)))  # none twice, none left out
-        before = np.cumsum(sets == number) + (mine[0] if len(mine) else 0)  # rows of the set up to each row
+        # none twice, none left out
+        assert np.array_equal(mine, mine[:1].repeat(len(mine)) + np.arange(len(mine)))
+        # rows of the set up to each row
+        before = np.cumsum(sets == number) + (mine[0] if len(mine) else 0)
         assert not len(mine) or np.abs(before - (rows + 1.0) * share / UNIT).max() < 2
 
 
@@ -76,9 +84,15 @@ def tokens_from(first, count):
 
 def test_each_set_is_read_as_if_alone():
     """Also over epochs: that of 9 windows has some 25 of them here, the others less than one."""
-    parts = [tokens_from(0, 4 * 900 + 1), tokens_from(10_000, 4 * 9 + 1), tokens_from(20_000, 4 * 800 + 3)]
+    parts = [
+        tokens_from(0, 4 * 900 + 1),
+        tokens_from(10_000, 4 * 9 + 1),
+        tokens_from(20_000, 4 * 800 + 3),
+    ]
     mixture, seen = Loader(parts, 4, 7, seed=3, weights=[5, 2, 3]), [[], [], []]
-    rows = np.concatenate([mixture.batch(step, *part)[0] for step in range(160) for part in ((0, 2), (2, 1), (3,))])
+    rows = np.concatenate(
+        [mixture.batch(step, *part)[0] for step in range(160) for part in ((0, 2), (2, 1), (3,))]
+    )
     for row in rows:
         seen[row[0] // 10_000].append(row)
     for part, mine, weight in zip(parts, seen, [5, 2, 3], strict=True):
@@ -98,7 +112,8 @@ def test_where_rows_are_from():
 
 
 def test_validation_windows_are_those_of_each_set(sets):
-    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]  # a short split gives what it has
+    # a short split gives what it has
+    assert split_windows(100, [0.5, 0.3, 0.2], [999, 7, 999]) == [50, 7, 20]
     assert split_windows(4, [0.98, 0.01, 0.01], [9] * 3) == [4, 1, 1]  # each has one
     parts = [open_tokens(sets / name, "val") for name in WEIGHTS]
     chosen = choose_validation(parts, 32, 40, weights=[*WEIGHTS.values()])
@@ -109,7 +124,10 @@ def test_validation_windows_are_those_of_each_set(sets):
         alone = fixed_windows(part, 32, mine.sum())
         assert np.array_equal(chosen.windows[mine], first + alone)
         labels = chosen.documents[mine]
-        assert np.array_equal(labels - labels[0], window_documents(part, 32, alone)) and labels[0] > last
+        assert (
+            np.array_equal(labels - labels[0], window_documents(part, 32, alone))
+            and labels[0] > last
+        )
         first, last = first + (len(part) - 1) // 32, labels[-1]
     assert np.allclose(chosen.weights, 1)  # numbers of windows are as the weights here
     short = choose_validation(parts, 32, 40, weights=[0.1, 0.1, 0.8])
@@ -127,8 +145,14 @@ def test_losses_are_those_of_each_set_and_their_mean(trained, call):
     assert np.mean(windows * weights) == pytest.approx(last["val/loss"], rel=1e-12)
     assert losses[1] == pytest.approx(windows[5:14].mean(), rel=1e-12)  # of 5, 9 and 3 windows
     said = call(val_loss.main, path_of(trained))
-    assert all(re.search(rf"/{name} \(val\) .* {loss:.4f}", said) for name, loss in zip(WEIGHTS, losses, strict=True))
-    assert f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said and "no longer" not in said
+    assert all(
+        re.search(rf"/{name} \(val\) .* {loss:.4f}", said)
+        for name, loss in zip(WEIGHTS, losses, strict=True)
+    )
+    assert (
+        f"mean by the weights of the mixture: {last['val/loss']:.4f}" in said
+        and "no longer" not in said
+    )
     assert "mean by" not in call(val_loss.main, path_of(trained), "--data", "books")
 
 
@@ -152,7 +176,10 @@ def test_other_weights_do_not_resume(mixed):
     """Nor does a run whose recorded weights were edited, too."""
     train.train(config := mixed("train.checkpoint_interval=2"))
     other, file = "data.mix={books = 0.6, arxiv = 0.3, edu = 0.2}", path_of(config) / "config.toml"
-    with pytest.raises(RunError, match="data.mix: {'arxiv': 0.3, 'books': 0.5, 'edu': 0.2} -> {'arxiv': 0.3, 'books'"):
+    with pytest.raises(
+        RunError,
+        match="data.mix: {'arxiv': 0.3, 'books': 0.5, 'edu': 0.2} -> {'arxiv': 0.3, 'books'",
+    ):
         train.train(mixed(other))
     file.write_text(file.read_text().replace('"books" = 0.5', '"books" = 0.6'))
     with pytest.raises(RunError, match="(?s)the data has changed since step 4.*data.mix"):
@@ -164,7 +191,11 @@ def test_identity_of_a_mixture(sets):
     one = identify(metas, [3, 5, 2])
     assert one == identify(metas, [0.3, 0.5, 0.2])
     assert one["tokenizer"] == identify(metas[:1], [1])["tokenizer"]
-    others = [identify(metas, [3, 5, 2.1]), identify(metas[::-1], [3, 5, 2]), identify(metas[:2], [3, 5])]
+    others = [
+        identify(metas, [3, 5, 2.1]),
+        identify(metas[::-1], [3, 5, 2]),
+        identify(metas[:2], [3, 5]),
+    ]
     assert len({one["data"], *(other["data"] for other in others)}) == 4
 
 
@@ -172,7 +203,9 @@ def test_sets_of_different_tokenizers(mixed, sets, tmp_path):
     folder = shutil.copytree(sets, tmp_path / "copy")
     meta = folder / "edu/meta.json"
     meta.write_text(re.sub(r'"hash": "\w+"', f'"hash": "{"0" * 64}"', meta.read_text()))
-    with pytest.raises(DataError, match=f"{folder}/edu: its tokenizer 'bytes' is not that of .*--tokenizer"):
+    with pytest.raises(
+        DataError, match=f"{folder}/edu: its tokenizer 'bytes' is not that of .*--tokenizer"
+    ):
         train.train(mixed(f"data.dir={folder}"))
     check_sets([folder / "arxiv", folder / "books"], 257)
 
@@ -181,9 +214,12 @@ def test_a_mixture_in_a_file(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[data.mix]\n"fineweb-edu" = 0.5\nbooks = 2\n')
     sets = configure.load(file).data.sets
-    assert [*sets.items()] == [("books", 0.8), ("fineweb-edu", 0.2)]  # the order in the file means nothing
+    # the order in the file means nothing
+    assert [*sets.items()] == [("books", 0.8), ("fineweb-edu", 0.2)]
     assert configure.load(file, ["--data.mix={}"]).data.sets == {"books3": 1.0}
     assert configure.schema.Data(mix={"b": 1e308, "a": 1e308, "c": 1e-300}).sets["a"] == 0.5
     file.write_text("[data.mix]\nbooks = 0\n")
-    with pytest.raises(configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")):
+    with pytest.raises(
+        configure.ConfigError, match=re.escape(f"{file}: data.mix = {{'books': 0}}: ")
+    ):
         configure.load(file)

@@ -1,4 +1,5 @@
-"""model.py and attention.py: whole models against transformers' GPT-2 and GLM-4, counts, caches, statistics.
+"""model.py and attention.py: whole models against transformers' GPT-2 and GLM-4, counts, caches,
+statistics.
 
 test_hf_open_moe.py compares them to OLMoE, Qwen3-MoE and Mixtral.
 """
@@ -22,7 +23,14 @@ from router import EPS, ROUTERS
 B, T, V = 3, 12, 40
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
 SIZES |= {"n_expert": 8, "top_k": 2, "expert_hidden": 12}
-MODERN = {"norm": "rmsnorm", "norm_eps": 1e-3, "activation": "silu", "gated": True, "pos": "rope", "rope_base": 300.0}
+MODERN = {
+    "norm": "rmsnorm",
+    "norm_eps": 1e-3,
+    "activation": "silu",
+    "gated": True,
+    "pos": "rope",
+    "rope_base": 300.0,
+}
 MODERN |= {"tie_embeddings": False, "n_kv_head": 2}
 
 
@@ -40,7 +48,10 @@ def build_random(**update):
     model = build(**update).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.2) + (p.dim() == 1 and not name.endswith("bias")))
+            p.copy_(
+                torch.randn_like(p) * (0.3 if p.dim() > 1 else 0.2)
+                + (p.dim() == 1 and not name.endswith("bias"))
+            )
     return model
 
 
@@ -55,11 +66,15 @@ def assert_same(actual, wanted):
 
 # transformers
 def assert_equals_theirs(model, theirs, convert, near):
-    """Logits, loss and the gradients of all our weights; `convert` gives a dict of tensors their names and layout."""
+    """Logits, loss and the gradients of all our weights; `convert` gives a dict of tensors their
+    names and layout.
+    """
     known = theirs.state_dict()
     state = {name: tensor for name, tensor in convert(model.state_dict()).items() if name in known}
     missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected and all(name == "lm_head.weight" or not known[name].any() for name in missing)
+    assert not unexpected and all(
+        name == "lm_head.weight" or not known[name].any() for name in missing
+    )
     idx = tokens(shape=(B, T + 1))[:, :T]
     assert_near(all_logits(model, idx), theirs(idx).logits, near)
     loss = F.cross_entropy(theirs(idx[:, :-1]).logits.flatten(0, 1), idx[:, 1:].flatten())
@@ -67,7 +82,11 @@ def assert_equals_theirs(model, theirs, convert, near):
     assert_near(out.loss, loss, near)
     out.loss.backward()
     loss.backward()
-    wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name not in missing}
+    wanted = {
+        name: p.grad
+        for name, p in theirs.named_parameters()
+        if p.grad is not None and name not in missing
+    }
     ours = convert({name: p.grad for name, p in model.named_parameters()})
     assert ours.keys() == wanted.keys()
     for name, grad in wanted.items():  # which go through both passes
@@ -78,16 +97,43 @@ def assert_equals_theirs(model, theirs, convert, near):
 @pytest.mark.numerics
 def test_dense_equals_gpt2_of_transformers():
     model = build_random(router="dense", bias=True)
-    sizes = {"vocab_size": V, "n_positions": T, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 24}
+    sizes = {
+        "vocab_size": V,
+        "n_positions": T,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 24,
+    }
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).double().eval()
-    assert_equals_theirs(model, theirs, FORMATS["gpt2"].from_own, tolerance(torch.float64, 32, roundings=48))
+    assert_equals_theirs(
+        model, theirs, FORMATS["gpt2"].from_own, tolerance(torch.float64, 32, roundings=48)
+    )
 
 
-GLM4 = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+GLM4 = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 GLM4 |= {"head_dim": 8, "max_position_embeddings": T, "rms_norm_eps": 1e-3, "use_qk_norm": True}
-GLM4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}
-GLM4 |= {"partial_rotary_factor": 1.0, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-GLM4 |= {"n_shared_experts": 3, "first_k_dense_replace": 2, "intermediate_size": 60, "norm_topk_prob": True}
+GLM4 |= {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
+}
+GLM4 |= {
+    "partial_rotary_factor": 1.0,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+GLM4 |= {
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 2,
+    "intermediate_size": 60,
+    "norm_topk_prob": True,
+}
 GLM4 |= {"num_mtp_layers": 0, "experts_implementation": "eager", "attn_implementation": "eager"}
 
 
@@ -95,7 +141,9 @@ def to_glm4(tensors):
     """Its names; its experts are transposed."""
     renamed = {}
     for name, tensor in FORMATS["nanokern"].from_own(tensors).items():
-        name = name.replace(".mlp.router.", ".mlp.gate.").replace("gate.selection_bias", "gate.e_score_correction_bias")
+        name = name.replace(".mlp.router.", ".mlp.gate.").replace(
+            "gate.selection_bias", "gate.e_score_correction_bias"
+        )
         renamed[name] = tensor.mT if ".experts." in name else tensor
     return renamed
 
@@ -103,11 +151,17 @@ def to_glm4(tensors):
 @pytest.mark.numerics
 @pytest.mark.parametrize("copies", [False, True])
 def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
-    """Norms and routers compute in fp32 there: 8 a layer and pass. With heads of keys that are shared, or copied."""
+    """Norms and routers compute in fp32 there: 8 a layer and pass.
+
+    With heads of keys that are shared, or copied.
+    """
     if copies:
         monkeypatch.setattr(attention, "reads_groups", lambda q, mask: False)
     own = {"router": "sigmoid-renorm", "qk_norm": "head", "n_dense_layer": 2, "n_shared_expert": 3}
-    model, theirs = build_random(**MODERN | own), Glm4MoeForCausalLM(Glm4MoeConfig(**GLM4)).double().eval()
+    model, theirs = (
+        build_random(**MODERN | own),
+        Glm4MoeForCausalLM(Glm4MoeConfig(**GLM4)).double().eval(),
+    )
     stats = assert_equals_theirs(model, theirs, to_glm4, tolerance(torch.float32, 32, roundings=24))
     assert stats.loads.shape == (1, B, 8)
 
@@ -117,9 +171,24 @@ def test_moe_equals_glm4_of_transformers(copies, monkeypatch):
 VARIANTS = [
     MODERN,
     MODERN | {"qk_norm": "head", "n_shared_expert": 2, "n_dense_layer": 1},
-    MODERN | {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
-    MODERN | {"qk_norm": "all", "n_kv_head": 0, "pos": "learned", "n_dense_layer": 2, "tie_embeddings": True},
-    MODERN | {"gated": False, "activation": "silu", "n_kv_head": 1, "qk_norm": "head", "norm": "layernorm"},
+    MODERN
+    | {"qk_norm": "all", "norm": "layernorm", "gated": False, "bias": True, "n_shared_expert": 1},
+    MODERN
+    | {
+        "qk_norm": "all",
+        "n_kv_head": 0,
+        "pos": "learned",
+        "n_dense_layer": 2,
+        "tie_embeddings": True,
+    },
+    MODERN
+    | {
+        "gated": False,
+        "activation": "silu",
+        "n_kv_head": 1,
+        "qk_norm": "head",
+        "norm": "layernorm",
+    },
     MODERN | {"n_hash_layer": 3, "top_k": 3},
 ]
 variants = pytest.mark.parametrize("update", VARIANTS)
@@ -128,10 +197,17 @@ variants = pytest.mark.parametrize("update", VARIANTS)
 @variants
 @pytest.mark.parametrize("router", ["kern", "softmax"])
 def test_active_parameters_are_equal(update, router):
-    """A dense model has as many as an MoE but for router and norms' biases; counts are those of the built model."""
+    """A dense model has as many as an MoE but for router and norms' biases; counts are those of the
+    built model.
+    """
     sparse, dense = settings(router=router, **update), settings(router="dense", **update)
-    sizes, plain = ({name: p.numel() for name, p in GPT(config).named_parameters()} for config in (sparse, dense))
-    active = {name: n * sparse.top_k // 8 if ".experts." in name else n for name, n in sizes.items()}
+    sizes, plain = (
+        {name: p.numel() for name, p in GPT(config).named_parameters()}
+        for config in (sparse, dense)
+    )
+    active = {
+        name: n * sparse.top_k // 8 if ".experts." in name else n for name, n in sizes.items()
+    }
     assert count_parameters(sparse) == (sum(sizes.values()), sum(active.values()))
     assert count_parameters(dense) == (sum(plain.values()),) * 2
     routers = sum(n for name, n in active.items() if ".router." in name)
@@ -142,9 +218,11 @@ def test_active_parameters_are_equal(update, router):
 @variants
 @pytest.mark.parametrize("router", ["dense", "kern"])
 def test_flops_equal_the_counters(update, router):
-    model = GPT(settings(router=router, backend="reference", **update))  # it multiplies only the chosen rows
+    # it multiplies only the chosen rows
+    model = GPT(settings(router=router, backend="reference", **update))
     idx = tokens()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # counts all T x T
+    # counts all T x T
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx, idx).loss.backward()
     assert counter.get_total_flops() == B * T * flops_per_token(model.config)
 
@@ -152,24 +230,32 @@ def test_flops_equal_the_counters(update, router):
 @pytest.mark.numerics
 @variants
 def test_cache_equals_the_full_forward_pass(update):
-    own = {"top_k": 8} | update  # all experts, or those of a table: no choice that rounding could change
+    # all experts, or those of a table: no choice that rounding could change
+    own = {"top_k": 8} | update
     model = build_random(router="kern", **own).eval()
     idx, start = tokens(), torch.tensor([0, 2, 5])
     past = KVCache(model.config, start, T, torch.float64)
     heads = update.get("n_kv_head", 2) or 4
     assert past.columns.shape == (3, 2, B, heads, T, 8)
     with torch.no_grad():
-        steps = torch.cat([all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)], dim=1)
+        steps = torch.cat(
+            [all_logits(model, part, past) for part in idx.split([6, 1, 1, 4], dim=1)], dim=1
+        )
         for row, first in enumerate(start.tolist()):
             whole = all_logits(model, idx[row : row + 1, first:])
-            assert_near(steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32))
+            assert_near(
+                steps[row : row + 1, first:], whole, tolerance(torch.float64, 64, roundings=32)
+            )
 
 
 def test_same_seed_gives_the_same_weights_whatever_the_router():
     first = build(router="softmax").state_dict()
     for router in ROUTERS.keys() - {"dense"}:
         weights = build(router=router).state_dict()
-        assert {name.rsplit(".", 1)[1] for name in weights.keys() ^ first.keys()} <= {"bias", "gamma"}
+        assert {name.rsplit(".", 1)[1] for name in weights.keys() ^ first.keys()} <= {
+            "bias",
+            "gamma",
+        }
         for name in weights.keys() & first.keys():
             assert torch.equal(weights[name], first[name]) or name.endswith("router.c"), name
 
@@ -181,12 +267,15 @@ def test_output(router):
     model = build(router=router, tie_embeddings=router != "softmax")
     idx, targets, routings = tokens(0), tokens(1), []
     for block in model.blocks if router != "dense" else ():
-        block.mlp.router.register_forward_hook(lambda module, args, routing: routings.append(routing))
+        block.mlp.router.register_forward_hook(
+            lambda module, args, routing: routings.append(routing)
+        )
     out = model(idx, targets)
     first_pass = list(routings)
     assert out.logits is None
     logits = all_logits(model, idx)
-    assert_same(out.loss, F.cross_entropy(logits.view(-1, V), targets.view(-1)))  # cross-entropy alone
+    # cross-entropy alone
+    assert_same(out.loss, F.cross_entropy(logits.view(-1, V), targets.view(-1)))
     assert out.losses.shape == (B,)
     assert_same(out.losses.mean(), out.loss)
     last = model(idx)
@@ -201,11 +290,18 @@ def test_output(router):
         assert (loads.sum(-1) == T * 2).all()
         for layer, routing in enumerate(first_pass):
             positive = routing.scores.relu()
-            p = positive / (positive.sum(1, keepdim=True) + EPS)  # a token may have no positive score
+            # a token may have no positive score
+            p = positive / (positive.sum(1, keepdim=True) + EPS)
             assert_same(out.stats.entropy[layer], torch.special.entr(p).sum(1).mean())
             assert out.stats.zero_gates[layer] == (routing.weights == 0).float().mean()
-            assert_same(out.stats.gate_square[layer], torch.linalg.vector_norm(routing.weights, dim=1).square().mean())
-            assert_same(out.stats.gate_sum[layer], torch.stack([gates.sum() for gates in routing.weights]).mean())
+            assert_same(
+                out.stats.gate_square[layer],
+                torch.linalg.vector_norm(routing.weights, dim=1).square().mean(),
+            )
+            assert_same(
+                out.stats.gate_sum[layer],
+                torch.stack([gates.sum() for gates in routing.weights]).mean(),
+            )
             assert_same(probability[layer], torch.stack([rows.mean(0) for rows in p.chunk(B)]))
             for of_sequence, experts in zip(loads[layer], routing.experts.chunk(B), strict=True):
                 assert torch.equal(of_sequence, experts.flatten().bincount(minlength=8))
@@ -219,7 +315,9 @@ def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
     sizes = {"n_dense_layer": 1, "n_hash_layer": 1, "n_layer": 4, "router": "softmax-renorm"}
     model, plain = build(**sizes), build(**sizes | {"n_hash_layer": 0})
     state = model.state_dict()
-    assert [name for name in state if name.endswith("hash_table")] == ["blocks.1.mlp.router.hash_table"]
+    assert [name for name in state if name.endswith("hash_table")] == [
+        "blocks.1.mlp.router.hash_table"
+    ]
     table = state.pop("blocks.1.mlp.router.hash_table")
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in state.items())
@@ -229,14 +327,18 @@ def test_the_first_layers_with_experts_route_by_token_id(checkpointing):
         block.checkpointing = checkpointing
     idx = tokens()
     out = model(idx, idx)
-    assert torch.equal(out.stats.loads[0], torch.stack([table[row].flatten().bincount(minlength=8) for row in idx]))
+    assert torch.equal(
+        out.stats.loads[0], torch.stack([table[row].flatten().bincount(minlength=8) for row in idx])
+    )
     assert (out.stats.loads[1, :, 3] == T).all()
     out.loss.backward()
     assert model.blocks[1].mlp.router.weight.grad.any()
 
 
 def test_passes_share_a_cast_of_the_experts():
-    """Two passes under autocast, with one cast for both or one each: the same losses and gradients, bit for bit."""
+    """Two passes under autocast, with one cast for both or one each: the same losses and gradients,
+    bit for bit.
+    """
     model, idx = build(n_shared_expert=1), tokens(shape=(2, B, T))
 
     def run():
@@ -244,7 +346,10 @@ def test_passes_share_a_cast_of_the_experts():
         with Operators() as operators, torch.autocast("cpu", torch.bfloat16):
             losses = [model(part, part).loss for part in idx]
             sum(losses).backward()
-        return operators.names.count("_to_copy"), [*losses, *(p.grad.clone() for p in model.parameters())]
+        return operators.names.count("_to_copy"), [
+            *losses,
+            *(p.grad.clone() for p in model.parameters()),
+        ]
 
     apart_casts, apart = run()
     with model.cast_once(torch.bfloat16):

@@ -1,4 +1,6 @@
-"""data/: a text of one's own, in one file or a few: how validation is split off, and sources that would vanish."""
+"""data/: a text of one's own, in one file or a few: how validation is split off, and sources that
+would vanish.
+"""
 
 import gzip
 import re
@@ -29,16 +31,25 @@ def texts_of(folder: Path) -> dict[str, str]:
     return {name: BYTES.decode(each.read(0, len(each))) for name, each in tokens.items()}
 
 
-@pytest.mark.parametrize("name", ["input.txt", "input.md.gz", "input.jsonl", "input.parquet", "input.tar"])
+@pytest.mark.parametrize(
+    "name", ["input.txt", "input.md.gz", "input.jsonl", "input.parquet", "input.tar"]
+)
 def test_one_document_is_cut(run, tmp_path, name):
     parquet(tmp_path / "input.parquet", [LINES])
     text = LINES.encode()
-    files = {"input.txt": text, "input.md.gz": gzip.compress(text), "input.tar": tar({"a.txt": text})}
+    files = {
+        "input.txt": text,
+        "input.md.gz": gzip.compress(text),
+        "input.tar": tar({"a.txt": text}),
+    }
     write_tree(tmp_path, files | {"input.jsonl": jsonl([LINES])})
     out = run("text", "--source", tmp_path / name)
-    assert "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
+    assert (
+        "warning: 1 document, too few to set some aside: validation is the last 5% of each" in out
+    )
     cut = int(0.95 * len(LINES))
-    assert texts_of(tmp_path / "out/text") == {"train": LINES[:cut], "val": LINES[cut:]}  # and no end-of-text
+    # and no end-of-text
+    assert texts_of(tmp_path / "out/text") == {"train": LINES[:cut], "val": LINES[cut:]}
     assert check_dataset(tmp_path / "out/text", 257).source["split"] == "ends"
     run("text", main=verify.main)
     out = run("text", "--source", tmp_path / name)
@@ -50,7 +61,9 @@ def test_a_few_documents_are_cut_each(run, tmp_path, small_batches, many_workers
     texts = [f"{i} {LINES}"[: 200 * i] for i in range(1, 10)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", *texts[:5], " "]))
     (tmp_path / "b.jsonl").write_bytes(jsonl(texts[5:]))
-    out = run("text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25)
+    out = run(
+        "text", "--source", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--val-fraction", 0.25
+    )
     assert "warning: 9 documents" in out and "2 empty documents" in out
     cuts = [150 * i for i in range(1, 10)]
     assert texts_of(tmp_path / "out/text") == {
@@ -85,7 +98,8 @@ def test_what_cannot_work(run, tmp_path, monkeypatch, files, more, message):
 
 
 def test_a_text_without_a_window_is_no_set(run, tmp_path):
-    for text, code in ((b"ab", 2), (b"abc" * 20, 0)):  # the second is another text under the same name
+    # the second is another text under the same name
+    for text, code in ((b"ab", 2), (b"abc" * 20, 0)):
         (tmp_path / "a.txt").write_bytes(text)
         out = run("text", "--source", tmp_path / "a.txt", code=code)
         assert ("train has 1 and val 1 token(s)" in out) == (code == 2)
@@ -94,9 +108,20 @@ def test_a_text_without_a_window_is_no_set(run, tmp_path):
 
 def test_val_source(run, tmp_path, small_batches, many_workers):
     train, val = [f"train {i}" for i in range(40)], [f"val {i}" for i in range(12)]
-    files = {"in/a.jsonl": jsonl(train), "val/b.jsonl.zst": zstd(jsonl(val[:11])), "c.txt": val[11].encode()}
+    files = {
+        "in/a.jsonl": jsonl(train),
+        "val/b.jsonl.zst": zstd(jsonl(val[:11])),
+        "c.txt": val[11].encode(),
+    }
     write_tree(tmp_path, files)
-    args = ("text", "--source", tmp_path / "in", "--val-source", tmp_path / "val", tmp_path / "c.txt")
+    args = (
+        "text",
+        "--source",
+        tmp_path / "in",
+        "--val-source",
+        tmp_path / "val",
+        tmp_path / "c.txt",
+    )
     out = run(*args)
     assert "warning" not in out and "of 40 and 12 documents" in out
     assert documents_of(tmp_path / "out/text") == {"train": train, "val": val}
@@ -113,20 +138,33 @@ def test_val_source(run, tmp_path, small_batches, many_workers):
 
 
 def test_shakespeare_is_nanogpts_characters(run, tmp_path):
-    """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for training."""
-    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
+    """As data/shakespeare_char/prepare.py of nanoGPT splits them: the first int(0.9 n) are for
+    training.
+    """
+    text = (
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n" * 7
+    )
     (tmp_path / "input.txt").write_text(text)
     args = ("shakespeare", "--source", str(tmp_path / "input.txt"), "--out", str(tmp_path / "out"))
     assert prepare.main(args) == 0
-    meta = check_dataset(tmp_path / "out/shakespeare", load(REPO_ROOT / "config/shakespeare.toml").model.vocab_size)
+    meta = check_dataset(
+        tmp_path / "out/shakespeare", load(REPO_ROOT / "config/shakespeare.toml").model.vocab_size
+    )
     ids = np.fromfile(tmp_path / "out/shakespeare/train-00000.bin", "<u2")
     assert bytes(ids.astype(np.uint8)).decode() == text[: int(0.9 * len(text))]
     assert meta.splits["val"].tokens == len(text) - len(ids) and meta.tokenizer["name"] == "bytes"
 
 
 def test_linked_folders_are_read_and_loops_end(tmp_path):
-    write_tree(tmp_path, {"in/a.txt": b"a", "in/m/b.txt": b"b", "disk/c.txt": b"c", "disk/d/d.txt": b"d"})
-    for link, target in {"in/k": "../disk", "in/m/up": "..", "in/z": "../disk/d", "disk/d/self": "."}.items():
+    write_tree(
+        tmp_path, {"in/a.txt": b"a", "in/m/b.txt": b"b", "disk/c.txt": b"c", "disk/d/d.txt": b"d"}
+    )
+    for link, target in {
+        "in/k": "../disk",
+        "in/m/up": "..",
+        "in/z": "../disk/d",
+        "disk/d/self": ".",
+    }.items():
         (tmp_path / link).symlink_to(target)
     (tmp_path / "in/e.txt").symlink_to("../disk/c.txt")
     (tmp_path / "folder").symlink_to("in")

@@ -1,7 +1,7 @@
 """config/paper/: one file per experiment of the paper, and controls.
 
-Expected numbers are those of the project's digest of the paper (results.json, not part of this repository): ids of
-experiments, parameters without the position table, printed settings.
+Expected numbers are those of the project's digest of the paper (results.json, not part of this
+repository): ids of experiments, parameters without the position table, printed settings.
 """
 
 from itertools import product
@@ -21,7 +21,9 @@ BOOKS3, BOTH = ["books3"], ["arxiv", "books3"]
 FINE = [(32, 4, 768), (64, 8, 384), (128, 16, 192), (256, 32, 96)]
 SPARSE = [(n, 8, 384) for n in (32, 64, 128, 256)]
 MAIN = [(64, 8, 384)]
-PAPER = {  # file, as an experiment's id ends: all combinations of routers, data sets, length, (experts, active, hidden)
+# file, as an experiment's id ends: all combinations of routers, data sets, length, (experts,
+# active, hidden)
+PAPER = {
     "arxiv_512": (FIVE, ["arxiv"], 512, MAIN),
     "books3_512": (FIVE, BOOKS3, 512, MAIN),
     "books3_1024": (FIVE, BOOKS3, 1024, MAIN),
@@ -57,17 +59,81 @@ MIXTURE = {  # (width, experts, active, hidden): total and active, of a router w
 LEARNING_RATE = {768: 6e-4, 1024: 3e-4, 2048: 2e-4, 2560: 1.6e-4}
 
 
-DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
-    "model": {"n_layer": 12, "n_head": 12, "n_kv_head": 0, "n_embd": 768, "block_size": 512, "vocab_size": 50304}
-    | {"router": "kern", "n_expert": 64, "top_k": 8, "expert_hidden": 384, "n_shared_expert": 0, "n_dense_layer": 0}
-    | {"activation": "gelu", "gated": False, "norm": "layernorm", "norm_eps": 1e-5, "pos": "learned", "bias": False}
-    | {"tie_embeddings": True, "dropout": 0.0, "init_std": 0.02, "gate_scale": 1.0, "gate_norm": 0.0, "qk_norm": "off"},
-    "train": {"batch_size": 256, "micro_batch_size": 32, "max_steps": 50_000, "dtype": "auto", "loss_spike": "off"}
-    | {"balance_loss_coef": 0.0, "balance_loss_scope": "global", "z_loss_coef": 0.0, "bias_update_rate": 0.0}
-    | {"ema_decay": 0.0, "branch_from": "", "init_from": "", "on_save_error": "stop", "keep_checkpoints": 2}
-    | {"checkpoint_interval": -1, "checkpoint_minutes": 10, "max_skipped_steps": 20, "spike_sigma": 6},
-    "optim": {"name": "adamw", "lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    | {"grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 500, "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+# the 125M model of the paper; where it is silent, the 125M file of the DAPE repository
+DEFAULTS = {
+    "model": {
+        "n_layer": 12,
+        "n_head": 12,
+        "n_kv_head": 0,
+        "n_embd": 768,
+        "block_size": 512,
+        "vocab_size": 50304,
+    }
+    | {
+        "router": "kern",
+        "n_expert": 64,
+        "top_k": 8,
+        "expert_hidden": 384,
+        "n_shared_expert": 0,
+        "n_dense_layer": 0,
+    }
+    | {
+        "activation": "gelu",
+        "gated": False,
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "pos": "learned",
+        "bias": False,
+    }
+    | {
+        "tie_embeddings": True,
+        "dropout": 0.0,
+        "init_std": 0.02,
+        "gate_scale": 1.0,
+        "gate_norm": 0.0,
+        "qk_norm": "off",
+    },
+    "train": {
+        "batch_size": 256,
+        "micro_batch_size": 32,
+        "max_steps": 50_000,
+        "dtype": "auto",
+        "loss_spike": "off",
+    }
+    | {
+        "balance_loss_coef": 0.0,
+        "balance_loss_scope": "global",
+        "z_loss_coef": 0.0,
+        "bias_update_rate": 0.0,
+    }
+    | {
+        "ema_decay": 0.0,
+        "branch_from": "",
+        "init_from": "",
+        "on_save_error": "stop",
+        "keep_checkpoints": 2,
+    }
+    | {
+        "checkpoint_interval": -1,
+        "checkpoint_minutes": 10,
+        "max_skipped_steps": 20,
+        "spike_sigma": 6,
+    },
+    "optim": {
+        "name": "adamw",
+        "lr": 6e-4,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+    | {
+        "grad_clip": 1.0,
+        "schedule": "cosine",
+        "warmup_steps": 500,
+        "min_lr_ratio": 0.1,
+        "decay_fraction": 0.2,
+    }
     | {"router_lr_ratio": 1.0, "expert_out_lr_ratio": 1.0},
     "data": {"name": "books3", "document_mask": False},
     "eval": {"interval": 1000, "windows": 2048, "spread": "documents", "tasks": ""},
@@ -77,11 +143,16 @@ DEFAULTS = {  # the 125M model of the paper; where it is silent, the 125M file o
 
 def test_defaults_are_the_papers():
     values = configure.Config().model_dump()
-    assert {section: {key: values[section][key] for key in keys} for section, keys in DEFAULTS.items()} == DEFAULTS
+    assert {
+        section: {key: values[section][key] for key in keys} for section, keys in DEFAULTS.items()
+    } == DEFAULTS
 
 
 def runs(stem):
-    return [configure.load(FILES[stem], point, world_size=8) for point in configure.sweep_points(FILES[stem])]
+    return [
+        configure.load(FILES[stem], point, world_size=8)
+        for point in configure.sweep_points(FILES[stem])
+    ]
 
 
 def parameters(model):
@@ -90,7 +161,10 @@ def parameters(model):
     if model.router == "dense":
         return (DENSE[model.n_embd] + table,) * 2
     shape = (model.n_embd, model.n_expert, model.top_k, model.expert_hidden)
-    gamma, bias = model.router.startswith("kern"), model.router.startswith("kern") and model.router != "kern-nobias"
+    gamma, bias = (
+        model.router.startswith("kern"),
+        model.router.startswith("kern") and model.router != "kern-nobias",
+    )
     a_layer = -1 + (gamma and model.router != "kern-nogamma") + bias * model.n_expert
     return tuple(count + table + model.n_layer * a_layer for count in MIXTURE[shape])
 
@@ -103,12 +177,17 @@ def test_runs_are_those_of_the_paper(stem):
         assert (train.max_steps, train.dtype, model.dropout) == (50_000, "auto", 0)
         assert (optim.beta1, optim.beta2, optim.lr) == (0.9, 0.95, LEARNING_RATE[model.n_embd])
         tokens = 50e9 if stem == "downstream" else 50_000 * 256 * model.block_size
-        assert train.max_steps * train.batch_size * model.block_size == pytest.approx(tokens, rel=0.05)
+        assert train.max_steps * train.batch_size * model.block_size == pytest.approx(
+            tokens, rel=0.05
+        )
         assert (stem == "downstream") or train.batch_size == 256
         assert 5000 % config.eval.interval == 0
         if stem == "large_model_2.7B":
             total, active = count_parameters(model)
-            assert round(total / 1e9, 1) == (2.6 if model.router == "dense" else 14.4) and 2.64e9 < active < 2.66e9
+            assert (
+                round(total / 1e9, 1) == (2.6 if model.router == "dense" else 14.4)
+                and 2.64e9 < active < 2.66e9
+            )
         else:
             assert count_parameters(model) == parameters(model), config.run.name
         if stem not in BEYOND:
@@ -132,18 +211,26 @@ def test_files_of_one_size_match_the_papers_table(name):
     config = configure.load(CONFIG / f"{name}.toml", world_size=8)
     model = config.model
     assert (model.n_layer, model.n_head, model.n_embd, config.optim.lr) == SIZES[name]
-    assert model.expert_hidden * model.top_k == 4 * model.n_embd  # equal active parameters with the dense model
+    # equal active parameters with the dense model
+    assert model.expert_hidden * model.top_k == 4 * model.n_embd
     assert (config.train.batch_size, config.train.micro_batch_size) == (32 * 8, 32)
 
 
 def test_controls():
-    """Of routers: without a balance but for one, whose balance is a bias. Of balance: with a loss and without."""
+    """Of routers: without a balance but for one, whose balance is a bias.
+
+    Of balance: with a loss and without.
+    """
     rates = {(c.model.router, c.train.bias_update_rate) for c in runs("controls_routers")}
-    assert rates >= {(router, 0) for router in ("softmax-renorm", "sqrtgate", "softmax-l2", "kern-nogamma", "kern")}
+    assert rates >= {
+        (router, 0)
+        for router in ("softmax-renorm", "sqrtgate", "softmax-l2", "kern-nogamma", "kern")
+    }
     assert [pair for pair in rates if pair[1]] == [("sigmoid-renorm", 0.001)]
     coefs = {(c.model.router, c.train.balance_loss_coef) for c in runs("controls_balance")}
     assert coefs > {(router, coef) for router in ("softmax", "kern") for coef in (0, 0.1)}
-    assert {c.model.gate_norm for c in runs("controls_scale")} == {0.594}  # the own norm of kern: test_theory.py
+    # the own norm of kern: test_theory.py
+    assert {c.model.gate_norm for c in runs("controls_scale")} == {0.594}
 
 
 def test_no_two_runs_of_all_files_share_a_folder():
@@ -151,5 +238,7 @@ def test_no_two_runs_of_all_files_share_a_folder():
     for file in [*FILES.values(), *CONFIG.glob("*.toml"), *CONFIG.glob("studies/*.toml")]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name
-            assert len(name) <= 80 and (name.startswith(f"{file.stem}-") or file.stem == "length_branches")
+            assert len(name) <= 80 and (
+                name.startswith(f"{file.stem}-") or file.stem == "length_branches"
+            )
             assert owner.setdefault(name, (file, point)) == (file, point)

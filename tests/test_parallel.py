@@ -1,7 +1,8 @@
-"""Many ranks: the same run on any number of them, under DDP, FSDP2, ZeRO-2 and HSDP; ranks that die.
+"""Many ranks: the same run on any number of them, under DDP, FSDP2, ZeRO-2 and HSDP; ranks that
+die.
 
-Jobs of 2 and of 4 ranks (CPU, gloo) go through the cases of ranks.py, and each leaves a report per case and rank, which
-the tests read. Run as a program, this file is a rank that is ended.
+Jobs of 2 and of 4 ranks (CPU, gloo) go through the cases of ranks.py, and each leaves a report per
+case and rank, which the tests read. Run as a program, this file is a rank that is ended.
 """
 
 import os
@@ -41,7 +42,9 @@ def folder(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """`alone(model)`: the override of the seed, and the Outcome of the run on one rank with that seed."""
+    """`alone(model)`: the override of the seed, and the Outcome of the run on one rank with that
+    seed.
+    """
 
     @cache
     def alone(model):
@@ -61,11 +64,16 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def outcome(folder, alone):
-    """`outcome(case)`. The first question about a case of several ranks starts all jobs of the integration tests."""
+    """`outcome(case)`.
+
+    The first question about a case of several ranks starts all jobs of the integration tests.
+    """
 
     def start(count, names, models):
         seeds = {model: alone(model)[0] for model in models}
-        ended = [rank.wait(1200) for rank in start_ranks(count, ranks.be_a_rank, folder, names, seeds)]
+        ended = [
+            rank.wait(1200) for rank in start_ranks(count, ranks.be_a_rank, folder, names, seeds)
+        ]
         assert all(code == 0 for code, _ in ended), ended
 
     @cache
@@ -75,26 +83,45 @@ def outcome(folder, alone):
     @cache
     def start_others():
         for count in (2, 4):  # runs on 4 resume from checkpoints of 2
-            names = [name for name, case in CASES.items() if WAYS[case.way].ranks == count and case.model != "pair"]
+            names = [
+                name
+                for name, case in CASES.items()
+                if WAYS[case.way].ranks == count and case.model != "pair"
+            ]
             start(count, names, COMPARED[1:])
 
     def outcome(name):
         start_pair() if name == "pair ddp-2" else start_others()
-        errors = [f"rank {path.name}: {path.read_text()}" for path in sorted(folder.glob(f"{name}.*.error"))]
+        errors = [
+            f"rank {path.name}: {path.read_text()}"
+            for path in sorted(folder.glob(f"{name}.*.error"))
+        ]
         assert not errors, "\n".join(errors)
-        reports = [torch.load(folder / f"{name}.{rank}") for rank in range(WAYS[CASES[name].way].ranks)]
-        return Outcome(read_metrics(folder / name / "tiny/metrics.jsonl", ARRAYS), reports, folder / name / "tiny")
+        reports = [
+            torch.load(folder / f"{name}.{rank}") for rank in range(WAYS[CASES[name].way].ranks)
+        ]
+        return Outcome(
+            read_metrics(folder / name / "tiny/metrics.jsonl", ARRAYS),
+            reports,
+            folder / name / "tiny",
+        )
 
     return outcome
 
 
 def assert_same_run(one, other, after=-1, keys=("train/loss", "val/loss", "optim/grad_norm")):
-    """The same lines after step `after` and the same weights at the end, up to rounding; the same loads and biases."""
+    """The same lines after step `after` and the same weights at the end, up to rounding; the same
+    loads and biases.
+    """
     a, b = ([line for line in run.lines if line["step"] > after] for run in (one, other))
     assert column(a, "step") == column(b, "step")  # rank 0 alone writes
-    assert column(a, "router/loads") == column(b, "router/loads") and column(a, "val/loads") == column(b, "val/loads")
+    assert column(a, "router/loads") == column(b, "router/loads") and column(
+        a, "val/loads"
+    ) == column(b, "val/loads")
     assert_same_columns(a, b, *keys)
-    (a, a_buffers), (b, b_buffers) = ((run.reports[0]["parameters"], run.reports[0]["buffers"]) for run in (one, other))
+    (a, a_buffers), (b, b_buffers) = (
+        (run.reports[0]["parameters"], run.reports[0]["buffers"]) for run in (one, other)
+    )
     for key in b:  # AdamW's steps are as large for gradients that are mostly rounding
         assert_near(a[key], b[key], tolerance(torch.float32, 257, roundings=40), key)
     for key in b_buffers:
@@ -115,13 +142,24 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
     ran = outcome("pair ddp-2")
     assert_same_run(ran, alone("pair")[1])
     for rank, report in enumerate(ran.reports):
-        assert report["buffers"]["blocks.1.mlp.router.selection_bias"].tolist() == [0, 0, 0, -10 - rank, 0, 0, 0, 0]
-        assert len(report["loads"]) == 3 * 2 and len(report["warm_ups"]) == 1  # 3 steps of 2 micro-batches
+        assert report["buffers"]["blocks.1.mlp.router.selection_bias"].tolist() == [
+            0,
+            0,
+            0,
+            -10 - rank,
+            0,
+            0,
+            0,
+            0,
+        ]
+        # 3 steps of 2 micro-batches
+        assert len(report["loads"]) == 3 * 2 and len(report["warm_ups"]) == 1
         assert not any(loads[:, 3].any() for loads in report["loads"])
         _, second, third = report["gradients"]
         assert all(second) and second == third  # in DDP's buckets, so no rank ever holds them twice
     seeds = [seed for report in ran.reports for seed in report["seeds"]]
-    assert len(seeds) == len(set(seeds)) == 2 * 3  # rows of several ranks do not share a mask of dropout
+    # rows of several ranks do not share a mask of dropout
+    assert len(seeds) == len(set(seeds)) == 2 * 3
     flops = flops_per_token(ranks.config_of(folder, "pair ddp-2", "run.seed=0").model)
     timed = [line for line in ran.lines if "perf/mfu" in line]
     assert len(timed) == 3
@@ -133,9 +171,13 @@ def test_pair_trains_like_one_rank(outcome, alone, folder):
 # ---- equal runs
 @pytest.mark.integration
 @pytest.mark.numerics
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.model in ANY and "bfloat16" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if case.model in ANY and "bfloat16" not in n]
+)
 def test_same_run_on_any_number_of_ranks(outcome, alone, name):
-    """Also with unequal numbers of validation windows, though a forward pass gathers weights from all ranks."""
+    """Also with unequal numbers of validation windows, though a forward pass gathers weights from
+    all ranks.
+    """
     ran = outcome(name)
     assert_same_run(ran, alone(CASES[name].model)[1])
     assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
@@ -144,7 +186,9 @@ def test_same_run_on_any_number_of_ranks(outcome, alone, name):
     if CASES[name].model in ("biased", "quantile"):
         assert ran.reports[0]["buffers"]["blocks.1.mlp.router.selection_bias"].any()
     if CASES[name].model == "kern":
-        assert_same_columns(ran.lines, alone("kern")[1].lines, "router/gamma", "val/gate_norm", "val/gate_sum")
+        assert_same_columns(
+            ran.lines, alone("kern")[1].lines, "router/gamma", "val/gate_norm", "val/gate_sum"
+        )
     if CASES[name].model == "dense":  # with masks, and a mean of the weights
         assert_same_columns(ran.lines, alone("dense")[1].lines, "val_ema/loss")
 
@@ -187,13 +231,16 @@ def test_infinite_gradient_on_one_rank_is_skipped_on_all(outcome, way):
         ]
         assert changed == [True, True, False, True]
         assert all(parameter.isfinite().all() for parameter in report["parameters"].values())
-    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))  # nor do loads of the skipped step count on some
+    # nor do loads of the skipped step count on some
+    assert_same_bits(ran.reports, ran.reports[:1] * len(ran.reports))
 
 
 # ---- checkpoints
 @pytest.mark.integration
 @pytest.mark.numerics
-@pytest.mark.parametrize("saved, resumed", [(saved, way) for saved, ways in RESHARDED.items() for way in ways])
+@pytest.mark.parametrize(
+    "saved, resumed", [(saved, way) for saved, ways in RESHARDED.items() for way in ways]
+)
 def test_checkpoint_resumes_on_other_ranks(outcome, alone, saved, resumed):
     part = outcome(f"{saved} to {resumed}")
     assert len(part.reports[0]["weights"]) == 3  # of 6 steps
@@ -216,7 +263,10 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(outcome, model, way)
 
 # ---- jobs of torchrun: ranks that end, and nodes
 def be_ended(folder, how):
-    """A rank: DDP, or FSDP2 that saves all the time. Before step 3 rank 1 sends itself the signal `how`."""
+    """A rank: DDP, or FSDP2 that saves all the time.
+
+    Before step 3 rank 1 sends itself the signal `how`.
+    """
     how, _, saving = how.partition(" ")
 
     def learning_rate(optim, max_steps, step):
@@ -226,7 +276,11 @@ def be_ended(folder, how):
         return RATE(optim, max_steps, step)
 
     train.learning_rate = learning_rate
-    own = [f"--run.dir={folder / (how + saving)}", "--train.micro_batch_size=1", "--train.timeout_minutes=0.5"]
+    own = [
+        f"--run.dir={folder / (how + saving)}",
+        "--train.micro_batch_size=1",
+        "--train.timeout_minutes=0.5",
+    ]
     own += ["--train.parallel=fsdp", "--train.checkpoint_interval=1"] if saving else []
     sys.exit(train.main([str(folder / "tiny.toml"), *own]))
 
@@ -240,7 +294,13 @@ def jobs(folder, alone):
     two = ["--standalone", "--nproc_per_node=2", __file__, folder]
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=two"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", "train.py", folder / "tiny.toml"]
-    own = [f"run.dir={folder / 'nodes'}", "train.parallel=fsdp", *ALL, *MODELS["kern"], alone("kern")[0]]
+    own = [
+        f"run.dir={folder / 'nodes'}",
+        "train.parallel=fsdp",
+        *ALL,
+        *MODELS["kern"],
+        alone("kern")[0],
+    ]
     nodes += [f"--{key}" for key in own]
     ended = {how: [*two, how] for how in ("SIGKILL", "SIGSTOP saving")}
     return run_torchrun(ended | {"node 0": nodes, "node 1": nodes})
@@ -263,7 +323,8 @@ def test_job_ends_when_a_rank_does(jobs, name):
     assert job.code != 0  # and it did end
     assert "at step 3" in job.output  # it had begun
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", job.output), job.output
-    if name != "SIGKILL":  # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
+    # rank 0 gave up waiting; torchrun then killed the other, which does not end when asked to
+    if name != "SIGKILL":
         assert "Timed out waiting 30000ms" in job.output
 
 
@@ -271,7 +332,9 @@ def test_job_ends_when_a_rank_does(jobs, name):
 @pytest.mark.parametrize("name", ["dense ddp-2", "kern fsdp-2"])
 def test_gradients_are_summed_over_ranks_in_the_type_asked_for(outcome, name):
     """In bfloat16 the first step's norm is off by its rounding, 2^-8 at most, and not by nothing."""
-    exact, rounded = (column(outcome(case).lines, "optim/grad_norm")[0] for case in (name, f"{name} bfloat16"))
+    exact, rounded = (
+        column(outcome(case).lines, "optim/grad_norm")[0] for case in (name, f"{name} bfloat16")
+    )
     assert 0 < abs(rounded - exact) < exact / 2**8
 
 

@@ -1,4 +1,6 @@
-"""scripts.plan and runtime/memory.py: sizes and hours by hand, activations against autograd, the parallelism chosen."""
+"""scripts.plan and runtime/memory.py: sizes and hours by hand, activations against autograd, the
+parallelism chosen.
+"""
 
 import re
 
@@ -33,22 +35,39 @@ def gibibytes(text):
 
 @pytest.mark.parametrize("gpus, per_node", [(8, 8), (4, 8), (8, 2), (1, 8)])
 def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
-    """16 bytes a parameter under DDP, a part of them under ZeRO-2 and FSDP2 (of all ranks) and HSDP (of a node's)."""
+    """16 bytes a parameter under DDP, a part of them under ZeRO-2 and FSDP2 (of all ranks) and HSDP
+    (of a node's).
+    """
     words = ["--gpus", gpus, "--gpus-per-node", per_node, "--mfu", 0.25, "--gpu", "A100"]
     out = call(plan.main, LARGE, *words)
     facts = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
     assert facts["parameters"] == "6,952.4 M in all, 1,315.3 M active"
     assert facts["tokens"] == "6.55 B: 50,000 steps of 131,072"
     assert facts["checkpoint"].startswith(f"{12 * P / 2**30:.1f} GiB, 2 kept")
-    hours = 50_000 * 131_072 * flops_per_token(configure.load(LARGE).model) / (gpus * 312e12 * 0.25) / 3600
-    assert facts["time"] == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25, {hours * gpus:,.0f} GPU hours"
+    hours = (
+        50_000
+        * 131_072
+        * flops_per_token(configure.load(LARGE).model)
+        / (gpus * 312e12 * 0.25)
+        / 3600
+    )
+    assert (
+        facts["time"]
+        == f"{hours:,.1f} h on {gpus} x A100 at an MFU of 0.25, {hours * gpus:,.0f} GPU hours"
+    )
     table = read_table(out)
-    shards = {"ddp": 1} | ({} if gpus == 1 else {"zero2": gpus, "fsdp": gpus}) | ({"hsdp": 2} if per_node == 2 else {})
+    shards = (
+        {"ddp": 1}
+        | ({} if gpus == 1 else {"zero2": gpus, "fsdp": gpus})
+        | ({"hsdp": 2} if per_node == 2 else {})
+    )
     assert {*table} == {name + more for name in shards for more in ("", ", checkpointing")}
     for name, n in shards.items():
         state = sum(gibibytes(table[name][part]) for part in ("weights", "gradients", "optimizer"))
         assert state == pytest.approx(16 * P / n / 2**30, rel=0.01)
-        total = sum(gibibytes(table[name][part]) for part in memory.Memory._fields if part in table[name])
+        total = sum(
+            gibibytes(table[name][part]) for part in memory.Memory._fields if part in table[name]
+        )
         assert gibibytes(table[name]["sum"]) == pytest.approx(total, abs=0.5)
         assert (table[name]["in 80 GiB"] == "fits") == (gibibytes(table[name]["sum"]) <= 0.92 * 80)
 
@@ -59,7 +78,8 @@ def test_plan_of_the_largest_model_by_hand(call, gpus, per_node):
     ("--gpus=8 --train.micro_batch_size=16 --memory=200", "--train.parallel=ddp"),  # two
     ("--gpus=16 --train.micro_batch_size=16", "--train.parallel=hsdp"),
     ("--gpus=4 --memory=24", "none fits"),
-    ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),  # 43.2 GiB without it are more than 92%
+    # 43.2 GiB without it are more than 92%
+    ("--gpus=8 --memory=45", "--train.activation_checkpointing=true"),
     ("--gpus=8 --memory=40 --train.micro_batch_size=16", "--train.parallel=fsdp"),
 ])  # fmt: skip
 def test_plan_ends_with_what_to_choose(call, words, last_line):
@@ -67,10 +87,17 @@ def test_plan_ends_with_what_to_choose(call, words, last_line):
 
 
 def test_options_that_need_memory_are_planned(call):
-    """Muon has one moment for the blocks' matrices; the mean of weights and scoring on tasks have rows of their own."""
+    """Muon has one moment for the blocks' matrices; the mean of weights and scoring on tasks have
+    rows of their own.
+    """
     words = ["--gpus", 4, "--train.micro_batch_size=1"]
     plain = read_table(call(plan.main, LARGE, *words))
-    more = ["--optim.name=muon", "--train.ema_decay=0.9", "--eval.tasks=sciq", "--data.document_mask=true"]
+    more = [
+        "--optim.name=muon",
+        "--train.ema_decay=0.9",
+        "--eval.tasks=sciq",
+        "--data.document_mask=true",
+    ]
     full = read_table(call(plan.main, LARGE, *words, *more))
     assert not {"ema", "scoring"} & plain["fsdp"].keys()
     for name in ("ddp", "fsdp"):
@@ -100,11 +127,15 @@ GATED = ["--model.gated=true", "--model.activation=silu"]
 
 
 def planned_and_kept(router, more, dtype):
-    """Bytes of one block more: planned, and of tensors kept for its backward pass but weights and their casts."""
+    """Bytes of one block more: planned, and of tensors kept for its backward pass but weights and
+    their casts.
+    """
 
     def measure(n_layer):
         sizes = "vocab_size=64 n_embd=192 block_size=256 expert_hidden=192 n_expert=16 top_k=4"
-        words = [f"--model.{word}" for word in f"router={router} n_layer={n_layer} {sizes}".split()] + more
+        words = [
+            f"--model.{word}" for word in f"router={router} n_layer={n_layer} {sizes}".split()
+        ] + more
         model = configure.load(REPO_ROOT / "config/125m.toml", words).model
         gpt, sizes, alive = GPT(model), {}, []
         shapes = {tuple(p.shape) for p in gpt.parameters() if p.dim() > 1}
@@ -127,8 +158,17 @@ def planned_and_kept(router, more, dtype):
 
 
 BLOCKS = [
-    *(("dense", []), ("kern", []), ("dense", GATED), ("kern", [*GATED, "--model.n_shared_expert=2"])),
-    *(("dense", HEADS[1:]), ("dense", ["--model.qk_norm=all"]), ("kern", [*HEADS, *GATED, "--model.qk_norm=head"])),
+    *(
+        ("dense", []),
+        ("kern", []),
+        ("dense", GATED),
+        ("kern", [*GATED, "--model.n_shared_expert=2"]),
+    ),
+    *(
+        ("dense", HEADS[1:]),
+        ("dense", ["--model.qk_norm=all"]),
+        ("kern", [*HEADS, *GATED, "--model.qk_norm=head"]),
+    ),
 ]
 CASES = [(*block, dtype) for block in BLOCKS for dtype in ("float32", "bfloat16")]
 CASES.append(("softmax", ["--model.n_expert=256"], "float32"))  # more experts than channels
@@ -141,11 +181,17 @@ def test_activations_are_what_autograd_keeps(router, more, dtype):
 
 
 # ---- the choice of a parallelism
-SMALL = memory.Memory(weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0)
+SMALL = memory.Memory(
+    weights=2**30, gradients=2**30, optimizer=2**31, copies=0, activations=2**32, logits=0
+)
 
 
 def test_the_first_parallelism_that_fits_is_chosen():
-    plans = {"ddp": SMALL, "hsdp": SMALL._replace(activations=2**31), "fsdp": SMALL._replace(activations=0)}
+    plans = {
+        "ddp": SMALL,
+        "hsdp": SMALL._replace(activations=2**31),
+        "fsdp": SMALL._replace(activations=0),
+    }
     # 92% of a device are usable
     for capacity, chosen in ((9, "ddp"), (8.6, "hsdp"), (7, "hsdp"), (6.4, "fsdp"), (1, "fsdp")):
         assert memory.select_fitting(plans, int(capacity * 2**30)) == chosen
@@ -157,7 +203,9 @@ def test_the_first_parallelism_that_fits_is_chosen():
     ("125m", "cuda", 16, 512, "ddp"), ("350m", "cuda", 8, 256, "zero2"), ("1b3", "cuda", 8, 512, "zero2"),
     ("1b3", "cuda", 16, 512, "hsdp"),
 ])  # fmt: skip
-def test_models_of_the_paper_on_gpus_of_80_gigabytes(monkeypatch, file, device, ranks, batch_size, chosen):
+def test_models_of_the_paper_on_gpus_of_80_gigabytes(
+    monkeypatch, file, device, ranks, batch_size, chosen
+):
     """Eight a node."""
     monkeypatch.setattr(distributed, "memory_bytes", lambda device: 80 * 10**9)
     overrides = ["data.name=any", "train.dtype=float16", f"train.batch_size={batch_size}"]
@@ -172,7 +220,9 @@ def test_parallelism_that_the_ranks_do_not_allow_is_refused(tiny, way, ranks):
     config = tiny()
     config = config.model_copy(update={"train": config.train.model_copy(update={"parallel": way})})
     with pytest.raises(RunError, match=f"= {way} .* {ranks} rank.*set --train.parallel=auto"):
-        memory.choose_parallelism(config, parameter_shapes(config.model), ranks, 2, torch.device("cpu"))
+        memory.choose_parallelism(
+            config, parameter_shapes(config.model), ranks, 2, torch.device("cpu")
+        )
 
 
 @pytest.mark.parametrize("capacity, gpus", [(3, 2), (1.8, 4)])  # 92% of two with 1.8 GiB are 3.3
@@ -189,8 +239,12 @@ def test_device_known_to_be_too_small_is_refused(capacity, gpus):
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batch", [4, 16])
 def test_peak_on_a_gpu_is_as_planned(micro_batch):
-    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under DDP."""
-    config = configure.load(REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"])
+    """Of a training step of 125m.toml in float16, within 15%, gradients staying as they do under
+    DDP.
+    """
+    config = configure.load(
+        REPO_ROOT / "config/125m.toml", [f"--train.micro_batch_size={micro_batch}"]
+    )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = GPT(config.model).cuda()

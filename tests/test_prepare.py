@@ -13,7 +13,17 @@ from unittest import mock
 
 import corpora
 import pytest
-from corpora import corpus_texts, documents_of, jsonl, parquet, place, snapshot, split_of, tar, write_tree
+from corpora import (
+    corpus_texts,
+    documents_of,
+    jsonl,
+    parquet,
+    place,
+    snapshot,
+    split_of,
+    tar,
+    write_tree,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,11 +40,22 @@ def edit(path: Path, position: int, value: bytes) -> None:
     path.write_bytes(data)
 
 
-@given(texts=st.lists(st.text(max_size=30), max_size=30), val_fraction=st.floats(0.01, 0.99), steps=st.integers(1, 60))
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(max_size=30), max_size=30),
+    val_fraction=st.floats(0.01, 0.99),
+    steps=st.integers(1, 60),
+)
+@settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fraction, steps):
-    texts += ["train " + "x" * next(n for n in itertools.count() if place("train " + "x" * n) >= val_fraction)]
-    texts += ["val " + "x" * next(n for n in itertools.count() if place("val " + "x" * n) < val_fraction)]
+    texts += [
+        "train "
+        + "x" * next(n for n in itertools.count() if place("train " + "x" * n) >= val_fraction)
+    ]
+    texts += [
+        "val " + "x" * next(n for n in itertools.count() if place("val " + "x" * n) < val_fraction)
+    ]
     monkeypatch.setattr(prepare, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(bins, "load_tokenizer", lambda *_: any_tokenizer)
     monkeypatch.setattr(workers, "BATCH_BYTES", steps)
@@ -46,12 +67,19 @@ def test_texts_come_back_from_a_set(any_tokenizer, monkeypatch, texts, val_fract
         assert prepare.main(["text", *args.split(), "--val-fraction", str(val_fraction)]) == 0
         assert documents_of(Path(folder, "text")) == split_of(texts, val_fraction)
         check_dataset(Path(folder, "text"), any_tokenizer.vocab_size)
-        assert read_meta(Path(folder, "text")).source["empty"] == sum(not text.strip() for text in texts)
+        assert read_meta(Path(folder, "text")).source["empty"] == sum(
+            not text.strip() for text in texts
+        )
 
 
-def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatch, small_batches, many_workers):
+def test_the_set_is_the_same_for_any_number_of_workers(
+    run, tmp_path, monkeypatch, small_batches, many_workers
+):
     texts = corpus_texts()
-    files = {"a.jsonl.gz": gzip.compress(jsonl(texts[:30])), "b.tar": tar({"x.txt": texts[30].encode()})}
+    files = {
+        "a.jsonl.gz": gzip.compress(jsonl(texts[:30])),
+        "b.tar": tar({"x.txt": texts[30].encode()}),
+    }
     write_tree(tmp_path / "in", files)
     pool, sets = mock.Mock(wraps=workers.ProcessPoolExecutor), []
     monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
@@ -66,16 +94,33 @@ def test_the_set_is_the_same_for_any_number_of_workers(run, tmp_path, monkeypatc
 
 
 def test_python_sources_below_other_roots(run, tmp_path):
-    files = {"one/a.py": "# a", "one/test/b.py": "# b", "two/a.py": "# c", "two/d.txt": "d", "two/e/f.py": "# f"}
+    files = {
+        "one/a.py": "# a",
+        "one/test/b.py": "# b",
+        "two/a.py": "# c",
+        "two/d.txt": "d",
+        "two/e/f.py": "# f",
+    }
     write_tree(tmp_path, {name: text.encode() for name, text in files.items()})
     (tmp_path / "none").mkdir()
-    args = ("stdlib", "--roots", tmp_path / "two", tmp_path / "one", "--name", "code", "--val-fraction", 0.4)
+    args = (
+        "stdlib",
+        "--roots",
+        tmp_path / "two",
+        tmp_path / "one",
+        "--name",
+        "code",
+        "--val-fraction",
+        0.4,
+    )
     run(*args)
     assert documents_of(tmp_path / "out/code") == split_of(["# c", "# f", "# a", "# b"], 0.4)
     assert "already there" in run(*args)
     (tmp_path / "one/a.py").write_text("# other")
     assert "its files have changed" in run(*args, code=2)
-    assert "none: no .py file there: name another --roots" in run("stdlib", "--roots", tmp_path / "none", code=2)
+    assert "none: no .py file there: name another --roots" in run(
+        "stdlib", "--roots", tmp_path / "none", code=2
+    )
 
 
 def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
@@ -85,7 +130,10 @@ def test_a_set_that_is_prepared_again_is_already_there(run, books, tmp_path):
     for changed, message in (
         (("--val-fraction", 0.5), "val_fraction 0.3, now 0.5"),
         (("--tokenizer", "gpt2"), "tokenizer 'bytes', now 'gpt2'"),
-        (("--text-field", "body", "--shard-tokens", 500), "shard_tokens 999, now 500; text_field 'text', now 'body'"),
+        (
+            ("--text-field", "body", "--shard-tokens", 500),
+            "shard_tokens 999, now 500; text_field 'text', now 'body'",
+        ),
     ):
         out = run(*books, *changed, code=2)
         assert message in out and "--force" in out and "--name" in out
@@ -134,19 +182,28 @@ REVISION = "5d1c"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the hub: files below hub.root/<repository>@<revision>/, the newest revision in hub.newest."""
+    """A stand-in for the hub: files below hub.root/<repository>@<revision>/, the newest revision in
+    hub.newest.
+    """
     import fsspec
     import huggingface_hub
 
-    hub = SimpleNamespace(root=tmp_path / "hub", newest=REVISION, asked=[], opened=[], reachable=True)
+    hub = SimpleNamespace(
+        root=tmp_path / "hub", newest=REVISION, asked=[], opened=[], reachable=True
+    )
 
     class FakeHub(fsspec.AbstractFileSystem):
         protocol = "hf"
         cachable = False
 
         def ls(self, path, detail=True, **_):
-            entries = fsspec.filesystem("file").ls(hub.root / self._strip_protocol(path), detail=True)
-            entries = [entry | {"name": os.path.relpath(entry["name"], hub.root)} for entry in reversed(entries)]
+            entries = fsspec.filesystem("file").ls(
+                hub.root / self._strip_protocol(path), detail=True
+            )
+            entries = [
+                entry | {"name": os.path.relpath(entry["name"], hub.root)}
+                for entry in reversed(entries)
+            ]
             return entries if detail else [entry["name"] for entry in entries]
 
         def _open(self, path, mode="rb", **_):
@@ -178,7 +235,11 @@ def write_zst(path, texts, **more):
     write_tree(path.parent, {path.name: corpora.in_parts(corpora.zstd, jsonl(texts, **more))})
 
 
-PROOF_PILE = ("EleutherAI/proof-pile-2", ["arxiv/train/a.jsonl.zst", "arxiv/train/b.jsonl.zst"], write_zst)
+PROOF_PILE = (
+    "EleutherAI/proof-pile-2",
+    ["arxiv/train/a.jsonl.zst", "arxiv/train/b.jsonl.zst"],
+    write_zst,
+)
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SAMPLE = (FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parquet)
 
@@ -192,9 +253,16 @@ SAMPLE = (FINEWEB, ["sample/10BT/000.parquet", "sample/10BT/001.parquet"], parqu
 def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, write):
     texts, revision = corpus_texts(), options.get("revision", REVISION)
     upload(hub, repo, names, texts, write, revision)
-    others = [f"validation-{Path(name).name}" for name in names] + ["data/test-0.parquet"] * (corpus == "pg19")
+    others = [f"validation-{Path(name).name}" for name in names] + ["data/test-0.parquet"] * (
+        corpus == "pg19"
+    )
     upload(hub, repo, others, ["no"], write, revision)
-    args = [corpus, "--val-fraction", 0.2, *[word for name in options for word in (f"--{name}", options[name])]]
+    args = [
+        corpus,
+        "--val-fraction",
+        0.2,
+        *[word for name in options for word in (f"--{name}", options[name])],
+    ]
     assert "2 files" in run(*args)
     assert documents_of(tmp_path / "out" / corpus) == split_of(texts, 0.2)
     source = check_dataset(tmp_path / "out" / corpus, 257).source
@@ -209,7 +277,9 @@ def test_a_corpus_of_the_hub(run, hub, tmp_path, corpus, options, repo, names, w
     assert f"revision '{revision}', now 'other'" in run(*args, "--revision", "other", code=2)
 
 
-def test_a_corpus_that_changes_resumes_with_its_revision(run, hub, tmp_path, small_batches, stop_at):
+def test_a_corpus_that_changes_resumes_with_its_revision(
+    run, hub, tmp_path, small_batches, stop_at
+):
     upload(hub, *PROOF_PILE[:2], corpus_texts(), write_zst)
     args = ("arxiv", "--val-fraction", 0.2, "--shard-tokens", 999)
     stop_at(13, *args)
@@ -226,7 +296,10 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(readers, "_open", mock.Mock(side_effect=ConnectionError("connection lost")))
         out = run("arxiv", code=2)
-    assert f"hf://datasets/{PROOF_PILE[0]}@{REVISION}/{PROOF_PILE[1][0]}: reading from the hub failed" in out
+    assert (
+        f"hf://datasets/{PROOF_PILE[0]}@{REVISION}/{PROOF_PILE[1][0]}: reading from the hub failed"
+        in out
+    )
     assert "connection lost" in out and "start again to resume" in out
     hub.reachable = False
     out = run("fineweb-edu", code=2)
@@ -237,9 +310,17 @@ def test_a_lost_connection_and_a_hub_out_of_reach(run, hub, tmp_path, monkeypatc
 
 
 def test_a_set_of_own_text_is_named_after_its_only_file_or_folder():
-    for source, name in (("notes/", "notes"), ("a/my.book.txt.gz", "my"), ("arxiv.txt", "text"), ("é.txt", "text")):
+    for source, name in (
+        ("notes/", "notes"),
+        ("a/my.book.txt.gz", "my"),
+        ("arxiv.txt", "text"),
+        ("é.txt", "text"),
+    ):
         assert prepare.parse_arguments(["text", "--source", source]).name == name
-    for args, name in (("text --source a.txt b.txt", "text"), ("shakespeare --source input.txt", "shakespeare")):
+    for args, name in (
+        ("text --source a.txt b.txt", "text"),
+        ("shakespeare --source input.txt", "shakespeare"),
+    ):
         assert prepare.parse_arguments(args.split()).name == name
     assert prepare.parse_arguments(["text", "--source", "a.txt", "--name", "b"]).name == "b"
 
@@ -275,8 +356,14 @@ def test_verify_describes_a_set_and_finds_every_damaged_file(run, books, tmp_pat
     edit(prepared / "train-00001.bin", 1000, bytes([good[1000] ^ 1]))
     edit(prepared / "val-00000.bin", 0, b"?")
     out = run("books", main=verify.main, code=2)
-    assert "books is damaged:" in out and "Prepare it again: python -m data.prepare text" in out and "--force" in out
+    assert (
+        "books is damaged:" in out
+        and "Prepare it again: python -m data.prepare text" in out
+        and "--force" in out
+    )
     damaged = re.findall(r"(\S+): expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}", out)
     assert damaged == ["train-00001.bin", "val-00000.bin"]
     os.truncate(prepared / "train-00001.bin", 100)
-    assert "train-00001.bin: expected 1998 bytes (999 tokens), found 100" in run("books", main=verify.main, code=2)
+    assert "train-00001.bin: expected 1998 bytes (999 tokens), found 100" in run(
+        "books", main=verify.main, code=2
+    )

@@ -19,7 +19,9 @@ pytest_plugins = ["corpora"]  # its fixtures
 
 
 def make(folder: Path, name: str, texts: list[str]) -> tuple[str, list[Path]]:
-    """A file, or folder, `name` of `texts`; returns the builder of `datasets` and the files that it should read."""
+    """A file, or folder, `name` of `texts`; returns the builder of `datasets` and the files that it
+    should read.
+    """
     path, plain = folder / name, folder / "plain"
     rows = corpora.jsonl(texts)
     members = {f"{i:03d}.{'txt' if i % 2 else 'md'}": text.encode() for i, text in enumerate(texts)}
@@ -34,7 +36,10 @@ def make(folder: Path, name: str, texts: list[str]) -> tuple[str, list[Path]]:
         return "json", [plain / "rows.jsonl" if name.endswith(".zst") else path]
     corpora.write_tree(plain, members)
     if name == "folder":  # "deep" comes after all digits
-        nested = {f"{'deep/er/' if i // 10 == 2 else ''}{member}": members[member] for i, member in enumerate(members)}
+        nested = {
+            f"{'deep/er/' if i // 10 == 2 else ''}{member}": members[member]
+            for i, member in enumerate(members)
+        }
         corpora.write_tree(path, nested | {"notes.pdf": b"\xff", "zip.zip": b"\xff"})
         return "text", [path / member for member in sorted(nested)]
     archive = corpora.tar({"notes.pdf": b"\xff"} | members | {"last/": b""})
@@ -46,7 +51,15 @@ def make(folder: Path, name: str, texts: list[str]) -> tuple[str, list[Path]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["rows.parquet", "large.parquet", "rows.jsonl", "rows.json", "rows.jsonl.gz", "ROWS.jsonl.zst", "rows.json.gz"]
+    [
+        "rows.parquet",
+        "large.parquet",
+        "rows.jsonl",
+        "rows.json",
+        "rows.jsonl.gz",
+        "ROWS.jsonl.zst",
+        "rows.json.gz",
+    ]
     + ["folder", "texts.tar", "texts.tar.gz", "texts.tgz", "texts.tar.zst"],
 )
 def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
@@ -58,29 +71,44 @@ def test_every_kind_of_file_reads_as_datasets_reads_it(tmp_path, name):
     raws = [raw for file in inputs for raw in read_documents(file, "text")]
     texts_read = [Encoder(corpora.BYTES, 0.5).text(raw) for raw in raws]
     more = {"sample_by": "document"} if builder == "text" else {}
-    rows = datasets.load_dataset(builder, data_files=list(map(str, paths)), split="train", streaming=True, **more)
+    rows = datasets.load_dataset(
+        builder, data_files=list(map(str, paths)), split="train", streaming=True, **more
+    )
     assert texts_read == [row["text"] or "" for row in rows]
     if name == "folder":
         assert sorted(texts_read) == sorted(texts)
     else:
         done = [raw.done for raw in raws]
         assert texts_read == texts
-        assert done == sorted(done) and 0 <= done[0] and done[-1] <= inputs[0].size and done[-1] > inputs[0].size / 2
+        assert (
+            done == sorted(done)
+            and 0 <= done[0]
+            and done[-1] <= inputs[0].size
+            and done[-1] > inputs[0].size / 2
+        )
 
 
-@pytest.mark.parametrize("end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst", ".txt.bz2"])
+@pytest.mark.parametrize(
+    "end", [".txt", ".md", ".txt.gz", ".md.gz", ".txt.zst", ".md.zst", ".txt.bz2"]
+)
 def test_a_text_file_is_one_document_and_only_its_byte_order_mark_is_removed(tmp_path, end):
     data = "\r\n# naïve\r\n\n a <|endoftext|> b \x00\u2028 🙂\n".encode()
-    compress = {".gz": gzip.compress, ".zst": corpora.zstd, ".bz2": bz2.compress}.get(Path("a" + end).suffix, bytes)
+    compress = {".gz": gzip.compress, ".zst": corpora.zstd, ".bz2": bz2.compress}.get(
+        Path("a" + end).suffix, bytes
+    )
     stored = b"\xef\xbb\xbf" + data
-    (tmp_path / f"a{end}").write_bytes(corpora.in_parts(compress, stored) if compress is not bytes else stored)
+    (tmp_path / f"a{end}").write_bytes(
+        corpora.in_parts(compress, stored) if compress is not bytes else stored
+    )
     assert [raw.data for raw in read_documents(local_inputs([tmp_path])[0], "text")] == [data]
 
 
 def test_text_field_bom_blank_lines_and_crlf(run, tmp_path):
     texts = ["one", "two", "three", "four"]
     rows = b"".join(json.dumps({"text": "no", "body": text}).encode() + b"\n" for text in texts)
-    lines = b"\xef\xbb\xbf" + rows.replace(b"\n", b"\r\n\r\n \n") + b'{"body": "no end of line\\r\\n"}'
+    lines = (
+        b"\xef\xbb\xbf" + rows.replace(b"\n", b"\r\n\r\n \n") + b'{"body": "no end of line\\r\\n"}'
+    )
     corpora.write_tree(tmp_path / "in", {"a.jsonl": lines})
     corpora.parquet(tmp_path / "in/b.parquet", ["no"] * 4, body=[text.upper() for text in texts])
     out = run("text", "--source", tmp_path / "in", "--val-fraction", 0.5, "--text-field", "body")
@@ -98,13 +126,22 @@ def bad_line(line: bytes) -> dict[str, bytes]:
 LINE = ROWS[: len(ROWS) // 2].count(b"\n") + 1
 TAR = corpora.tar({"m.txt": b"\xe9"})
 BAD_DOCUMENTS = {
-    "not JSON": (bad_line(b'{"text"'), rf"in.jsonl: line {LINE} is not JSON \(Expecting.*correct or remove it"),
+    "not JSON": (
+        bad_line(b'{"text"'),
+        rf"in.jsonl: line {LINE} is not JSON \(Expecting.*correct or remove it",
+    ),
     "deep JSON": (bad_line(b"[" * 10**5), rf"in.jsonl: line {LINE} is not JSON"),
     "huge number": (bad_line(b'{"text": ' + b"1" * 10**4 + b"}"), rf"in.jsonl: line {LINE} "),
     "an array": (bad_line(b'["a"]'), rf"line {LINE} is not a JSON object"),
-    "no such field": (bad_line(b'{"body": 1, "id": 3}'), rf"line {LINE} has no text in .*'text'; it has 'body', 'id'"),
+    "no such field": (
+        bad_line(b'{"body": 1, "id": 3}'),
+        rf"line {LINE} has no text in .*'text'; it has 'body', 'id'",
+    ),
     "number": (bad_line(b'{"text": 3}'), rf"line {LINE} has no text in field 'text'.*--text-field"),
-    "latin1 in JSON": (bad_line(b'{"text": "\xe9"}'), rf"in.jsonl: line {LINE} is not UTF-8 at byte 10: .*iconv"),
+    "latin1 in JSON": (
+        bad_line(b'{"text": "\xe9"}'),
+        rf"in.jsonl: line {LINE} is not UTF-8 at byte 10: .*iconv",
+    ),
     "latin1 in tar": ({"in/a.jsonl": ROWS, "in/b.tar": TAR}, "b.tar: m.txt is not UTF-8 at byte 0"),
 }
 
@@ -139,7 +176,11 @@ def garbled(data: bytes, at: int) -> bytes:
 def damaged_files() -> dict[str, tuple[str, bytes]]:
     rows = [f"row {i}: {i * 7919 % 1000}" for i in range(300)]
     archive = corpora.tar({f"{i}.txt": row.encode() * 60 for i, row in enumerate(rows[:20])})
-    intact = {"in.tar": archive, "in.tar.gz": gzip.compress(archive), "in.tar.zst": corpora.zstd(archive)}
+    intact = {
+        "in.tar": archive,
+        "in.tar.gz": gzip.compress(archive),
+        "in.tar.zst": corpora.zstd(archive),
+    }
     gz, zst = (compress(corpora.jsonl(rows)) for compress in (gzip.compress, corpora.zstd))
     intact |= {"in.jsonl.gz": gz, "in.txt.gz": gz, "in.jsonl.zst": zst}
     intact["in.parquet"] = parquet_bytes(rows)
@@ -154,9 +195,14 @@ def damaged_files() -> dict[str, tuple[str, bytes]]:
             cases[f"{name} lacks its last byte"] = name, data[:-1]
             cases[f"{name} has garbage after its end"] = name, data + b"garbage"
             cases[f"{name} has its second part cut"] = name, data + data[: len(data) // 2]
-    three = corpora.tar({f"{i}.txt": b"x" * 512 for i in range(3)})  # at 1024 bytes stands the second one's header
+    # at 1024 bytes stands the second one's header
+    three = corpora.tar({f"{i}.txt": b"x" * 512 for i in range(3)})
     cases["in.tar has garbage for a header"] = "in.tar", garbled(three, 1024)
-    for where, size in {"in a header": 1100, "between two members": 1024, "in a member": 1600}.items():
+    for where, size in {
+        "in a header": 1100,
+        "between two members": 1024,
+        "in a member": 1600,
+    }.items():
         cases[f"in.tar is cut {where}"] = "in.tar", three[:size]
     cases["in.parquet has garbage in a page"] = "in.parquet", garbled(intact["in.parquet"], 100)
     return cases

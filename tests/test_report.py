@@ -1,4 +1,6 @@
-"""scripts/report: which runs are read and grouped, what is paired with what, verdicts, the paper's numbers."""
+"""scripts/report: which runs are read and grouped, what is paired with what, verdicts, the paper's
+numbers.
+"""
 
 import hashlib
 import json
@@ -37,7 +39,10 @@ def test_losses_that_are_not_finite(tmp_path):
     line, metrics = '{"step": %d, "tokens": 1, "val/loss": NaN}\n', folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + line % 800 + line % 900)
     assert load_run(folder).progress == "evaluated up to step 700, loss not finite at 800"
-    for text, said in ((line % 0, "diverged; lower optim.lr"), ("", "not evaluated yet; continue with train.py")):
+    for text, said in (
+        (line % 0, "diverged; lower optim.lr"),
+        ("", "not evaluated yet; continue with train.py"),
+    ):
         metrics.write_text(text)
         with pytest.raises(ValueError, match=said):
             load_evaluated([folder])
@@ -56,12 +61,16 @@ def test_folders_stand_for_the_runs_below_them(tmp_path):
 def test_runs_on_other_text_are_refused(tmp_path):
     facts = {"data": "sha of the text", "tokenizer": "sha of GPT-2's"}
     routers = ("dense", "softmax", "kern")
-    dense, softmax, kern = (make_run(tmp_path / router, f"model.router={router}") for router in routers)
+    dense, softmax, kern = (
+        make_run(tmp_path / router, f"model.router={router}") for router in routers
+    )
     add_checkpoint(dense, **facts)
     for name in ("data", "tokenizer"):
         add_checkpoint(kern, 200, **facts | {name: "else"})
         add_checkpoint(kern, 100, **facts)  # the last counts
-        with pytest.raises(ValueError, match=rf"dense and .*: {name} .* is sha of .* and else.* separate reports"):
+        with pytest.raises(
+            ValueError, match=rf"dense and .*: {name} .* is sha of .* and else.* separate reports"
+        ):
             load(dense, softmax, kern)
         (kern / "checkpoints/step_00000200/manifest.json").write_text("damaged")
         assert len(load_settings(dense, softmax, kern)) == 1
@@ -71,7 +80,9 @@ def test_runs_on_other_text_are_refused(tmp_path):
         load(softmax, more)
     other = make_run(tmp_path / "other", "data.name=other")
     settings, notes = load(softmax, more, other)  # the other setting stands
-    assert [setting.label for setting in settings] == ["other"] and "number of validation windows" in notes[-1]
+    assert [setting.label for setting in settings] == [
+        "other"
+    ] and "number of validation windows" in notes[-1]
 
 
 # ---- settings and arms
@@ -84,20 +95,36 @@ def test_a_setting_is_what_changes_a_loss(tmp_path):
     labels = [f"n_expert {n}, {name}" for n in (32, 128) for name in ("arxiv", "books3")]
     assert [setting.label for setting in settings] == labels
     assert all([arm.label for arm in setting.arms] == ["softmax", "kern"] for setting in settings)
-    same = ["eval.interval=50", "train.micro_batch_size=4", "train.device=cpu", "data.dir=/elsewhere", "log.group=x"]
+    same = [
+        "eval.interval=50",
+        "train.micro_batch_size=4",
+        "train.device=cpu",
+        "data.dir=/elsewhere",
+        "log.group=x",
+    ]
     other = ["optim.lr=1e-4", "train.batch_size=16", "model.top_k=4", "eval.windows=64"]
-    runs = [make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])]
+    runs = [
+        make_run(tmp_path / f"x{i}", text) for i, text in enumerate(["run.seed=0", *same, *other])
+    ]
     settings = load_settings(*runs)
-    assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(settings)
-    more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]  # not in labels
-    labels = {setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))}
+    assert len(settings) == 1 + len(other) and len({setting.label for setting in settings}) == len(
+        settings
+    )
+    # not in labels
+    more = ["model.n_layer=3", "optim.warmup_steps=9", "model.init_std=0.5", "model.dropout=0.1"]
+    labels = {
+        setting.label for setting in load_settings(*runs, make_run(tmp_path / "y", *other, *more))
+    }
     assert len(labels) == 2 + len(other)
 
 
 @pytest.mark.parametrize("scope, count", [("global", 1), ("micro_batch", 2)])
 def test_a_balance_loss_over_micro_batches_depends_on_their_size(tmp_path, scope, count):
     given = [f"train.balance_loss_scope={scope}", "train.balance_loss_coef=0.01"]
-    runs = [make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}") for n in (2, 4)]
+    runs = [
+        make_run(tmp_path / str(n), *given, f"train.micro_batch_size={n}", f"run.seed={n}")
+        for n in (2, 4)
+    ]
     assert len(load_settings(*runs)[0].arms) == count
 
 
@@ -106,10 +133,18 @@ def test_types_are_named_where_a_router_has_several(tmp_path):
     runs = [make_run(tmp_path / "dense", "model.router=dense", "train.dtype=bfloat16")]
     runs.append(make_run(tmp_path / "kern", "train.dtype=float32"))
     (setting,) = load_settings(*runs)
-    assert [arm.label for arm in setting.arms] == ["dense", "kern"] and len(compare_setting(setting)) == 1
-    runs.append(make_run(tmp_path / "dense1", "model.router=dense", "run.seed=1", "train.dtype=float32"))
+    assert [arm.label for arm in setting.arms] == ["dense", "kern"] and len(
+        compare_setting(setting)
+    ) == 1
+    runs.append(
+        make_run(tmp_path / "dense1", "model.router=dense", "run.seed=1", "train.dtype=float32")
+    )
     (setting,) = load_settings(*runs)
-    assert [arm.label for arm in setting.arms] == ["dense, bfloat16", "dense, float32", "kern, float32"]
+    assert [arm.label for arm in setting.arms] == [
+        "dense, bfloat16",
+        "dense, float32",
+        "kern, float32",
+    ]
     assert [*map(name_of, compare_setting(setting))] == ["dense, bfloat16 against kern, float32"]
 
 
@@ -118,7 +153,8 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     kern, dense = make_run(tmp_path / "kern"), make_run(tmp_path / "dense", "model.router=dense")
     early = make_run(tmp_path / "early", "model.router=tanh", until=0.2)
     again = make_run(tmp_path / "again", until=0.5)
-    twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")  # keys that change no loss
+    # keys that change no loss
+    twice = make_run(tmp_path / "twice", "train.micro_batch_size=4", "log.interval=3")
     (setting,), notes = load(again, early, kern, dense, twice)
     assert setting.steps[-1] == 1000 and {run.folder for run in setting.runs} == {kern, dense}
     assert sorted(notes) == sorted([
@@ -131,23 +167,36 @@ def test_runs_that_would_spoil_a_comparison_are_left_out(tmp_path):
     further = make_run(tmp_path / "x", until=0.6)
     (setting,), notes = load(again, further)
     assert setting.steps[-1] == 600 and f"{again} is left out: {further}" in notes[0]
-    assert notes[1].startswith(f"incomplete: {further} (evaluated up to step 600). Losses are compared at step 600")
+    assert notes[1].startswith(
+        f"incomplete: {further} (evaluated up to step 600). Losses are compared at step 600"
+    )
 
 
 # ---- pairs
 def test_differences_are_of_seeds_in_common(tmp_path):
-    kern = [make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01) for seed in (0, 1, 3, 4)]
-    dense = [make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense") for seed in (2, 3, 1, 4)]
+    kern = [
+        make_run(tmp_path / f"k{seed}", f"run.seed={seed}", end=1.5, noise=0.01)
+        for seed in (0, 1, 3, 4)
+    ]
+    dense = [
+        make_run(tmp_path / f"d{seed}", f"run.seed={seed}", "model.router=dense")
+        for seed in (2, 3, 1, 4)
+    ]
     (setting,), notes = load(*kern, *dense)
     (comparison,) = compare_setting(setting, "dense")
     pairs = [(loss_of(tmp_path / f"k{seed}"), loss_of(tmp_path / f"d{seed}")) for seed in (1, 3, 4)]
     oracle = stats.ttest_rel(*zip(*pairs, strict=True))
     interval = oracle.confidence_interval()
     assert name_of(comparison) == "kern against dense" and comparison.difference.seeds == 3
-    assert (comparison.difference.verdict, comparison.difference.p) == ("lower", pytest.approx(oracle.pvalue))
+    assert (comparison.difference.verdict, comparison.difference.p) == (
+        "lower",
+        pytest.approx(oracle.pvalue),
+    )
     got = (comparison.difference.low, comparison.difference.high)
     assert got == pytest.approx((interval.low, interval.high))
-    assert len(notes) == 1 and notes[0].startswith("incomplete: dense lacks seed 0; kern lacks seed 2. ")
+    assert len(notes) == 1 and notes[0].startswith(
+        "incomplete: dense lacks seed 0; kern lacks seed 2. "
+    )
     head, (row, other) = tables.build_loss_table(setting)
     assert head[-1] == "1,000" and row[:2] == ["**dense**", "4"]
     losses = [loss_of(run) for run in kern]
@@ -176,7 +225,9 @@ def test_few_seeds_have_an_interval_over_documents_that_decides_nothing(tmp_path
     ("tanh", "sigmoid", 0, None),  # no claim
 ])  # fmt: skip
 def test_what_the_paper_claims(tmp_path, left, right, norm, said):
-    (setting,) = load_settings(*make_seeds(tmp_path, {left: 2.0, right: 2.0}, 1, [f"model.gate_norm={norm}"]))
+    (setting,) = load_settings(
+        *make_seeds(tmp_path, {left: 2.0, right: 2.0}, 1, [f"model.gate_norm={norm}"])
+    )
     head, (row,) = tables.build_pairs_table(setting, compare_setting(setting, right))
     assert ("in the paper" in head) == (said is not None) and row[6:] == [*filter(None, [said])]
 
@@ -184,19 +235,27 @@ def test_what_the_paper_claims(tmp_path, left, right, norm, said):
 def test_which_arms_are_compared(tmp_path):
     """Of one router those that differ in one option, of two routers those most alike."""
     given = [("kern", 1), ("kern", 3), ("softmax", 1), ("softmax", 3), ("tanh", 18)]
-    runs = [make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}") for a, b in given]
+    runs = [
+        make_run(tmp_path / f"{a}{b}", f"model.router={a}", f"model.gate_scale={b}")
+        for a, b in given
+    ]
     (setting,) = load_settings(*runs)
     names = [name_of(comparison).replace(", gate_scale ", "").replace(" against ", "-")
              for comparison in compare_setting(setting)]  # fmt: skip
     wanted = "kern3-kern1 softmax3-softmax1 softmax1-kern1 softmax3-kern3"
-    assert sorted(names) == sorted(f"{wanted} tanh18-kern1 tanh18-kern3 tanh18-softmax1 tanh18-softmax3".split())
-    assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == ["kern, gate_scale 1"]
+    assert sorted(names) == sorted(
+        f"{wanted} tanh18-kern1 tanh18-kern3 tanh18-softmax1 tanh18-softmax3".split()
+    )
+    assert [arm.label for arm in setting.counterparts(setting.arms[0], "kern")] == [
+        "kern, gate_scale 1"
+    ]
     (only,) = setting.counterparts(setting.arms[0], "tanh, gate_scale 18")
     assert only.router == "tanh" and setting.counterparts(only, "tanh") == []
     given = [(f"model.gate_scale={x}", f"train.z_loss_coef={x}") for x in (1, 2)]
     (setting,) = load_settings(*(make_run(tmp_path / text[0], *text) for text in given))
     assert len(setting.arms) == 2 and compare_setting(setting) == []
-    pair = compare_setting(setting, setting.arms[1].label)[0]  # an arm that is asked for is compared with all others
+    # an arm that is asked for is compared with all others
+    pair = compare_setting(setting, setting.arms[1].label)[0]
     assert (pair.left, pair.right) == tuple(setting.arms)
 
 
@@ -213,7 +272,11 @@ def make_curves(folder, seeds=4):
 def test_curves_over_a_key(tmp_path):
     runs = make_curves(tmp_path)
     (setting,), notes = load(*runs, key="model.gate_norm")
-    assert notes == [] and setting.xs == [1, 2, 8] and [arm.label for arm in setting.arms] == ["tanh", "kern"]
+    assert (
+        notes == []
+        and setting.xs == [1, 2, 8]
+        and [arm.label for arm in setting.arms] == ["tanh", "kern"]
+    )
     head, rows = tables.build_loss_table(setting)
     assert head == ["model.gate_norm", "seeds", "1", "2", "8"]
     kern, tanh = ({x: np.array([loss_of(tmp_path / f"{x}/{router}{seed}") for seed in range(4)]) for x in (1, 2, 8)}
@@ -226,7 +289,10 @@ def test_curves_over_a_key(tmp_path):
     assert comparison.difference.p_value() == pytest.approx(oracle.pvalue)
     _, (row,) = tables.build_pairs_table(setting, [comparison], setting.xs)
     interval = stats.ttest_1samp(apart[2], 0).confidence_interval()
-    assert row[3] == f"{apart[2].mean():+.4f} ± {(interval.high - interval.low) / 2:.4f}" and row[-2] == "**higher**"
+    assert (
+        row[3] == f"{apart[2].mean():+.4f} ± {(interval.high - interval.low) / 2:.4f}"
+        and row[-2] == "**higher**"
+    )
 
 
 def test_seeds_and_values_that_curves_lack(tmp_path):
@@ -248,8 +314,14 @@ def test_the_best_value_is_judged_by_other_seeds(tmp_path):
     (lucky / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(line)]) + "\n")
     (setting,) = load_settings(*runs, key="model.gate_norm")
     (best,) = choose_best(setting, [0, 1])
-    assert name_of(best) == "kern, gate_norm 2 against tanh, gate_norm 2" and best.difference.seeds == 4
-    apart = [loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}") for seed in (2, 3, 4, 5)]
+    assert (
+        name_of(best) == "kern, gate_norm 2 against tanh, gate_norm 2"
+        and best.difference.seeds == 4
+    )
+    apart = [
+        loss_of(tmp_path / f"2/kern{seed}") - loss_of(tmp_path / f"2/tanh{seed}")
+        for seed in (2, 3, 4, 5)
+    ]
     assert best.difference.mean == pytest.approx(np.mean(apart))
     for seeds, said in (([9], "no run of this seed"), ([0, 1, 2, 3, 4, 5], "no other seed")):
         with pytest.raises(ValueError, match=said):
@@ -278,15 +350,26 @@ def test_bad_keys(tmp_path, key, given, said):
 
 # ---- the paper's numbers
 def test_numbers_are_those_compared_with_the_paper():
-    """All 367 were compared with a second transcription of the paper: after a correction, put in the new hash."""
+    """All 367 were compared with a second transcription of the paper: after a correction, put in
+    the new hash.
+    """
     numbers = {}
     for stem, printed in NUMBERS.items():
-        numbers[stem] = [{key: value for key, value in table.items() if key != "doubtful"} for table in printed]
-    assert hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest().startswith("1e1bc6f5290e5894")
+        numbers[stem] = [
+            {key: value for key, value in table.items() if key != "doubtful"} for table in printed
+        ]
+    assert (
+        hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
+        .hexdigest()
+        .startswith("1e1bc6f5290e5894")
+    )
 
 
 def test_numbers_are_beside_the_same_part_of_training(tmp_path):
-    """Scaled runs of an experiment: step 100 of 1,000 is the paper's 5K. Doubtful numbers give no difference."""
+    """Scaled runs of an experiment: step 100 of 1,000 is the paper's 5K.
+
+    Doubtful numbers give no difference.
+    """
     for steps, heads in ((50_000, ["5,000", "50,000"]), (1000, ["100", "1,000"])):
         given = [f"train.max_steps={steps}", "model.n_layer=2"]
         file = CONFIG / "paper/books3_512.toml"
@@ -298,5 +381,7 @@ def test_numbers_are_beside_the_same_part_of_training(tmp_path):
         assert [head[2], head[11], len(head)] == [*heads, 12]
         assert rows[0][2] == f"{loss_of(runs[0], steps // 10):.4f}"
         assert rows[1] == ["paper", "", "4.1460", *[""] * 8, "3.4429?"]
-    with pytest.raises(ValueError, match="--experiment small: not a file in config/paper; .* books3_512"):
+    with pytest.raises(
+        ValueError, match="--experiment small: not a file in config/paper; .* books3_512"
+    ):
         read_paper_losses("small", setting.values)

@@ -30,7 +30,9 @@ def lines_of(axes):
 # ---- pictures
 def test_losses_over_steps(tmp_path):
     """Mean and range over seeds."""
-    runs = make_seeds(tmp_path, {"kern": 2, "tanh": 2}, overrides=["model.vocab_size=50257"], noise=0.003)
+    runs = make_seeds(
+        tmp_path, {"kern": 2, "tanh": 2}, overrides=["model.vocab_size=50257"], noise=0.003
+    )
     (setting,) = load_settings(*runs)
     validation, minus = pictures.plot_loss(setting, "kern").axes
     assert validation.get_ylabel() == "validation loss, nats per token"
@@ -38,7 +40,9 @@ def test_losses_over_steps(tmp_path):
     losses = [load_run(run).evaluations[1000]["val/loss"] for run in runs[:3]]
     xs, ys = lines_of(validation)["kern"]
     assert xs == list(range(0, 1001, 100)) and ys[-1] == pytest.approx(np.mean(losses))
-    kern = validation.collections[[line.get_label() for line in validation.get_lines()].index("kern")]
+    kern = validation.collections[
+        [line.get_label() for line in validation.get_lines()].index("kern")
+    ]
     ends = [y for x, y in kern.get_paths()[0].vertices if x == 1000]
     assert (min(ends), max(ends)) == pytest.approx((min(losses), max(losses)))
     middle = np.array([load_run(run).evaluations[500]["val/loss"] for run in runs])
@@ -47,31 +51,48 @@ def test_losses_over_steps(tmp_path):
     assert (label, others, xs) == ("tanh", [], list(range(100, 1001, 100)))
     assert ys[4] == pytest.approx((tanh - kern).mean())
     interval = stats.ttest_rel(tanh, kern).confidence_interval()
-    (bar,) = (path.vertices[:, 1] for path in minus.collections[0].get_paths() if path.vertices[0, 0] == 500)
+    (bar,) = (
+        path.vertices[:, 1]
+        for path in minus.collections[0].get_paths()
+        if path.vertices[0, 0] == 500
+    )
     assert (min(bar), max(bar)) == pytest.approx((interval.low, interval.high))
 
 
 def test_options_have_panels_of_their_own(tmp_path):
-    """The loss over a key, and beside it the difference from the baseline at equal options, without the baseline's."""
+    """The loss over a key, and beside it the difference from the baseline at equal options, without
+    the baseline's.
+    """
     runs = []
     for x, norm in product((0.001, 0.002), (0, 2)):
         given = [f"optim.lr={x}", f"model.gate_norm={norm}"]
-        runs += make_seeds(tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given)
+        runs += make_seeds(
+            tmp_path / f"{x}-{norm}", {"kern": 2, "tanh": 2 + 100 * x * norm}, overrides=given
+        )
     (setting,) = load_settings(*runs, key="optim.lr")
     own, _, norm, minus_norm = pictures.plot_loss(setting, "kern").axes
-    assert list(lines_of(own)) == ["tanh, gate_norm own", "kern, gate_norm own"] and norm.get_title() == "gate_norm 2"
-    assert lines_of(minus_norm) == {"tanh, gate_norm 2": ([0.001, 0.002], pytest.approx([0.2, 0.4]))}
+    assert (
+        list(lines_of(own)) == ["tanh, gate_norm own", "kern, gate_norm own"]
+        and norm.get_title() == "gate_norm 2"
+    )
+    assert lines_of(minus_norm) == {
+        "tanh, gate_norm 2": ([0.001, 0.002], pytest.approx([0.2, 0.4]))
+    }
 
 
 @pytest.mark.parametrize("values", [(0, 2, 4, 16), (0, 1, 100), (1, 2, 3), (0, 0.25)])
 def test_values_of_a_key_are_at_their_places(tmp_path, values):
-    """In order and apart, each with its tick: a factor of 2 is as long as the way from 0 to the smallest value."""
+    """In order and apart, each with its tick: a factor of 2 is as long as the way from 0 to the
+    smallest value.
+    """
     runs = [make_run(tmp_path / str(x), f"model.gate_norm={x}") for x in values]
     (setting,) = load_settings(*runs, key="model.gate_norm")
     axes = pictures.plot_loss(setting, "kern").axes[0]
     (line,) = axes.get_lines()  # of the only arm
     assert tuple(line.get_xdata()) == tuple(axes.get_xticks()) == values
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == [str(x) if x else "own" for x in values]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [
+        str(x) if x else "own" for x in values
+    ]
     places = axes.transData.transform([(x, 2.0) for x in values])[:, 0]
     smallest = min(x for x in values if x)
     unit = np.subtract(*axes.transData.transform([(2 * smallest, 2.0), (smallest, 2.0)])[:, 0])
@@ -80,7 +101,9 @@ def test_values_of_a_key_are_at_their_places(tmp_path, values):
 
 
 def test_measures_and_routing(tmp_path):
-    runs = make_seeds(tmp_path, {"dense": 2, "kern": 2}, 2, measured=["tasks/arc/acc", "val_ema/loss"])
+    runs = make_seeds(
+        tmp_path, {"dense": 2, "kern": 2}, 2, measured=["tasks/arc/acc", "val_ema/loss"]
+    )
     (setting,) = load_settings(*runs)
     panels = {axes.get_ylabel(): lines_of(axes) for axes in pictures.plot_measures(setting).axes}
     assert panels.keys() >= {"val_ema/loss", "val/load_imbalance", "router/entropy"}
@@ -100,10 +123,16 @@ def test_the_report_is_written(tmp_path, call):
     pictures_of_page = re.findall(r"^!\[.*\]\((.*)\)", page, re.M)
     assert pictures_of_page == ["loss.png", "measures.png"]
     sources = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]*)"', html)
-    assert list(map(base64.b64decode, sources)) == [(out / name).read_bytes() for name in pictures_of_page]
+    assert list(map(base64.b64decode, sources)) == [
+        (out / name).read_bytes() for name in pictures_of_page
+    ]
     (row,) = re.findall(r"^\| tanh \| kern \| .*", page, re.M)
     assert re.match(r"\| tanh \| kern \| \+0\.(49|50)\d+ \[.*\] \| 3 seeds \| \*\*higher\*\* ", row)
-    assert "of 8 documents" in page and "Losses in nats per byte" in page and "Student&#x27;s t" in html
+    assert (
+        "of 8 documents" in page
+        and "Losses in nats per byte" in page
+        and "Student&#x27;s t" in html
+    )
     assert re.search(r"^tanh +kern +\+0.(49|50)\d+ \[.*\] +3 seeds +higher", printed, re.M)
     assert "| 1,006 |" in page  # tokens/s: 1,001 to 1,010 were logged
 
@@ -114,13 +143,32 @@ def test_a_report_over_a_key(tmp_path, call):
         ends = {"kern": 2 + x / 10, "tanh": 2.2 + x / 10}
         runs += make_seeds(tmp_path / str(x), ends, 6, [f"model.gate_norm={x}"], noise=0.003)
     out = tmp_path / "out"
-    printed = call(report.main, *runs, "--over", "model.gate_norm", "--choose-on", 0, 1, "--margin", 0.5, "--out", out)
+    printed = call(
+        report.main,
+        *runs,
+        "--over",
+        "model.gate_norm",
+        "--choose-on",
+        0,
+        1,
+        "--margin",
+        0.5,
+        "--out",
+        out,
+    )
     page = (out / "report.md").read_text()
-    assert "| model.gate_norm | seeds | 1 | 2 |" in page and "| first | second | 1 | 2 | first minus second" in page
+    assert (
+        "| model.gate_norm | seeds | 1 | 2 |" in page
+        and "| first | second | 1 | 2 | first minus second" in page
+    )
     row = r"\| kern, gate_norm 1 \| tanh, gate_norm 1 \| -0\.\S+ \S+ \S+ \| 4 seeds \| \*\*equivalent\*\*"
     assert re.search(row, page)
     assert re.search(r"tanh +kern .* 6 seeds +equivalent", printed)
-    for text in ("within ±0.5 nats", "| at the end | val/gate_norm |", "| tanh, gate_norm 2 | 2.000"):
+    for text in (
+        "within ±0.5 nats",
+        "| at the end | val/gate_norm |",
+        "| tanh, gate_norm 2 | 2.000",
+    ):
         assert text in page
 
 
@@ -129,12 +177,21 @@ BARE = ["val/window", "val/load", "val/gate", "val/dead", "router/", "perf/"]
 
 @pytest.mark.parametrize("shape", [{"until": 0}, {"points": 1}, {"without": BARE}, {"old": True}])
 def test_runs_with_little_in_them(tmp_path, call, shape):
-    """Evaluated before training alone, once, without anything but losses, and from before there was arrays/."""
-    printed = call(report.main, *make_seeds(tmp_path, {"kern": 2, "softmax": 2}, 1, **shape), "--out", tmp_path / "out")
+    """Evaluated before training alone, once, without anything but losses, and from before there was
+    arrays/.
+    """
+    printed = call(
+        report.main,
+        *make_seeds(tmp_path, {"kern": 2, "softmax": 2}, 1, **shape),
+        "--out",
+        tmp_path / "out",
+    )
     assert "kern" in printed and (tmp_path / "out/report.html").is_file()
     assert ("undecided (1 seed)" in printed) == ("until" not in shape)
     add_seed = re.search(r"Add seeds .*: python train.py (\S+)/config.toml --run.seed=1 ", printed)
-    assert (add_seed is None) == ("until" in shape) and (add_seed is None or tmp_path.name in add_seed[1])
+    assert (add_seed is None) == ("until" in shape) and (
+        add_seed is None or tmp_path.name in add_seed[1]
+    )
 
 
 def test_names_cannot_break_the_page(tmp_path):
@@ -150,7 +207,10 @@ def test_the_default_folder_follows_the_runs(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
     for name in ("mine-kern", "mine-tanh", "other"):
         make_run(tmp_path / f"runs/{name}", f"model.router={'tanh' if 'tanh' in name else 'kern'}")
-    for given, wanted in ((["mine-kern"], "report-mine-kern"), (["mine-kern", "mine-tanh"], "report-mine")):
+    for given, wanted in (
+        (["mine-kern"], "report-mine-kern"),
+        (["mine-kern", "mine-tanh"], "report-mine"),
+    ):
         call(report.main, *(f"runs/{name}" for name in given))
         assert (tmp_path / f"runs/{wanted}/report.md").read_text().startswith(f"# {len(given)} run")
     call(report.main, "runs")

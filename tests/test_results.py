@@ -1,4 +1,6 @@
-"""docs/results.md and docs/results-tables.md: their numbers are those of docs/records, by another computation."""
+"""docs/results.md and docs/results-tables.md: their numbers are those of docs/records, by another
+computation.
+"""
 
 import json
 import re
@@ -28,7 +30,9 @@ def read_losses(archive: Path) -> list[tuple[dict, float]]:
                 runs[folder]["config"] = tomllib.loads(file.extractfile(member).read().decode())
             elif name == "metrics.jsonl":
                 lines = map(json.loads, file.extractfile(member).read().splitlines())
-                runs[folder]["loss"] = [line["val/loss"] for line in lines if "val/loss" in line][-1]
+                runs[folder]["loss"] = [line["val/loss"] for line in lines if "val/loss" in line][
+                    -1
+                ]
     return [(run["config"], run["loss"]) for run in runs.values()]
 
 
@@ -42,7 +46,9 @@ def test_tables_are_means_of_the_runs_last_losses(name: str, key: str) -> None:
     page = (results.DOCS / "results-tables.md").read_text()
     table = page.split(f"runs/{name}-* --over optim.{key}`\n\n")[1].split("\n\n")[0].splitlines()
     head, _, *rows = [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in table]
-    shown = {(row[0], float(x)): cell for row in rows for x, cell in zip(head[2:], row[2:], strict=True)}
+    shown = {
+        (row[0], float(x)): cell for row in rows for x, cell in zip(head[2:], row[2:], strict=True)
+    }
     assert shown == {cell: f"{fmean(losses):.4f}" for cell, losses in cells.items()}
 
 
@@ -51,13 +57,29 @@ def test_pages_are_those_of_the_records() -> None:
 
 
 def test_numbers_of_the_text_stand_in_tables() -> None:
-    """A loss or a difference that the text names, to its three or four digits; but for numbers of other papers."""
+    """A loss or a difference that the text names, to its three or four digits; but for numbers of
+    other papers.
+    """
     text, tables = ((results.DOCS / name).read_text() for name in results.PAGES)
     ours = re.sub(r"(?ms)^## Related work$.*?(?=^## |\Z)", "", text)
     lines = [*ours.splitlines(), *tables.splitlines()]
-    known = {abs(float(x)) for line in lines if line.startswith("|") for x in re.findall(r"\d+\.\d{3,}", line)}
-    said = [x for line in lines if not line.startswith(("|", "`python")) for x in re.findall(r"\d+\.\d{3,4}", line)]
-    missing = [x for x in said if not any(abs(float(x) - y) <= 0.5001 * 10 ** -len(x.split(".")[1]) for y in known)]
+    known = {
+        abs(float(x))
+        for line in lines
+        if line.startswith("|")
+        for x in re.findall(r"\d+\.\d{3,}", line)
+    }
+    said = [
+        x
+        for line in lines
+        if not line.startswith(("|", "`python"))
+        for x in re.findall(r"\d+\.\d{3,4}", line)
+    ]
+    missing = [
+        x
+        for x in said
+        if not any(abs(float(x) - y) <= 0.5001 * 10 ** -len(x.split(".")[1]) for y in known)
+    ]
     assert not missing
 
 
@@ -85,25 +107,39 @@ def test_the_growth_of_the_best_norm_is_found(tmp_path):
         end = 1.5 + 0.01 * (np.log2(x) - lowest) ** 2
         given = [f"model.top_k={top_k}", f"model.gate_norm={x}", f"run.seed={seed}"]
         runs.append(make_run(tmp_path / f"{top_k}-{x}-{seed}", *given, end=end))
-    head, ((_, *best, slope),) = results.tabulate_growth(load_settings(*runs, key="model.gate_norm"))
+    head, ((_, *best, slope),) = results.tabulate_growth(
+        load_settings(*runs, key="model.gate_norm")
+    )
     assert head[1:4] == ["top_k 2", "top_k 8", "top_k 32"]
-    assert [float(x) for x in best] == pytest.approx([2 ** (0.6 + 0.4 * k) for k in (1, 3, 5)], rel=0.02)
+    assert [float(x) for x in best] == pytest.approx(
+        [2 ** (0.6 + 0.4 * k) for k in (1, 3, 5)], rel=0.02
+    )
     oracle = stats.ttest_1samp([0.4 + shift for shift in shifts], 0)
     low, high = oracle.confidence_interval()
-    assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx([0.4, low, high], abs=0.01)
+    assert [float(x) for x in re.findall(r"[-+][\d.]+", slope)] == pytest.approx(
+        [0.4, low, high], abs=0.01
+    )
 
 
 def test_the_parts_of_a_formula_have_their_effects(tmp_path):
-    """Losses are sums of three effects, which a seed shifts by known amounts; a formula less, and there is no table."""
+    """Losses are sums of three effects, which a seed shifts by known amounts; a formula less, and
+    there is no table.
+    """
     effects, shifts, runs = (-0.02, 0.001, 0.03), (0.004, -0.005, 0.001), []
     for l2, relu, gamma, seed in product((0, 1), (0, 1), (0, 1), range(3)):
-        router = ("relu, bias" if relu else "identity, bias") + ", pre=l2 over all" * l2 + ", gamma" * gamma
+        router = (
+            ("relu, bias" if relu else "identity, bias")
+            + ", pre=l2 over all" * l2
+            + ", gamma" * gamma
+        )
         end = 1.6 + 0.1 * seed + np.dot((l2, relu, gamma), effects) + l2 * shifts[seed]
         given = [f"model.router={router}", f"run.seed={seed}"]
         runs.append(make_run(tmp_path / f"{l2}{relu}{gamma}-{seed}", *given, end=end))
     ((_, rows),) = results.tabulate_effects(*load_settings(*runs), 0.012)
     low, high = stats.ttest_1samp([effects[0] + shift for shift in shifts], 0).confidence_interval()
-    assert [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])] == pytest.approx([-0.02, low, high], abs=1e-4)
+    assert [float(x) for x in re.findall(r"[-+][\d.]+", rows[0][1])] == pytest.approx(
+        [-0.02, low, high], abs=1e-4
+    )
     assert [row[0] for row in rows] == ["**l2 norm**", "**ReLU**", "**γ**"]
     assert [row[3] for row in rows] == ["**lower**", "**equivalent**", "**higher**"]
     assert results.tabulate_effects(*load_settings(*runs[3:]), 0.012) == []

@@ -1,4 +1,6 @@
-"""data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to the byte."""
+"""data/: a preparation that is stopped, killed or out of disk resumes, and the set is the same to
+the byte.
+"""
 
 import itertools
 import json
@@ -26,7 +28,10 @@ LAST = "the last shard"
 
 @pytest.fixture
 def undisturbed(run, books, tmp_path, small_batches):
-    """The files of a set prepared from `books` in small units, without a stop. They are removed again."""
+    """The files of a set prepared from `books` in small units, without a stop.
+
+    They are removed again.
+    """
     run(*books)
     files = snapshot(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
@@ -35,7 +40,9 @@ def undisturbed(run, books, tmp_path, small_batches):
 
 def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     stop_at(13, *books)
-    with pytest.raises(DataError, match="text: half-prepared. Resume with the command that began it"):
+    with pytest.raises(
+        DataError, match="text: half-prepared. Resume with the command that began it"
+    ):
         check_dataset(tmp_path / "out/text", 257)
     run("text", main=verify.main, code=2)
     unfinished = snapshot(tmp_path / "out")
@@ -50,18 +57,25 @@ def test_stopped_it_resumes(run, books, tmp_path, undisturbed, stop_at):
     (tmp_path / "in/b.jsonl").write_bytes(rows)
 
     out = run(*books)
-    written = sum(split["tokens"] for split in json.loads(unfinished["text.partial/progress.json"])["splits"].values())
+    written = sum(
+        split["tokens"]
+        for split in json.loads(unfinished["text.partial/progress.json"])["splits"].values()
+    )
     assert f", resuming after {written:,} tokens" in out and written > 999
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-def test_files_that_are_tokenized_are_not_read_again(run, books, tmp_path, undisturbed, stop_at, monkeypatch):
+def test_files_that_are_tokenized_are_not_read_again(
+    run, books, tmp_path, undisturbed, stop_at, monkeypatch
+):
     """And what was written after the last record of progress is cut off."""
     stop_at(22, *books)  # in b.jsonl
     last = max((tmp_path / "out/text.partial").glob("train-*.bin"))
     last.write_bytes(last.read_bytes() + b"more")
     opened, read = [], workers.read_documents
-    monkeypatch.setattr(workers, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args))
+    monkeypatch.setattr(
+        workers, "read_documents", lambda file, *args: opened.append(file.name) or read(file, *args)
+    )
     run(*books)
     assert opened == ["b.jsonl"]
     assert snapshot(tmp_path / "out") == undisturbed
@@ -69,7 +83,9 @@ def test_files_that_are_tokenized_are_not_read_again(run, books, tmp_path, undis
 
 @pytest.mark.parametrize("name", ["train-00000.bin", LAST, "val-00000.bin"])
 @pytest.mark.parametrize("size", [0, 10, None])
-def test_shards_that_lack_tokens_are_not_resumed(run, books, tmp_path, undisturbed, stop_at, name, size):
+def test_shards_that_lack_tokens_are_not_resumed(
+    run, books, tmp_path, undisturbed, stop_at, name, size
+):
     stop_at(22, *books)
     path = tmp_path / "out/text.partial" / name
     if name == LAST:
@@ -78,17 +94,26 @@ def test_shards_that_lack_tokens_are_not_resumed(run, books, tmp_path, undisturb
         path.unlink()
     else:
         os.truncate(path, size)
-    assert f"{path}: missing or shorter than progress.json says: start over with --force" in run(*books, code=2)
+    assert f"{path}: missing or shorter than progress.json says: start over with --force" in run(
+        *books, code=2
+    )
     (path.parent / "progress.json").unlink()
     run(*books)
     assert snapshot(tmp_path / "out") == undisturbed
 
 
-@pytest.mark.parametrize("left", ["other arguments", "half of progress.json", "what commit 11388ef left"])
+@pytest.mark.parametrize(
+    "left", ["other arguments", "half of progress.json", "what commit 11388ef left"]
+)
 def test_an_unfinished_set_is_started_over(run, books, tmp_path, undisturbed, stop_at, left):
     """With --force, or without it where an older version was stopped."""
     if left == "what commit 11388ef left":
-        files = ("begun.json", "lock", "train-00007.bin", "units-0123456789ab/00000000-00000000.npz")
+        files = (
+            "begun.json",
+            "lock",
+            "train-00007.bin",
+            "units-0123456789ab/00000000-00000000.npz",
+        )
         write_tree(tmp_path / "out/text.partial", dict.fromkeys(files, b"x"))
         assert "resuming" not in run(*books)
     else:
@@ -109,7 +134,9 @@ def test_skip_bad_belongs_to_an_unfinished_set(run, stop_at, books, tmp_path, sm
     shutil.rmtree(tmp_path / "out")
     assert "--skip-bad" in run(*books, code=2)
     stop_at(3, *books, "--skip-bad")  # in b.jsonl
-    assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in run(*books, code=2)
+    assert "was begun with --skip-bad and lacks 1 bad document: add --skip-bad" in run(
+        *books, code=2
+    )
     assert "resuming after" in run(*books, "--skip-bad")
     assert read_meta(tmp_path / "out/text").source["bad"] == 1
     assert snapshot(tmp_path / "out") == undisturbed
@@ -119,7 +146,9 @@ def test_two_commands_at_once(run, books, tmp_path, small_batches):
     (tmp_path / "out").mkdir()
     with Writer(tmp_path / "out/text", BYTES):
         for force in ([], ["--force"]):
-            assert "another process is preparing this set: wait for it" in run(*books, *force, code=2)
+            assert "another process is preparing this set: wait for it" in run(
+                *books, *force, code=2
+            )
     run(*books)
 
 
@@ -128,12 +157,16 @@ def be_interrupted():
 
 
 def start(argv: list[str], folder: Path, k: int = -1, fault=be_killed) -> tuple[int, str]:
-    """Runs the command in a fork, stopped before its step k (-1: not); (exit code, what it printed)."""
+    """Runs the command in a fork, stopped before its step k (-1: not); (exit code, what it
+    printed).
+    """
     return fork_with_fault(lambda: prepare.main(argv), folder, k, fault)
 
 
 def begin_scenario(folder: Path, scenario: str) -> list[str]:
-    """Leave in folder/out what `scenario` finds there; returns the arguments of the command to stop."""
+    """Leave in folder/out what `scenario` finds there; returns the arguments of the command to
+    stop.
+    """
     workers.BATCH_BYTES, prepare.SAVE_BYTES = 150, 1
     source, out = folder / "in", folder / "out"
     texts = [f"{i} green bottles hanging on the wall" for i in range(7)]
@@ -148,7 +181,8 @@ def begin_scenario(folder: Path, scenario: str) -> list[str]:
 
 
 def stop_everywhere(folder: Path, scenario: str, fault) -> None:
-    """Stop `scenario` before each of its steps in turn, start it again, and demand the result of an undisturbed run.
+    """Stop `scenario` before each of its steps in turn, start it again, and demand the result of an
+    undisturbed run.
 
     Prints the number of steps.
     """
@@ -157,15 +191,24 @@ def stop_everywhere(folder: Path, scenario: str, fault) -> None:
     code, printed = start(argv, out)
     assert code == 0, printed
     wanted = snapshot(out)
-    assert set(map(os.path.dirname, wanted)) == {"set"} and len(wanted) > 4 and wanted != snapshot(template)
+    assert (
+        set(map(os.path.dirname, wanted)) == {"set"}
+        and len(wanted) > 4
+        and wanted != snapshot(template)
+    )
 
     def begin_again():
         shutil.rmtree(out)
         shutil.copytree(template, out)
 
     def resume(context):
-        complete = [out / name for name in ("set", "set.old", "set.partial") if (out / name / "meta.json").exists()]
-        for place in complete[:1]:  # what is in use; .old may be half removed where there is another
+        complete = [
+            out / name
+            for name in ("set", "set.old", "set.partial")
+            if (out / name / "meta.json").exists()
+        ]
+        # what is in use; .old may be half removed where there is another
+        for place in complete[:1]:
             check_dataset(place, 257)
         assert complete or scenario != "replace", f"{context}: the set that was there is lost"
         code, printed = start(argv, out)
@@ -179,7 +222,9 @@ def stop_everywhere(folder: Path, scenario: str, fault) -> None:
         code, printed = start(argv, out, k, fault)
         if "FAULT" not in printed:
             break
-        assert code == (-signal.SIGKILL if fault is be_killed else 130), f"step {k}: {code} {printed}"
+        assert code == (-signal.SIGKILL if fault is be_killed else 130), (
+            f"step {k}: {code} {printed}"
+        )
         resume(f"step {k}: {printed}")
     rng = random.Random(0)
     for round_ in range(2 if fault is be_killed else 0):  # killed again and again
@@ -237,7 +282,11 @@ def test_killed_while_its_workers_write(run, books, tmp_path, undisturbed, many_
     command = Forked(prepare_and_pause, tmp_path / "paused", arguments)
     files = tmp_path / "paused", tmp_path / "out/text.partial/progress.json"
     wait_until(lambda: all(file.exists() for file in files), command.process.is_alive)
-    children = [stat for stat in Path("/proc").glob("[0-9]*/stat") if state_and_parent(stat)[1] == command.process.pid]
+    children = [
+        stat
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if state_and_parent(stat)[1] == command.process.pid
+    ]
     assert command.wait(0)[0] == -signal.SIGKILL and len(children) >= 2
     wait_until(lambda: all(state_and_parent(stat)[0] == "Z" for stat in children))
     assert not (tmp_path / "out/text").exists()
@@ -252,7 +301,8 @@ def test_killed_workers_are_an_error(run, books, tmp_path, undisturbed, many_wor
     def kill_workers(*args):
         for batch in cut(*args):
             if next(cuts) == 11:
-                for child in multiprocessing.active_children():  # one that lives could finish all batches
+                # one that lives could finish all batches
+                for child in multiprocessing.active_children():
                     child.kill()
             yield batch
 

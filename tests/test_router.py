@@ -1,4 +1,6 @@
-"""router.py: every router against its formula by hand, KERN's properties, the losses that balance experts."""
+"""router.py: every router against its formula by hand, KERN's properties, the losses that balance
+experts.
+"""
 
 import math
 
@@ -10,7 +12,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import router as router_module
 from eval.theory import expected_constant
-from router import ROUTERS, Router, RouterSpec, balance_loss, count_margins, expert_loads, find_spec, token_distribution
+from router import (
+    ROUTERS,
+    Router,
+    RouterSpec,
+    balance_loss,
+    count_margins,
+    expert_loads,
+    find_spec,
+    token_distribution,
+)
 
 N, C, E, K = 48, 12, 16, 4
 SPARSE = [name for name in ROUTERS if name != "dense"]
@@ -20,7 +31,8 @@ def total(x):
     return x.sum(1, keepdim=True)
 
 
-# A token's gates (n, K) from its logits, all (n, E) and the chosen (n, K): docs/paper.md, section 2, with c = γ = 1
+# A token's gates (n, K) from its logits, all (n, E) and the chosen (n, K): docs/paper.md, section
+# 2, with c = γ = 1
 GATES = {
     "softmax": lambda s, top: top.exp() / total(s.exp()),
     "sigmoid": lambda s, top: 1 / (1 + (-top).exp()),
@@ -30,7 +42,9 @@ GATES = {
     "kern-after": lambda s, top: top.clamp_min(0) / total(top**2).sqrt(),
     "softmax-renorm": lambda s, top: top.exp() / total(top.exp()),
     "sigmoid-renorm": lambda s, top: 1 / (1 + (-top).exp()) / total(1 / (1 + (-top).exp())),
-    "sqrtsoftplus": lambda s, top: (1 + top.exp()).log().sqrt() / total((1 + top.exp()).log().sqrt()),
+    "sqrtsoftplus": lambda s, top: (
+        (1 + top.exp()).log().sqrt() / total((1 + top.exp()).log().sqrt())
+    ),
     "softmax-l2": lambda s, top: top.exp() / total((2 * s).exp()).sqrt(),
     "sqrtgate": lambda s, top: (top.exp() / total(top.exp())).sqrt(),
 }
@@ -42,7 +56,10 @@ FORMULAS = {
 }
 GATES |= dict.fromkeys(("kern-mc", "kern-nogamma", "kern-nobias"), GATES["kern"])
 # What experts are chosen by, plus the bias, where a router is published with one
-BIASED = {"sigmoid-renorm": lambda s: 1 / (1 + (-s).exp()), "sqrtsoftplus": lambda s: (1 + s.exp()).log().sqrt()}
+BIASED = {
+    "sigmoid-renorm": lambda s: 1 / (1 + (-s).exp()),
+    "sqrtsoftplus": lambda s: (1 + s.exp()).log().sqrt(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +92,13 @@ def assert_same_gradients(mine, theirs, leaves):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("name, biased", [(name, False) for name in SPARSE] + [(name, True) for name in BIASED])
+@pytest.mark.parametrize(
+    "name, biased", [(name, False) for name in SPARSE] + [(name, True) for name in BIASED]
+)
 def test_equals_its_formula_in_values_and_gradients(name, biased):
-    """With all parameters random, γ = 0.7 and c = 1.5 times its own; for tokens with a clear choice and clear signs."""
+    """With all parameters random, γ = 0.7 and c = 1.5 times its own; for tokens with a clear choice
+    and clear signs.
+    """
     router = Router(C, E, K, ROUTERS[name], gate_scale=1.5)
     with torch.no_grad():
         for p in router.parameters():
@@ -89,7 +110,11 @@ def test_equals_its_formula_in_values_and_gradients(name, biased):
         router.selection_bias.normal_(std=0.3)
 
     def compute_logits():
-        return F.linear(x.double(), router.weight.double(), None if router.bias is None else router.bias.double())
+        return F.linear(
+            x.double(),
+            router.weight.double(),
+            None if router.bias is None else router.bias.double(),
+        )
 
     score = BIASED[name] if biased else lambda s: s
     scores = (score(compute_logits()) + router.selection_bias).sort(descending=True).values
@@ -100,11 +125,18 @@ def test_equals_its_formula_in_values_and_gradients(name, biased):
     experts = (score(s) + router.selection_bias).topk(K).indices
     assert not biased or (experts.sort().values != s.topk(K).indices.sort().values).any()
     routing = router(x)
-    theirs = torch.zeros_like(s).scatter(1, experts, scale * GATES[name](s, s.gather(1, experts))).float()  # (N, E)
+    # (N, E)
+    theirs = (
+        torch.zeros_like(s)
+        .scatter(1, experts, scale * GATES[name](s, s.gather(1, experts)))
+        .float()
+    )
     mine = torch.zeros(N, E).scatter(1, routing.experts, routing.weights)
     downstream = torch.rand(N, E)  # positive: the sum that is γ's gradient does not cancel
     assert_same(mine, theirs)
-    assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [x, *router.parameters()])
+    assert_same_gradients(
+        (mine * downstream).sum(), (theirs * downstream).sum(), [x, *router.parameters()]
+    )
 
 
 @pytest.mark.numerics
@@ -113,16 +145,25 @@ def test_norm_router_equals_the_papers_listing(method, size):
     router = router_module.NormRouter(method, total_expert=E, top_k=K)
     torch.nn.init.constant_(router.scale, 1.3)
     logits = (size * torch.randn(2, 5, E)).requires_grad_()
-    downstream, initial = torch.rand(2, 5, E), 1.0 if method == "one" else router_module.monte_carlo_scale(E, K)
-    theirs = router.scale * initial * torch.relu(logits / (logits.norm(2, dim=-1, keepdim=True) + 1e-8))
+    downstream, initial = (
+        torch.rand(2, 5, E),
+        1.0 if method == "one" else router_module.monte_carlo_scale(E, K),
+    )
+    theirs = (
+        router.scale * initial * torch.relu(logits / (logits.norm(2, dim=-1, keepdim=True) + 1e-8))
+    )
     mine = router(logits)
     assert_same(mine, theirs)
-    assert_same_gradients((mine * downstream).sum(), (theirs * downstream).sum(), [logits, router.scale])
+    assert_same_gradients(
+        (mine * downstream).sum(), (theirs * downstream).sum(), [logits, router.scale]
+    )
 
 
 @pytest.mark.parametrize("n_expert, top_k", [(64, 8), (32, 8), (64, 64)])
 def test_monte_carlo_constant(n_expert, top_k):
-    """As the integral, which test_theory.py compares to the paper's; samples have a standard deviation of 0.27."""
+    """As the integral, which test_theory.py compares to the paper's; samples have a standard
+    deviation of 0.27.
+    """
     near = pytest.approx(expected_constant(n_expert, top_k), abs=4 * 0.27 / math.sqrt(20_000))
     assert router_module.monte_carlo_scale(n_expert, top_k, 20_000) == near
     assert Router(C, n_expert, top_k, ROUTERS["kern-mc"]).c.item() == near
@@ -138,8 +179,12 @@ EXTREMES = {
     "1e30": lambda s: 1e30 * s,
     "negative": lambda s: -s.abs() - 0.1,
     "huge negative": lambda s: -1e30 * s.abs(),
-    # One is large and positive: gates of tiny logits alone would give W a gradient of 1 / ε times the others, Inf.
-    "mixed": lambda s: s.where(torch.arange(E) > 0, s.abs()) * torch.tensor([1e30, -1e30, 0.0, 1e-30]).repeat(E // 4),
+    # One is large and positive: gates of tiny logits alone would give W a gradient of 1 / ε times
+    # the others, Inf.
+    "mixed": lambda s: (
+        s.where(torch.arange(E) > 0, s.abs())
+        * torch.tensor([1e30, -1e30, 0.0, 1e-30]).repeat(E // 4)
+    ),
 }
 
 
@@ -155,7 +200,11 @@ def test_extreme_logits(name, extreme):
     for tensor in (routing.weights, routing.scores, x.grad, *(p.grad for p in router.parameters())):
         assert tensor.isfinite().all()
     assert (routing.experts.sort().values.diff() > 0).all()  # distinct
-    if name.startswith("kern") and name != "kern-norelu" and extreme in ("zero", "negative", "huge negative"):
+    if (
+        name.startswith("kern")
+        and name != "kern-norelu"
+        and extreme in ("zero", "negative", "huge negative")
+    ):
         assert (routing.weights == 0).all()
     if name.startswith("kern") and extreme in ("1e4", "1e20", "1e30"):
         assert_same(routing.weights, router(usual).weights)
@@ -163,9 +212,13 @@ def test_extreme_logits(name, extreme):
 
 @pytest.mark.parametrize("k", [1, 5, 12])
 def test_ties_go_to_the_lower_index(k):
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1 + 2**-23, 2.0**-140, -(2.0**-140), 3e38, torch.inf, -torch.inf])
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, 1 + 2**-23, 2.0**-140, -(2.0**-140), 3e38, torch.inf, -torch.inf]
+    )
     s = values[torch.randint(len(values), (500, 12))]
-    assert torch.equal(router_module.top_k_indices(s, k), s.argsort(dim=1, descending=True, stable=True)[:, :k])
+    assert torch.equal(
+        router_module.top_k_indices(s, k), s.argsort(dim=1, descending=True, stable=True)[:, :k]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -184,7 +237,11 @@ def test_routing_is_float32_whatever_the_autocast_and_the_input(name, norm, dtyp
         outcomes.append([*routing[:4], *(p.grad for p in router.parameters())])
     for wanted, *others in zip(*outcomes, strict=True):
         for t in others:
-            assert t.dtype in (torch.float32, torch.int64) and t.isfinite().all() and torch.equal(wanted, t)
+            assert (
+                t.dtype in (torch.float32, torch.int64)
+                and t.isfinite().all()
+                and torch.equal(wanted, t)
+            )
     assert router(logits.double()).weights.dtype == torch.float64
 
 
@@ -201,17 +258,20 @@ def test_a_token_without_positive_score_lifts_its_logits(name, monkeypatch):
             if p.dim() == 1:  # b of 0.01, γ of 0.7
                 p.copy_(0.01 * torch.randn(E) if len(p) == E else torch.tensor(0.7))
     x, downstream = torch.randn(N, E, dtype=torch.float64), torch.randn(N, K, dtype=torch.float64)
-    router.selection_bias[0] = 10.0  # an expert whose gate is closed, often, comes first: the others give the gradient
+    # an expert whose gate is closed, often, comes first: the others give the gradient
+    router.selection_bias[0] = 10.0
     x[: N // 2] = -0.1 - x[: N // 2].abs()
     x[0], x[1] = 0, x[1].where(x[1] < -1, 0)  # all logits, then some of them near 0
     s = x.requires_grad_() if router.bias is None else x.requires_grad_() + router.bias
     dead, routing = (s <= 0).all(1), router(x)
     assert N // 2 - 2 <= dead.sum() < N
     assert (routing.weights[dead] == 0).all() and (routing.weights[~dead] > 0).any(1).all()
-    downstream[~dead] = -downstream[~dead].abs()  # so that the sum which is γ's gradient does not cancel
+    # so that the sum which is γ's gradient does not cancel
+    downstream[~dead] = -downstream[~dead].abs()
     scale = router.c.double() * (1.0 if router.gamma is None else router.gamma)
     gates = scale * GATES[name](s[~dead], s[~dead].gather(1, routing.experts[~dead]))
-    pull = (scale * downstream).mean(1).detach().clamp_max(0)[dead]  # the gradient of each gate before c and γ
+    # the gradient of each gate before c and γ
+    pull = (scale * downstream).mean(1).detach().clamp_max(0)[dead]
     assert (pull == 0).any() and (pull < 0).any()
     surrogate = (gates * downstream[~dead]).sum() + (pull * s[dead].mean(1)).sum()
     leaves = [x] + [p for p in (router.bias, router.gamma) if p is not None]
@@ -226,48 +286,83 @@ BOUNDED = [name for name in SPARSE if ROUTERS[name].reach < math.inf]
 def test_which_scores_are_bounded():
     """Those of logits from tiny to huge are within `reach`, and some are nearly as far apart."""
     assert {*SPARSE} - {*BOUNDED} == {"kern-after", "sqrtsoftplus"}
-    formulas = ["identity, post=l1 over all", "sqrtsoftplus, pre=l1 over all", "sqrtsoftplus, post=l2 over all"]
-    formulas += ["relu, post=l2 over all", "tanh, pre=l2 over all", "exp, pre=l2 over all, post=l2 over topk"]
-    logits = torch.cat([torch.randn(99, E) * scale for scale in (0.01, 1, 1e3)] + [2e3 * torch.eye(E), -torch.eye(E)])
+    formulas = [
+        "identity, post=l1 over all",
+        "sqrtsoftplus, pre=l1 over all",
+        "sqrtsoftplus, post=l2 over all",
+    ]
+    formulas += [
+        "relu, post=l2 over all",
+        "tanh, pre=l2 over all",
+        "exp, pre=l2 over all, post=l2 over topk",
+    ]
+    logits = torch.cat(
+        [torch.randn(99, E) * scale for scale in (0.01, 1, 1e3)]
+        + [2e3 * torch.eye(E), -torch.eye(E)]
+    )
     for name in [*BOUNDED, *formulas]:
         scores = Router(C, E, K, find_spec(name)).choose(logits).scores
         assert 0.4 < (scores.max() - scores.min()) / find_spec(name).reach <= 1, name
-    for name in ("identity", "relu, post=l2 over topk", "sqrtsoftplus, post=l1 over topk", "tanh, pre=l1 over topk"):
+    for name in (
+        "identity",
+        "relu, post=l2 over topk",
+        "sqrtsoftplus, post=l1 over topk",
+        "tanh, pre=l1 over topk",
+    ):
         assert find_spec(f"{name}, gamma").reach == math.inf
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("name", BOUNDED)
 def test_quantile_balancing_equals_sorting(name):
-    """By its definition in fp64, to the width of a bin; from counts that any parts of a step add up to."""
+    """By its definition in fp64, to the width of a bin; from counts that any parts of a step add up
+    to.
+    """
     router, n, spec = identity_router(name), 40 * N, ROUTERS[name]
     router.selection_bias.copy_(0.2 * torch.randn(E))
     scores = router(torch.randn(n, E) + torch.randn(E)).scores.detach()
     counts = count_margins(scores, router.selection_bias, K, spec.reach)
-    parts = [count_margins(part, router.selection_bias, K, spec.reach) for part in scores.split([1, 7, n - 8])]
-    assert torch.equal(sum(parts), counts) and counts.dtype == torch.int64 and (counts.sum(1) == n).all()
+    parts = [
+        count_margins(part, router.selection_bias, K, spec.reach)
+        for part in scores.split([1, 7, n - 8])
+    ]
+    assert (
+        torch.equal(sum(parts), counts)
+        and counts.dtype == torch.int64
+        and (counts.sum(1) == n).all()
+    )
 
     bias, s = router.selection_bias.double(), scores.double()
     alpha = (s + bias).sort(descending=True).values[:, K : K + 1]
     wanted = (alpha - s).sort(0).values[n * K // E - 1]  # the last r that is to be below
-    edges = (spec.reach + bias.max() - bias.min()) * torch.linspace(-1, 1, 1001, dtype=torch.float64) ** 3
+    edges = (spec.reach + bias.max() - bias.min()) * torch.linspace(
+        -1, 1, 1001, dtype=torch.float64
+    ) ** 3
     at = torch.searchsorted(edges, (wanted - bias).contiguous())
     width = edges[at] - edges[at - 1]
-    solved = router_module.solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
+    solved = router_module.solve_selection_bias(
+        router.selection_bias, counts, K, spec.reach
+    ).double()
     assert solved.mean().abs() < 1e-6
     apart = (solved - (wanted - wanted.mean())).abs()
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)])
+@pytest.mark.parametrize(
+    "n_id, n_expert, top_k", [(1000, 16, 4), (257, 8, 3), (50, 6, 4), (9, 5, 5), (3, 64, 8)]
+)
 def test_hash_table(n_id, n_expert, top_k):
-    """Distinct experts for each id, every expert equally often up to any id, and partners that vary."""
+    """Distinct experts for each id, every expert equally often up to any id, and partners that
+    vary.
+    """
     table = router_module.hash_table(n_id, n_expert, top_k, seed=1)
     assert table.shape == (n_id, top_k) and all(len({*row}) == top_k for row in table.tolist())
     counts = F.one_hot(table, n_expert).sum(1).cumsum(0)
     assert (counts.amax(1) - counts.amin(1) <= 1).all()
     assert torch.equal(table, router_module.hash_table(n_id, n_expert, top_k, 1))
-    assert n_expert == top_k or not torch.equal(table, router_module.hash_table(n_id, n_expert, top_k, 2))
+    assert n_expert == top_k or not torch.equal(
+        table, router_module.hash_table(n_id, n_expert, top_k, 2)
+    )
     if n_id == 1000:
         assert len({tuple(sorted(row)) for row in table.tolist()}) > 700
 
@@ -302,9 +397,17 @@ def test_a_formula_is_the_router_that_it_names():
     for name, formula in FORMULAS.items():
         assert find_spec(formula) == find_spec(name) == ROUTERS[name]
     assert find_spec("dense") is None and find_spec("tanh, c=2.5") == RouterSpec("tanh", c=2.5)
-    wrong = dict.fromkeys(["tanh, pre", "tanh, gamma=1", "tanh, c=", "tanh, c=-1", "tanh,"], "is none of pre=NORM")
-    wrong |= {"cosh, gamma": "phi 'cosh' is not one of identity", "tanh, post=l3 over all": "norm 'l3 over all' is not"}
-    wrong |= {"exp, c=2": "needs a post norm", "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'"}
+    wrong = dict.fromkeys(
+        ["tanh, pre", "tanh, gamma=1", "tanh, c=", "tanh, c=-1", "tanh,"], "is none of pre=NORM"
+    )
+    wrong |= {
+        "cosh, gamma": "phi 'cosh' is not one of identity",
+        "tanh, post=l3 over all": "norm 'l3 over all' is not",
+    }
+    wrong |= {
+        "exp, c=2": "needs a post norm",
+        "tanh, pre=l2 over all, c=monte_carlo": "'relu' after pre 'l2 over all'",
+    }
     for formula, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             find_spec(formula)

@@ -1,4 +1,6 @@
-"""eval/routing.py: counts against loops, measures by hand, agreement, the command; eval/traces.py; scripts/draw.py."""
+"""eval/routing.py: counts against loops, measures by hand, agreement, the command; eval/traces.py;
+scripts/draw.py.
+"""
 
 import itertools
 import json
@@ -21,7 +23,14 @@ from data.bins import open_tokens
 from data.loader import fixed_windows, windows
 from data.tokenizer import ByteTokenizer
 from eval import routing, traces
-from eval.routing import compare_choices, count_routing, describe_layer, record_routing, route_text, shuffled_baseline
+from eval.routing import (
+    compare_choices,
+    count_routing,
+    describe_layer,
+    record_routing,
+    route_text,
+    shuffled_baseline,
+)
 from eval.trained import load_model, load_run
 from model import GPT
 from router import ROUTERS, Router, Routing
@@ -32,8 +41,14 @@ from scripts.report.style import STYLES, style
 
 @pytest.fixture(scope="module")
 def made(module_tiny):
-    """A folder of runs: kern with checkpoints of steps 2 and 4, dense, and softmax of another top_k."""
-    more = {"kern": "train.checkpoint_interval=2", "dense": "train.max_steps=2", "softmax": "model.top_k=3"}
+    """A folder of runs: kern with checkpoints of steps 2 and 4, dense, and softmax of another
+    top_k.
+    """
+    more = {
+        "kern": "train.checkpoint_interval=2",
+        "dense": "train.max_steps=2",
+        "softmax": "model.top_k=3",
+    }
     for name, word in more.items():
         train.train(config := module_tiny(f"run.name={name}", f"model.router={name}", word))
     return Path(config.run.dir)
@@ -43,11 +58,15 @@ def tiny_model(tiny, seed=0, *overrides):
     """An fp64 model, so that the choice of experts does not depend on the batch size."""
     torch.manual_seed(seeded(seed).initial_seed())
     config = tiny("model.init_std=0.2", *overrides)
-    return GPT(config.model).double().eval(), open_tokens(f"{config.data.dir}/{config.data.name}", "val")
+    return GPT(config.model).double().eval(), open_tokens(
+        f"{config.data.dir}/{config.data.name}", "val"
+    )
 
 
 def near(found, wanted, length, name):
-    """Measures of gates and scores, which a router computes in fp32 and the loop over tokens in fp64."""
+    """Measures of gates and scores, which a router computes in fp32 and the loop over tokens in
+    fp64.
+    """
     found, wanted = (torch.tensor(values, dtype=torch.float64) for values in (found, wanted))
     assert_near(found, wanted, tolerance(torch.float32, length), name)
 
@@ -65,14 +84,29 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
     layers = [describe_layer(layer, ids, seen, ByteTokenizer()) for layer in counted]
     with torch.no_grad():  # in the same batches: in others rounding could change a choice
         batches = [record_routing(model, batch) for batch in torch.from_numpy(idx).split(2)]
-    by_layer = [Routing(*map(torch.cat, list(zip(*parts, strict=True))[:4])) for parts in zip(*batches, strict=True)]
+    by_layer = [
+        Routing(*map(torch.cat, list(zip(*parts, strict=True))[:4]))
+        for parts in zip(*batches, strict=True)
+    ]
     text = idx.ravel().tolist()
-    others = torch.cat([shuffled_baseline(batch) for batch in torch.from_numpy(idx).split(2)]).flatten().tolist()
+    others = (
+        torch.cat([shuffled_baseline(batch) for batch in torch.from_numpy(idx).split(2)])
+        .flatten()
+        .tolist()
+    )
     assert [layer.tokens for layer in counted] == [len(text)] * len(counted) and len(text) == 384
-    assert dict(zip(ids.tolist(), seen.tolist(), strict=True)) == {x: n for x, n in often.items() if n >= least}
+    assert dict(zip(ids.tolist(), seen.tolist(), strict=True)) == {
+        x: n for x, n in often.items() if n >= least
+    }
     assert seen.tolist() == sorted(seen.tolist(), reverse=True) and len(often) > len(ids) > 5
     for layer, decided in zip(layers, by_layer, strict=True):
-        loads, both, took, took_by_chance, entropies = Counter(), Counter(), Counter(), Counter(), []
+        loads, both, took, took_by_chance, entropies = (
+            Counter(),
+            Counter(),
+            Counter(),
+            Counter(),
+            [],
+        )
         zeros = sum(gate == 0 for gates in decided.weights.tolist() for gate in gates)
         assert layer["zero_gates"] == zeros / 768
         rows = zip(text, others, decided.experts.tolist(), decided.scores.tolist(), strict=True)
@@ -82,33 +116,47 @@ def test_counts_are_those_of_a_loop_over_tokens(router, tiny, monkeypatch):
             took.update((x, e) for e in chosen)
             took_by_chance.update((other, e) for e in chosen)
             positive = [s for s in scores if s > 0]
-            entropies.append(-sum(s / sum(positive) * math.log(s / sum(positive)) for s in positive))
+            entropies.append(
+                -sum(s / sum(positive) * math.log(s / sum(positive)) for s in positive)
+            )
         E = range(8)
         assert layer["loads"] == [loads[e] for e in E]
         assert layer["load_imbalance"] == pytest.approx(max(loads.values()) / (2 * 384 / 8))
         assert layer["dead_experts"] == sum(loads[e] == 0 for e in E)
-        assert layer["load_entropy"] == pytest.approx(-sum(n / 768 * math.log(n / 768) for n in loads.values()))
-        near([layer["entropy"]], [np.mean(entropies)], 64 * 8, f"entropy {router}")  # means over a batch
+        assert layer["load_entropy"] == pytest.approx(
+            -sum(n / 768 * math.log(n / 768) for n in loads.values())
+        )
+        # means over a batch
+        near([layer["entropy"]], [np.mean(entropies)], 64 * 8, f"entropy {router}")
         partner = np.mean([max(both[i, j] for j in E if j != i) / loads[i] for i in E if loads[i]])
         assert layer["strongest_partner"] == pytest.approx(partner)
         by_chance = np.mean([max(loads[j] / 384 for j in E if j != i) for i in E])
         assert layer["strongest_partner_by_chance"] == pytest.approx(by_chance)
         for key, counts in (("vocabulary", took), ("vocabulary_by_chance", took_by_chance)):
-            assert layer[key] == pytest.approx(np.mean([max(counts[x, e] for e in E) / often[x] for x in ids.tolist()]))
+            assert layer[key] == pytest.approx(
+                np.mean([max(counts[x, e] for e in E) / often[x] for x in ids.tolist()])
+            )
         rare = {x: x if n >= least else -1 for x, n in often.items()}
         share_of_text = Counter(rare[x] for x in text)
         for e, expert in enumerate(layer["experts"]):
-            mine = Counter({x: sum(took[y, e] for y in often if rare[y] == x) for x in share_of_text})
+            mine = Counter(
+                {x: sum(took[y, e] for y in often if rare[y] == x) for x in share_of_text}
+            )
             ratios = {x: n / loads[e] / (share_of_text[x] / 384) for x, n in mine.items() if n}
             nats = sum(mine[x] / loads[e] * math.log(ratio) for x, ratio in ratios.items())
             assert expert["nats"] == pytest.approx(nats, abs=1e-12)
             gains = {x: mine[x] * math.log(max(ratio, 1)) for x, ratio in ratios.items() if x >= 0}
             gained = [gains[token["id"]] for token in expert["tokens"]]
-            assert gained == pytest.approx(sorted(filter(None, gains.values()), reverse=True)[: routing.SHOWN])
+            assert gained == pytest.approx(
+                sorted(filter(None, gains.values()), reverse=True)[: routing.SHOWN]
+            )
             for token in expert["tokens"]:
                 x = token["id"]
                 assert token["share"] == took[x, e] / loads[e] and token["text"] == chr(x)
-                assert token["lift"] == pytest.approx(token["share"] / (often[x] / 384)) and token["lift"] > 1
+                assert (
+                    token["lift"] == pytest.approx(token["share"] / (often[x] / 384))
+                    and token["lift"] > 1
+                )
 
 
 def test_chance_is_another_window_and_position():
@@ -128,7 +176,9 @@ def test_expert_without_tokens_counts_nowhere():
 
 def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     def agreement_of(model, other, tokens):
-        layers, *_ = count_routing(model, other, text=windows(tokens, fixed_windows(tokens, 32, 12), 32)[0])
+        layers, *_ = count_routing(
+            model, other, text=windows(tokens, fixed_windows(tokens, 32, 12), 32)[0]
+        )
         return [compare_choices(layer.agreement.numpy(), top_k=2) for layer in layers]
 
     monkeypatch.setattr(routing, "BATCH_TOKENS", 64)
@@ -145,7 +195,11 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         for block in renumbered.blocks:
-            for parameter in (block.mlp.router.weight, block.mlp.experts.w_in, block.mlp.experts.w_out):
+            for parameter in (
+                block.mlp.router.weight,
+                block.mlp.experts.w_in,
+                block.mlp.experts.w_out,
+            ):
                 parameter.copy_(parameter[order].clone())
     for layer in agreement_of(model, renumbered, tokens):
         assert layer["matched"] == 1 and layer["same_number"] < 0.7
@@ -156,10 +210,18 @@ def test_a_model_agrees_with_itself_under_any_numbers(tiny, monkeypatch):
 def test_command_compares_two_checkpoints(made):
     run = made / "kern"
     assert routing.main([str(run), "--windows", "6", "--other-checkpoint", "2"]) == 0
-    report = json.loads((run / "eval/step_00000004/routing-kern-step_00000002/routing.json").read_text())
+    report = json.loads(
+        (run / "eval/step_00000004/routing-kern-step_00000002/routing.json").read_text()
+    )
     *_, logged = column(read_metrics(run / "metrics.jsonl", ["val/loads"]), "val/loads")
-    assert [layer["loads"] for layer in report["layers"]] == logged  # what training saw in the same six windows
-    assert (report["step"], report["windows"], report["tokens"], report["router"]) == (4, 6, 192, "kern")
+    # what training saw in the same six windows
+    assert [layer["loads"] for layer in report["layers"]] == logged
+    assert (report["step"], report["windows"], report["tokens"], report["router"]) == (
+        4,
+        6,
+        192,
+        "kern",
+    )
     assert (report["top_k"], report["other"]) == (2, "kern, step_00000002")
     models = [load_model(run, step).model for step in (4, 2)]
     tokens = open_tokens(report["data"], "val")
@@ -172,15 +234,25 @@ def test_command_compares_two_checkpoints(made):
 def test_a_text_goes_where_a_pass_over_its_document_sends_it(made, call):
     trained, tokenizer = load_run(made / "kern")
     tokens, experts, gates = route_text(trained.model, tokenizer, "a bé")
-    assert tokens == ["a", " ", "b", "\ufffd", "\ufffd"] and experts.shape == gates.shape == (2, 5, 2)
-    whole = record_routing(trained.model, torch.tensor([[256, *"a bé and more".encode()]]))  # attention is causal
+    assert tokens == ["a", " ", "b", "\ufffd", "\ufffd"] and experts.shape == gates.shape == (
+        2,
+        5,
+        2,
+    )
+    # attention is causal
+    whole = record_routing(trained.model, torch.tensor([[256, *"a bé and more".encode()]]))
     for layer, decided in enumerate(whole):
         assert torch.equal(experts[layer], decided.experts[1:6])
         near(gates[layer].flatten().tolist(), decided.weights[1:6].flatten().tolist(), 32, "gates")
     _, _, *rows = call(routing.main, made / "kern", "--text", "a bé").splitlines()
     assert [row.split()[0] for row in rows] == ["'a'", "'", "'b'", "'\ufffd'", "'\ufffd'"]
-    assert re.findall(r"(\d+) \(", rows[2]) == [str(expert) for expert in experts[:, 2].flatten().tolist()]
-    for name, text, message in (("kern", "x" * 32, "at most 32"), ("dense", "a", "a dense model has no router")):
+    assert re.findall(r"(\d+) \(", rows[2]) == [
+        str(expert) for expert in experts[:, 2].flatten().tolist()
+    ]
+    for name, text, message in (
+        ("kern", "x" * 32, "at most 32"),
+        ("dense", "a", "a dense model has no router"),
+    ):
         assert message in call(routing.main, made / name, "--text", text, code=2)
 
 
@@ -202,12 +274,18 @@ def test_loads_are_relative_to_the_layer(tmp_path, capsys):
     report = {"run": "kern", "step": 1000, "layers": layers}
     axes = draw.plot_loads(report).axes[0]
     shares = axes.images[0].get_array()
-    assert shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0]) and shares[1].tolist() == [1] * 4
+    assert (
+        shares[0].tolist() == pytest.approx([30 / 14, 20 / 14, 6 / 14, 0])
+        and shares[1].tolist() == [1] * 4
+    )
     assert axes.lines[0].get_xydata().tolist() == [[3, 0]]  # the expert without a token
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
     (tmp_path / "file.json").write_text(json.dumps(report))
     assert draw.main([str(tmp_path / "file.json")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "loads.png") and (tmp_path / "loads.png").exists()
+    assert (
+        capsys.readouterr().out.strip() == str(tmp_path / "loads.png")
+        and (tmp_path / "loads.png").exists()
+    )
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"layers": 1}', "\x00"])
@@ -225,20 +303,37 @@ def test_every_router_has_a_style_of_its_own(monkeypatch):
     assert len(set(looks)) == len(looks)
 
 
-# ---- eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand, traces that do not fit
+# ---- eval/traces.py: what a trace holds, replays against a loop that takes its experts by hand,
+# traces that do not fit
 NEAR = tolerance(torch.float32, 257, roundings=8)  # as in test_train.py
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, corpus):
-    """A folder of runs that differ in routers, K, E, layers and the length of windows, and softmax's trace."""
+    """A folder of runs that differ in routers, K, E, layers and the length of windows, and
+    softmax's trace.
+    """
     file = write_tiny(folder := tmp_path_factory.mktemp("sources"), corpus)
-    changes = {"softmax": "gate_scale=2.0", "kern": "init_std=0.05", "top_k": "top_k=3", "experts": "n_expert=4"}
+    changes = {
+        "softmax": "gate_scale=2.0",
+        "kern": "init_std=0.05",
+        "top_k": "top_k=3",
+        "experts": "n_expert=4",
+    }
     changes |= {"layers": "n_dense_layer=1", "ids": "block_size=32"}
     for name, change in changes.items():
         router = f"model.router={name if name in ('softmax', 'kern') else 'tanh'}"
-        train.train(configure.load(file, [f"run.name={name}", f"model.{change}", router, "train.max_steps=2"]))
-    assert routing.main([str(folder / "runs/softmax"), "--trace", str(folder / "soft.npz"), "--windows", "6"]) == 0
+        train.train(
+            configure.load(
+                file, [f"run.name={name}", f"model.{change}", router, "train.max_steps=2"]
+            )
+        )
+    assert (
+        routing.main(
+            [str(folder / "runs/softmax"), "--trace", str(folder / "soft.npz"), "--windows", "6"]
+        )
+        == 0
+    )
     return folder
 
 
@@ -251,7 +346,9 @@ def read_windows(sources):
 def test_trace_has_experts_gates_and_tokens_by_layer(sources):
     x, y = read_windows(sources)
     model, trace = load_model(sources / "runs/softmax").model, np.load(sources / "soft.npz")
-    assert trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist() and trace["n_expert"] == 8
+    assert (
+        trace["tokens"].tolist() == torch.cat([x, y[:, -1:]], 1).tolist() and trace["n_expert"] == 8
+    )
     assert trace["experts"].shape == trace["gates"].shape == (2, 6 * 32, 2)
     for layer, decided in enumerate(record_routing(model, x)):
         assert trace["experts"][layer].tolist() == decided.experts.tolist()
@@ -263,12 +360,17 @@ def test_trace_has_experts_gates_and_tokens_by_layer(sources):
 @pytest.mark.parametrize("name", ["kern", "softmax"])
 def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch):
     monkeypatch.setattr(traces, "BATCH_TOKENS", 64)  # several passes
-    said = call(routing.main, sources / "runs" / name, "--replay", sources / "soft.npz").splitlines()
+    said = call(
+        routing.main, sources / "runs" / name, "--replay", sources / "soft.npz"
+    ).splitlines()
     (file,) = (sources / f"runs/{name}/eval").rglob("replay-soft.json")
     report, trace = json.loads(file.read_text()), np.load(sources / "soft.npz")
     (x, y), model = read_windows(sources), load_model(sources / "runs" / name).model
     experts = torch.from_numpy(trace["experts"])
-    own = (torch.stack([r.experts for r in record_routing(model, x)])[..., None] == experts[..., None, :]).any(-1)
+    own = (
+        torch.stack([r.experts for r in record_routing(model, x)])[..., None]
+        == experts[..., None, :]
+    ).any(-1)
     wanted = {"source_loss": trace["losses"].mean(), "loss": model(x, y).loss.item()}
     for chosen, router in zip(experts.long(), traces.find_routers(model), strict=True):
 
@@ -282,7 +384,11 @@ def test_replayed_loss_is_that_of_gates_by_hand(sources, name, call, monkeypatch
     for key, value in wanted.items():
         assert_near(torch.tensor(report[key]), torch.tensor(value, dtype=torch.float64), NEAR, key)
     assert report["same_choice"] == pytest.approx(own.float().mean().item())
-    assert (report["same_choice"] == 1) == (report["replayed_loss"] == report["loss"]) == (name == "softmax")
+    assert (
+        (report["same_choice"] == 1)
+        == (report["replayed_loss"] == report["loss"])
+        == (name == "softmax")
+    )
     assert [line.split()[1] for line in said] == [f"{report[key]:.4f}" for key in routing.LOSSES]
 
 
@@ -308,17 +414,25 @@ def test_a_training_step_replays(sources):
             model(x[:5], y[:5])
     assert all(router.replay is None for router in model.modules() if isinstance(router, Router))
     assert [p.tolist() for p in gradients()] == [p.tolist() for p in before]
-    with pytest.raises(ValueError, match="of 1 layers, the model has 2"), traces.replay_routing(model, own[:1]):
+    with (
+        pytest.raises(ValueError, match="of 1 layers, the model has 2"),
+        traces.replay_routing(model, own[:1]),
+    ):
         pass
 
 
 def test_the_loop_in_the_documentation_runs(sources, monkeypatch):
     """Its gradients are those of the text, of a model that chose the same itself."""
-    (code,) = re.findall("```python\n(.*?)```", (REPO_ROOT / "docs/traces.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        "```python\n(.*?)```", (REPO_ROOT / "docs/traces.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(sources)
     (sources / "a.npz").write_bytes((sources / "soft.npz").read_bytes())
     exec(code.replace("runs/B", "runs/softmax"), names := {})
-    own, (x, y) = load_model(sources / "runs/softmax").model.requires_grad_(True), read_windows(sources)
+    own, (x, y) = (
+        load_model(sources / "runs/softmax").model.requires_grad_(True),
+        read_windows(sources),
+    )
     own(x, y).loss.backward()
     for mine, theirs in zip(names["model"].parameters(), own.parameters(), strict=True):
         assert_near(mine.grad, theirs.grad, 10 * NEAR, "gradient")
@@ -337,7 +451,9 @@ FAULTS = {
 @pytest.mark.parametrize("words", FAULTS)
 def test_what_does_not_fit_is_refused(sources, words, call):
     name, *more = words.format(sources).split()
-    said = call(routing.main, sources / "runs" / name, "--replay", sources / "soft.npz", *more, code=2)
+    said = call(
+        routing.main, sources / "runs" / name, "--replay", sources / "soft.npz", *more, code=2
+    )
     assert FAULTS[words] in said and said.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""runtime/: devices, compute types, ranks that agree, evaluation split across ranks, memory, sharding, compiling."""
+"""runtime/: devices, compute types, ranks that agree, evaluation split across ranks, memory,
+sharding, compiling.
+"""
 
 import copy
 import os
@@ -44,8 +46,12 @@ def gpus(monkeypatch):
 
 
 def test_pick_device(gpus, monkeypatch):
-    """And products on CUDA sum in float32, parts of a product, too; a CPU's settings are left alone."""
-    halves = dict.fromkeys(("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"), True)
+    """And products on CUDA sum in float32, parts of a product, too; a CPU's settings are left
+    alone.
+    """
+    halves = dict.fromkeys(
+        ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"), True
+    )
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul := SimpleNamespace(**halves))
     gpus(0)
     assert distributed.pick_device("auto") == distributed.pick_device("cpu") == CPU
@@ -74,13 +80,18 @@ def test_dtype_auto(monkeypatch, capabilities, dense, mixture):
     assert distributed.pick_dtype("auto", CPU, "dense") == dense
     assert distributed.pick_dtype("auto", CPU, "kern") == mixture
     assert distributed.pick_dtype("float16", CPU, "kern") == torch.float16
-    assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16  # the paper's
+    # the paper's
+    assert distributed.pick_dtype("auto", torch.device("cuda"), "kern") == torch.float16
 
 
 def test_what_is_known_of_devices(gpus):
     gpus(1)
     for device, auto in ((CPU, False), (torch.device("cuda"), True)):
-        assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [auto, True, False]
+        assert [distributed.pick_compile(name, device) for name in ("auto", "on", "off")] == [
+            auto,
+            True,
+            False,
+        ]
     assert distributed.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989e12
     assert distributed.peak_flops(torch.device("cuda", 0), torch.float32) is None
     assert distributed.peak_flops(CPU, torch.bfloat16) is None
@@ -90,25 +101,48 @@ def test_what_is_known_of_devices(gpus):
 
 def test_ranks_that_disagree_are_refused(monkeypatch):
     ranks = Ranks(0, 2, CPU, control=object())
-    monkeypatch.setattr(distributed, "gather", lambda value, group: [value, "train.parallel = fsdp"])
+    monkeypatch.setattr(
+        distributed, "gather", lambda value, group: [value, "train.parallel = fsdp"]
+    )
     distributed.check_agreement("train.parallel = fsdp", ranks)
-    with pytest.raises(RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."):
+    with pytest.raises(
+        RunError, match=r"disagree: train.parallel = ddp .rank 0., train.parallel = fsdp .rank 1."
+    ):
         distributed.check_agreement("train.parallel = ddp", ranks)
 
 
-SIZES = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_expert": 4, "top_k": 2, "expert_hidden": 6, "vocab_size": 10}
+SIZES = {
+    "n_layer": 3,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_expert": 4,
+    "top_k": 2,
+    "expert_hidden": 6,
+    "vocab_size": 10,
+}
 MODEL = Model(block_size=16, **SIZES)
 CONFIG = Config(model=MODEL, train=Train(micro_batch_size=2))
-BLOCK = {"attn.weight": (24, 8), "mlp.router": (4, 8), "mlp.w_in": (4, 8, 6), "mlp.w_out": (4, 6, 8)}  # 192 + 416
-SHAPES = {"wte": (10, 8)} | {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in BLOCK.items()}  # 1904
+# 192 + 416
+BLOCK = {
+    "attn.weight": (24, 8),
+    "mlp.router": (4, 8),
+    "mlp.w_in": (4, 8, 6),
+    "mlp.w_out": (4, 6, 8),
+}
+# 1904
+SHAPES = {"wte": (10, 8)} | {
+    f"blocks.{i}.{name}": shape for i in range(3) for name, shape in BLOCK.items()
+}
 TOKENS = 2 * 16
-LAYER, LOGITS = 10240, 1472  # test_plan.py compares the activations of a layer with what autograd keeps
+# test_plan.py compares the activations of a layer with what autograd keeps
+LAYER, LOGITS = 10240, 1472
 
 
 @pytest.mark.parametrize("parallel, shards, checkpointing, parameters, copies, activations", [
-    ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),  # casts of one block; inputs
-    # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five times in fp32,
-    # what is outside of blocks twice.
+    # casts of one block; inputs
+    ("ddp", 1, True, 1904, 2 * (80 + 192 + 416), 3 * 4 * TOKENS * 8 + LAYER),
+    # An expert each; casts; experts in bf16 four times and once in fp32, the rest of a block five
+    # times in fp32, what is outside of blocks twice.
     ("fsdp", 2, False, 952, 2 * (80 + 3 * 192) + (4 * 2 + 4) * 416 + 5 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
     # All gathered; of a block what arrives, its gradients and those that are reduced.
     ("zero2", 2, False, 952, 2 * 656 + 3 * (2 * 416 + 4 * 192) + 8 * 416 + 3 * 4 * 192 + 2 * 4 * 80, 3 * LAYER),
@@ -117,12 +151,24 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     train = Train(micro_batch_size=2, dtype="bfloat16", activation_checkpointing=checkpointing)
     config = CONFIG.model_copy(update={"train": train})
     plan = memory.estimate_memory(config, SHAPES, parallel, shards)
-    assert plan == (4 * parameters, 4 * parameters, 8 * parameters, copies, activations, LOGITS, 0, 0)
+    assert plan == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+        copies,
+        activations,
+        LOGITS,
+        0,
+        0,
+    )
     if parallel == "zero2":  # HSDP keeps its weights, too, where a step is one micro-batch
         assert memory.estimate_memory(config, SHAPES, "hsdp", shards, False) == plan
     averaged = CONFIG.model_copy(update={"train": train.model_copy(update={"ema_decay": 0.9})})
     with_mean = memory.estimate_memory(averaged, SHAPES, parallel, shards)
-    assert with_mean == plan._replace(ema=4 * parameters) and with_mean.state == plan.state + 4 * parameters
+    assert (
+        with_mean == plan._replace(ema=4 * parameters)
+        and with_mean.state == plan.state + 4 * parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,10 +176,14 @@ def test_memory_plan_by_hand(parallel, shards, checkpointing, parameters, copies
     [(8, False, "flash"), (9, False, "cudnn"), (10, False, "cudnn"), (9, True, "flash")],
 )
 def test_attention_takes_the_kernel_that_is_asked_for(capability, deterministic, first):
-    """cuDNN's on sm_90, never where a run must repeat; and the name of what torch takes is right, here on a CPU."""
+    """cuDNN's on sm_90, never where a run must repeat; and the name of what torch takes is right,
+    here on a CPU.
+    """
     order = distributed.order_attention_kernels(capability, deterministic)
     assert order[0].name == f"{first.upper()}_ATTENTION" and order[-1] is SDPBackend.MATH
-    assert deterministic == (not {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION} & {*order})
+    assert deterministic == (
+        not {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION} & {*order}
+    )
     arguments = Config().model, torch.device("cpu"), torch.float32
     assert distributed.name_attention_kernel(*arguments) == "flash"
     with sdpa_kernel([SDPBackend.MATH]):
@@ -145,7 +195,9 @@ def test_threads_are_as_many_as_cores_are_free(tmp_path, monkeypatch, capsys):
 
     def write_stat(*idle):
         lines = [f"cpu{core} 7 7 7 {ticks} 7 7 7 0 0 0" for core, ticks in enumerate(idle)]
-        (tmp_path / "stat").write_text("\n".join(["cpu 9 9 9 9 9 9 9", *lines, "cpu4 0 0 0 5000 0 0", "btime 1"]))
+        (tmp_path / "stat").write_text(
+            "\n".join(["cpu 9 9 9 9 9 9 9", *lines, "cpu4 0 0 0 5000 0 0", "btime 1"])
+        )
 
     write_stat(0, 0, 0, 0)
     monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
@@ -159,18 +211,26 @@ def test_threads_are_as_many_as_cores_are_free(tmp_path, monkeypatch, capsys):
     threads, taken = [4], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    assert distributed.choose_threads(CPU, 2) == distributed.choose_threads(CPU, None) == 4  # OMP_NUM_THREADS is set
+    # OMP_NUM_THREADS is set
+    assert distributed.choose_threads(CPU, 2) == distributed.choose_threads(CPU, None) == 4
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert distributed.choose_threads(CPU, 9) == 4 and capsys.readouterr().out == ""
-    assert distributed.choose_threads(CPU, 2) == 2 and "as this run began" in capsys.readouterr().out
-    assert distributed.choose_threads(CPU, None) == 3 and "3 threads of 4: other processes" in capsys.readouterr().out
+    assert (
+        distributed.choose_threads(CPU, 2) == 2 and "as this run began" in capsys.readouterr().out
+    )
+    assert (
+        distributed.choose_threads(CPU, None) == 3
+        and "3 threads of 4: other processes" in capsys.readouterr().out
+    )
     assert taken == [4, 2, 3]
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(tiny, monkeypatch):
     """Other numbers of threads round other sums."""
     asked = []
-    monkeypatch.setattr(distributed, "choose_threads", lambda device, recorded: asked.append(recorded) or 3)
+    monkeypatch.setattr(
+        distributed, "choose_threads", lambda device, recorded: asked.append(recorded) or 3
+    )
     for steps in (2, 4):
         run(tiny(f"train.max_steps={steps}", "train.checkpoint_interval=2"))
     assert asked == [None, 3]
@@ -197,9 +257,17 @@ SHARDED = [
 
 @pytest.mark.parametrize("way, world_size, per_node, shards, name", SHARDED)
 def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, name):
-    """On the rank that has most: the first, which holds γ and what does not divide. HSDP shards within a node."""
-    config = tiny("model.n_expert=6", "model.block_size=31", "train.dtype=float32", f"optim.name={name}")
-    shapes, possible = parameter_shapes(config.model), memory.list_parallelisms(world_size, per_node)
+    """On the rank that has most: the first, which holds γ and what does not divide.
+
+    HSDP shards within a node.
+    """
+    config = tiny(
+        "model.n_expert=6", "model.block_size=31", "train.dtype=float32", f"optim.name={name}"
+    )
+    shapes, possible = (
+        parameter_shapes(config.model),
+        memory.list_parallelisms(world_size, per_node),
+    )
     plan = memory.estimate_memory(config, shapes, way, possible[way])
     with fake_ranks_of(world_size, per_node) as ranks:
         model = GPT(config.model)
@@ -209,8 +277,16 @@ def test_sharded_bytes_are_as_planned(tiny, way, world_size, per_node, shards, n
         assert possible[way] == shards and experts.to_local().shape[0] == -(-6 // shards)
         assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == []
         weights = sum(local_part(p).nbytes for p in model.parameters())
-        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-        assert (weights, sum(local_part(value).nbytes for value in states)) == (plan.weights, plan.optimizer)
+        states = [
+            value
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key != "step"
+        ]
+        assert (weights, sum(local_part(value).nbytes for value in states)) == (
+            plan.weights,
+            plan.optimizer,
+        )
         assert plan.gradients == plan.weights < 4 * sum(p.numel() for p in model.parameters())
 
 
@@ -220,9 +296,16 @@ def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in
         parallel.distribute(model, "fsdp", ranks, torch.float16)
         block = model.blocks[0]
         mlp = block.mlp
-        parts = {"ln_1": block.ln_1, "router": mlp.router, "experts": mlp.experts, "shared": mlp.shared}
+        parts = {
+            "ln_1": block.ln_1,
+            "router": mlp.router,
+            "experts": mlp.experts,
+            "shared": mlp.shared,
+        }
         for name, module in parts.items():
-            module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: next(m.parameters()).dtype}))
+            module.register_forward_pre_hook(
+                lambda m, _, name=name: dtypes.update({name: next(m.parameters()).dtype})
+            )
         x = torch.zeros(2, 8, dtype=torch.int64)
         with torch.autocast("cpu", torch.float16):
             model(x, x)
@@ -234,12 +317,20 @@ def test_sharded_experts_alone_are_gathered_in_half_precision_and_all_reduced_in
 
 @pytest.mark.parametrize(
     "way, passes, gathers",
-    [("fsdp", 2, 2 * 2 * 5 - 2), ("hsdp", 2, 2 * 2 * 5 - 2), ("zero2", 2, 5), ("fsdp", 1, 2 * 5 - 1), ("hsdp", 1, 5)],
+    [
+        ("fsdp", 2, 2 * 2 * 5 - 2),
+        ("hsdp", 2, 2 * 2 * 5 - 2),
+        ("zero2", 2, 5),
+        ("fsdp", 1, 2 * 5 - 1),
+        ("hsdp", 1, 5),
+    ],
 )
 def test_weights_are_gathered_once_a_step_or_in_each_pass(tiny, way, passes, gathers):
-    """FSDP2 gathers the five groups (blocks, their experts, the rest) in each forward and each backward pass.
+    """FSDP2 gathers the five groups (blocks, their experts, the rest) in each forward and each
+    backward pass.
 
-    The rest stays gathered from a forward pass to its backward one. HSDP keeps all where a step is one micro-batch.
+    The rest stays gathered from a forward pass to its backward one. HSDP keeps all where a step is
+    one micro-batch.
     """
     with fake_ranks_of(4, 2) as ranks:
         model, x = GPT(tiny().model), torch.zeros(2, 8, dtype=torch.int64)
@@ -279,8 +370,12 @@ def test_compiled_routers_get_gradients_in_float32(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(tiny, monkeypatch, checkpointing):
-    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no run would start."""
+def test_dynamo_does_not_cut_compiled_blocks_at_the_buckets_of_ddp(
+    tiny, monkeypatch, checkpointing
+):
+    """Older versions of torch refuse it where a graph has an autograd.Function or checkpointing: no
+    run would start.
+    """
 
     def refuse(self, graph, *_, **__):
         raise NotImplementedError("DDPOptimizer backend: Found a higher order op in the graph")
@@ -310,7 +405,9 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
     torch._dynamo.utils.counters.clear()
     assert parallel.try_compiling(model, (2, 8), torch.autocast("cpu", torch.bfloat16), ALONE)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2 * (1 + len(more))
-    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and all(
+        p.grad is None for p in model.parameters()
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(block._compiled_call_impl is None and block.training for block in model.blocks)
     assert capsys.readouterr().out == ""
@@ -318,17 +415,24 @@ def test_a_trial_of_compiling_leaves_the_model_as_it_is(tiny, monkeypatch, capsy
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_compiling_that_fails_on_any_rank_leaves_all_eager(tiny, monkeypatch, capsys, rank):
-    """With one warning, and the losses of a run that does not try; rank 1 is another's, of which this one hears."""
+    """With one warning, and the losses of a run that does not try; rank 1 is another's, of which
+    this one hears.
+    """
     eager = column(run(tiny("run.name=eager", "train.compile=off")), "train/loss")
-    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")  # as on CUDA
+    # as on CUDA
+    monkeypatch.setattr(distributed, "pick_compile", lambda name, device: name != "off")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_by("aot_eager", fails=rank == 0))
     others = ["RuntimeError: no C compiler"] if rank else []
     monkeypatch.setattr(parallel, "gather", lambda problem, group: [problem, *others])
     torch._dynamo.reset()
     capsys.readouterr()
     assert column(run(tiny("run.name=auto")), "train/loss") == eager
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert f"compiling failed on rank {rank}" in warning and warning.endswith("RuntimeError: no C compiler")
+    (warning,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
+    ]
+    assert f"compiling failed on rank {rank}" in warning and warning.endswith(
+        "RuntimeError: no C compiler"
+    )
 
 
 def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):
@@ -339,4 +443,6 @@ def test_compiling_that_fails_names_the_remedy(tiny_file, monkeypatch):
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="no C compiler") as error:
         train.main([str(tiny_file), "--train.compile=on"])
-    assert error.value.__notes__ == ["torch cannot compile the model: set --train.compile=off and start again"]
+    assert error.value.__notes__ == [
+        "torch cannot compile the model: set --train.compile=off and start again"
+    ]

@@ -1,4 +1,5 @@
-"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a second process.
+"""Crashes and resuming: signals, damaged checkpoints, full disks, changed data and configs, a
+second process.
 
 This file is the program of torchrun's ranks, too.
 """
@@ -34,10 +35,27 @@ from runtime.signals import EXIT_CODE, Stop
 
 RATE = train.learning_rate
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# The most state to resume: dropout, masks, selection biases, a log interval that is cut, the history of losses.
-HARD = ["model.dropout=0.1", "train.bias_update=quantile", "train.loss_spike=skip", "data.document_mask=true"]
-HARD += ["train.max_steps=7", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "eval.interval=3"]
-HARD += ["eval.windows=20", "train.micro_batch_size=4", "model.n_layer=1", "train.ema_decay=0.9", "log.interval=4"]
+# The most state to resume: dropout, masks, selection biases, a log interval that is cut, the
+# history of losses.
+HARD = [
+    "model.dropout=0.1",
+    "train.bias_update=quantile",
+    "train.loss_spike=skip",
+    "data.document_mask=true",
+]
+HARD += [
+    "train.max_steps=7",
+    "train.checkpoint_interval=3",
+    "train.keep_checkpoints=9",
+    "eval.interval=3",
+]
+HARD += [
+    "eval.windows=20",
+    "train.micro_batch_size=4",
+    "model.n_layer=1",
+    "train.ema_decay=0.9",
+    "log.interval=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +73,10 @@ def undisturbed(module_file):
 # ---- being asked to stop: one process
 @pytest.fixture
 def main(tiny_file, monkeypatch):
-    """`main(*overrides)`: train.py's exit code. A signal for which it sets no handler fails the test."""
+    """`main(*overrides)`: train.py's exit code.
+
+    A signal for which it sets no handler fails the test.
+    """
 
     def fail(number, frame):
         raise AssertionError(f"signal {number} is not listened to")
@@ -63,7 +84,9 @@ def main(tiny_file, monkeypatch):
     before = {number: signal.signal(number, fail) for number in STOPPING}
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("os.isatty", lambda number: False)  # SIGHUP must not silence pytest
-    yield lambda *keys, fresh=(): train.main([str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen())
+    yield lambda *keys, fresh=(): train.main(
+        [str(tiny_file), *(f"--{key}" for key in keys), *fresh], Stop().listen()
+    )
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -79,7 +102,9 @@ PLACES = {  # what is called there, and which of its calls count
 
 @pytest.fixture
 def at(monkeypatch):
-    """`at(place, action, after=n)`: call `action` the (n + 1)th time that training is there; the list of all times."""
+    """`at(place, action, after=n)`: call `action` the (n + 1)th time that training is there; the
+    list of all times.
+    """
 
     def at(place, action, after=0):
         owner, name, counts = PLACES[place]
@@ -104,17 +129,27 @@ def kill(number):
 
 @pytest.mark.parametrize(
     "place, after, saved",
-    [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]  # a save cut short would not be intact
+    # a save cut short would not be intact
+    [("start-up", 0, []), ("step", 4, [3, 5]), ("save", 0, [3, 4])]
     # before the first step, between steps, after the last
     + [("evaluation", 2, []), ("evaluation", 17, [3]), ("evaluation", 32, [3, 6, 7])],
 )
-def test_signal_ends_the_run_at_a_checkpoint(main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved):
-    """At once, though a step that has begun is completed. The same command then ends like an undisturbed run."""
+def test_signal_ends_the_run_at_a_checkpoint(
+    main, tiny, at, undisturbed, saves_end_first, capsys, place, after, saved
+):
+    """At once, though a step that has begun is completed.
+
+    The same command then ends like an undisturbed run.
+    """
     saves_end_first()
     calls = at(place, kill(signal.SIGTERM), after)
     assert main(*HARD) == EXIT_CODE == 75
     step = saved[-1] if saved else 0
-    assert capsys.readouterr().out.strip().endswith(f"asked to stop, saved at step {step}. The same command resumes it")
+    assert (
+        capsys.readouterr()
+        .out.strip()
+        .endswith(f"asked to stop, saved at step {step}. The same command resumes it")
+    )
     assert len(calls) == after + 1 + (place == "save") and steps(tiny(*HARD)) == saved
     lines = metrics(tiny(*HARD))
     assert not any(line["step"] == step and "val/loss" in line for line in lines)
@@ -149,7 +184,9 @@ def test_train_py_saves_when_its_terminal_is_closed(tiny_file, tiny):
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(runs.REPO_ROOT)
-        os.execv(sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"])
+        os.execv(
+            sys.executable, [sys.executable, "train.py", tiny_file, "--train.max_steps=1000000"]
+        )
     written = b""
     while b"val loss" not in written:
         written += os.read(terminal, 1000)
@@ -177,7 +214,10 @@ def call_in_step_4(action):
 
 
 def signal_launcher(file, name):
-    """A rank of torchrun, to which rank 0 sends the signal `name`. Writes and ends with train.py's exit code."""
+    """A rank of torchrun, to which rank 0 sends the signal `name`.
+
+    Writes and ends with train.py's exit code.
+    """
     stop, rank = Stop().listen(), os.environ["RANK"]
 
     def send_and_wait():
@@ -188,13 +228,18 @@ def signal_launcher(file, name):
                 time.sleep(0.01)
 
     call_in_step_4(send_and_wait)
-    code = train.main([str(file), *(f"--{key}" for key in TWO), f"--run.dir={file.parent / name}"], stop)
+    code = train.main(
+        [str(file), *(f"--{key}" for key in TWO), f"--run.dir={file.parent / name}"], stop
+    )
     (file.parent / f"{name}.{rank}.code").write_text(str(code))
     sys.exit(code)
 
 
 def be_a_rank(file):
-    """Resume the runs whose launcher was sent a signal, and do what else takes two ranks. Writes errors."""
+    """Resume the runs whose launcher was sent a signal, and do what else takes two ranks.
+
+    Writes errors.
+    """
     rank, forward, meetings = int(os.environ["RANK"]), GPT.forward, count()
 
     def case(name, *overrides, stop=None):
@@ -229,7 +274,11 @@ def be_a_rank(file):
     GPT.forward = poisoned
     case("nan")
     GPT.forward = forward
-    with RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE) if rank == 0 else nullcontext():
+    with (
+        RunFolder(folder.path_of(config_of(file, "locked"))).claim(ALONE)
+        if rank == 0
+        else nullcontext()
+    ):
         case("locked", "train.parallel=fsdp")
 
 
@@ -243,7 +292,9 @@ def jobs(module_file):
 @pytest.fixture(scope="module")
 def resumed(jobs, module_file):
     """What the first of two ranks prints that resume the runs of `jobs`, among other things."""
-    (code, output), (other_code, _) = (rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file))
+    (code, output), (other_code, _) = (
+        rank.wait(600) for rank in runs.start_ranks(2, be_a_rank, module_file)
+    )
     assert (code, other_code) == (0, 0), output
     return output
 
@@ -283,7 +334,11 @@ def test_loss_of_one_rank_that_is_not_finite_stops_all(resumed, module_file):
     (file,) = folder.path_of(config_of(module_file, "nan")).glob("crash-*.json")
     report = json.loads(file.read_text())
     losses = [[micro["loss"] for micro in rank["micro_batches"]] for rank in report["ranks"]]
-    assert len(losses) == 2 and losses[1] == ["nan"] * 2 and all(math.isfinite(loss) for loss in losses[0])
+    assert (
+        len(losses) == 2
+        and losses[1] == ["nan"] * 2
+        and all(math.isfinite(loss) for loss in losses[0])
+    )
 
 
 @pytest.mark.integration
@@ -296,14 +351,17 @@ def test_error_of_the_first_rank_alone_ends_all_at_once(resumed, module_file):
 
 # ---- checkpoints that are damaged, and not written
 @pytest.mark.parametrize("finished", [True, False])
-def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main, tiny, undisturbed, capsys, finished):
+def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(
+    main, tiny, undisturbed, capsys, finished
+):
     """Also one that had finished: its last checkpoint is trained again."""
     assert main(*HARD) == 0
     flip(checkpoints(tiny()) / "step_00000007/__0_0.distcp", 999)
     shutil.rmtree(checkpoints(tiny()) / "step_00000006")
     if not finished:
         file = folder.path_of(tiny()) / "metrics.jsonl"
-        file.write_text(file.read_text()[:-20])  # as a kill leaves it that comes while the last evaluation is written
+        # as a kill leaves it that comes while the last evaluation is written
+        file.write_text(file.read_text()[:-20])
     capsys.readouterr()
     assert main(*HARD) == 0
     output = capsys.readouterr().out
@@ -313,7 +371,10 @@ def test_run_with_a_damaged_newest_checkpoint_ends_like_an_undisturbed_one(main,
 
 
 def test_run_that_went_beyond_its_end_is_finished(tiny, capsys):
-    """It shows the loss of its last step, and stays as it is. Damage is named, and the checkpoint before counts."""
+    """It shows the loss of its last step, and stays as it is.
+
+    Damage is named, and the checkpoint before counts.
+    """
     lines = run(tiny("train.checkpoint_interval=1", "train.max_steps=5", "eval.interval=1"))
     for step in (5, 4):
         capsys.readouterr()
@@ -321,7 +382,10 @@ def test_run_that_went_beyond_its_end_is_finished(tiny, capsys):
         train.train(tiny("train.max_steps=3"))
         assert content(folder.path_of(tiny())) == before
         printed = capsys.readouterr().out
-        assert f"finished already, {step} steps, val loss {column(lines, 'val/loss')[step]:.4f}, " in printed
+        assert (
+            f"finished already, {step} steps, val loss {column(lines, 'val/loss')[step]:.4f}, "
+            in printed
+        )
         assert ("step_00000005/.metadata: damaged" in printed) == (step == 4)
         (checkpoints(tiny()) / "step_00000005/.metadata").unlink(missing_ok=True)
 
@@ -351,20 +415,28 @@ def full_disk(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "step, on_error, code, left", [(6, "stop", 2, [3]), (3, "warn", 0, [6, 7]), (7, "warn", 2, [3, 6])]
+    "step, on_error, code, left",
+    [(6, "stop", 2, [3]), (3, "warn", 0, [6, 7]), (7, "warn", 2, [3, 6])],
 )
 def test_full_disk_stops_the_run_or_is_a_warning(
     main, tiny, undisturbed, full_disk, saves_end_first, capsys, step, on_error, code, left
 ):
-    """As the config says; but a last save that fails is always an error. With room the same command finishes."""
+    """As the config says; but a last save that fails is always an error.
+
+    With room the same command finishes.
+    """
     saves_end_first()
     full_disk.add(step)
     assert main(*HARD, f"train.on_save_error={on_error}") == code
     printed = "".join(capsys.readouterr())
-    *_, line = [line for line in printed.splitlines() if "the checkpoint could not be written" in line]
+    *_, line = [
+        line for line in printed.splitlines() if "the checkpoint could not be written" in line
+    ]
     assert line.startswith("error" if code else "warning") and f"step_{step:08d}" in line
     assert "Older ones are intact" in line and "enforce fail" not in line
-    assert sorted(path.name for path in checkpoints(tiny()).iterdir()) == [f"step_{done:08d}" for done in left]
+    assert sorted(path.name for path in checkpoints(tiny()).iterdir()) == [
+        f"step_{done:08d}" for done in left
+    ]
     full_disk.clear()
     assert main(*HARD) == 0
     assert end(tiny(*HARD)) == undisturbed
@@ -372,7 +444,9 @@ def test_full_disk_stops_the_run_or_is_a_warning(
 
 # ---- the data set, changed
 @pytest.mark.parametrize("what", ["data", "tokenizer"])
-def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, corpus, monkeypatch, what):
+def test_changed_data_set_is_refused_before_a_model_is_built(
+    tiny, tmp_path, corpus, monkeypatch, what
+):
     path, where = tmp_path / "data/tiny", f"data.dir={(tmp_path / 'data').as_posix()}"
     shutil.copytree(corpus / "tiny", path)
     run(tiny(where, "train.max_steps=2"))
@@ -390,7 +464,11 @@ def test_changed_data_set_is_refused_before_a_model_is_built(tiny, tmp_path, cor
     with pytest.raises(RunError, match=f"the {what} has changed since step 2.*--fresh") as caught:
         train.train(tiny(where))
     now = fingerprint(check_dataset(path, 257))
-    assert then[what] in str(caught.value) and now[what] in str(caught.value) and then[what] != now[what]
+    assert (
+        then[what] in str(caught.value)
+        and now[what] in str(caught.value)
+        and then[what] != now[what]
+    )
     assert content(folder.path_of(tiny())) == before
 
 
@@ -403,7 +481,9 @@ def test_changed_micro_batches_in_the_middle_of_a_log_interval_leave_its_means_r
     run(tiny(*own))
     shutil.rmtree(checkpoints(tiny(*own)) / "step_00000004")
     parts = run(tiny(*own, "train.micro_batch_size=2"))
-    runs.assert_same_columns(parts, at_once, "train/loss", "router/entropy", "router/load_imbalance")
+    runs.assert_same_columns(
+        parts, at_once, "train/loss", "router/entropy", "router/load_imbalance"
+    )
 
 
 if __name__ == "__main__":

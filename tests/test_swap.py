@@ -27,7 +27,9 @@ ONCE = ["train.max_steps=1", "optim.warmup_steps=0", "optim.lr=1e-9", "eval.inte
 
 @pytest.fixture(scope="module")
 def source(module_tiny):
-    """A run of softmax whose z-loss has moved all logits, W having a part that is common to all experts."""
+    """A run of softmax whose z-loss has moved all logits, W having a part that is common to all
+    experts.
+    """
     moved = ["train.z_loss_coef=0.01", "train.balance_loss_coef=0.1", "optim.lr=5e-3"]
     moved += ["train.max_steps=150", "eval.interval=150"]
     run(config := module_tiny("run.name=source", "model.router=softmax", *moved))
@@ -36,7 +38,13 @@ def source(module_tiny):
 
 def swapped(make, source, router, *more):
     """The Config of a run that begins with the weights of `source` and another router."""
-    return make(f"run.name={router}", f"train.init_from={path_of(source)}", f"model.router={router}", *ONCE, *more)
+    return make(
+        f"run.name={router}",
+        f"train.init_from={path_of(source)}",
+        f"model.router={router}",
+        *ONCE,
+        *more,
+    )
 
 
 def texts(config, split="val"):
@@ -56,9 +64,14 @@ def test_a_router_ignores_a_shift_or_does_not(name):
 def test_centring_is_exact_for_softmax(module_tiny, source):
     old = load_model(path_of(source)).model
     weights = read_initial_weights(swapped(module_tiny, source, "kern"))
-    assert "router weights are centred (mean over experts 0): softmax ignores that, kern does not" in weights.notes
+    assert (
+        "router weights are centred (mean over experts 0): softmax ignores that, kern does not"
+        in weights.notes
+    )
     centred = GPT(source.model).eval()
-    centred.load_state_dict(old.state_dict() | {name: t for name, t in weights.state.items() if ".router.w" in name})
+    centred.load_state_dict(
+        old.state_dict() | {name: t for name, t in weights.state.items() if ".router.w" in name}
+    )
     x, _ = texts(source)
     for before, after in zip(record_routing(old, x), record_routing(centred, x), strict=True):
         assert before.logits.mean(1).abs().max() > 0.01 > 1e-5 > after.logits.mean(1).abs().max()
@@ -66,14 +79,21 @@ def test_centring_is_exact_for_softmax(module_tiny, source):
     assert (all_logits(old, x) - all_logits(centred, x)).abs().max() < 2e-5
     for router in ("softmax-renorm", "sqrtgate"):  # which ignore a shift, too
         state = read_initial_weights(swapped(module_tiny, source, router)).state
-        assert all(tensor.equal(old.state_dict()[name]) for name, tensor in state.items() if ".router.w" in name)
+        assert all(
+            tensor.equal(old.state_dict()[name])
+            for name, tensor in state.items()
+            if ".router.w" in name
+        )
 
 
 @pytest.mark.parametrize("router", ["kern", "sigmoid", "tanh", "softmax-renorm"])
 def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router, capsys):
     """By formula in fp64, on other text, for the inputs that the routers have in the old model."""
     lines = run(swapped(module_tiny, source, router))
-    old, new = (load_model(path_of(config)).model for config in (source, swapped(module_tiny, source, router)))
+    old, new = (
+        load_model(path_of(config)).model
+        for config in (source, swapped(module_tiny, source, router))
+    )
     for before, block in zip(record_routing(old, next(texts(source))), new.blocks, strict=True):
         s = before.logits.double()
         s = s - s.mean(1, keepdim=True) * (router != "softmax-renorm")
@@ -82,17 +102,32 @@ def test_gates_get_the_norm_of_the_old_ones_by_layer(module_tiny, source, router
         assert norms[1] == pytest.approx(norms[0], rel=0.04)
     said = re.search(r"on training windows, (.*)\n", capsys.readouterr().out)[1]
     numbers = r"loss ([\d.]+), zero gates ([\d.]+)%, gate norm ([\d.]+)"
-    was, now = re.fullmatch(rf"old router: {numbers}; {router}: {numbers}; its gates times .*\(.*\)", said), lines[0]
+    was, now = (
+        re.fullmatch(
+            rf"old router: {numbers}; {router}: {numbers}; its gates times .*\(.*\)", said
+        ),
+        lines[0],
+    )
     *softmax, loss, zeros, norm = map(float, was.groups())
-    assert softmax[0] == pytest.approx(column(metrics(source), "val/loss")[-1], abs=0.1) and softmax[1] == 0
-    assert (loss, norm) == pytest.approx((now["val/loss"], now["val/gate_norm"]), rel=0.05)  # of other text
+    assert (
+        softmax[0] == pytest.approx(column(metrics(source), "val/loss")[-1], abs=0.1)
+        and softmax[1] == 0
+    )
+    # of other text
+    assert (loss, norm) == pytest.approx((now["val/loss"], now["val/gate_norm"]), rel=0.05)
     assert zeros == pytest.approx(100 * now["val/zero_gates"], abs=2)
 
 
-@pytest.mark.parametrize("word", ["model.gate_norm=0.7", "model.gate_scale=3.0", "train.match_gates=false"])
+@pytest.mark.parametrize(
+    "word", ["model.gate_norm=0.7", "model.gate_scale=3.0", "train.match_gates=false"]
+)
 def test_what_the_user_sets_wins(module_tiny, source, word):
     run(config := swapped(module_tiny, source, "sigmoid", word, f"run.name={word[6:14]}"))
-    c = [module.c.item() for module in load_model(path_of(config)).model.modules() if isinstance(module, Router)]
+    c = [
+        module.c.item()
+        for module in load_model(path_of(config)).model.modules()
+        if isinstance(module, Router)
+    ]
     assert c == [pytest.approx(gate_scale(config.model))] * 2
 
 
@@ -104,7 +139,8 @@ def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(module_tiny
     wanted = torch.tensor(metrics(config)[-1]["val/loss"])
     for form in ("auto", "nanokern"):
         words = [str(path_of(config)), str(tmp_path / form), "--format", form, "--check"]
-        with modules_in(tmp_path / f"modules-{form}"):  # what transformers imports of one test is not seen by others
+        # what transformers imports of one test is not seen by others
+        with modules_in(tmp_path / f"modules-{form}"):
             assert export.main(words) == 0, capsys.readouterr().err
     for place in (path_of(config), tmp_path / "auto", tmp_path / "nanokern"):
         again = f"train.init_from={place}", f"run.name=from-{place.name}"
@@ -114,19 +150,29 @@ def test_the_scale_stays_in_runs_exports_and_classes_of_transformers(module_tiny
 
 @pytest.fixture(scope="module")
 def hashed(module_tiny, tmp_path_factory):
-    """A model of softmax with a hash layer, and its export with another table than a new one would be."""
-    run(config := module_tiny("run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"))
+    """A model of softmax with a hash layer, and its export with another table than a new one would
+    be.
+    """
+    run(
+        config := module_tiny(
+            "run.name=hashed", "model.router=softmax", "model.n_hash_layer=1", "optim.lr=1e-2"
+        )
+    )
     place, model = tmp_path_factory.mktemp("hashed") / "out", load_model(path_of(config)).model
     assert export.main([str(path_of(config)), str(place)]) == 0
     table = model.blocks[0].mlp.router.hash_table
     table.copy_((table + torch.arange(257)[:, None]) % 8)
     state = load_file(place / "model.safetensors")
-    save_file(state | {"model.layers.0.mlp.router.hash_table": table.clone()}, place / "model.safetensors")
+    save_file(
+        state | {"model.layers.0.mlp.router.hash_table": table.clone()}, place / "model.safetensors"
+    )
     return place, model
 
 
 @pytest.mark.parametrize("n_hash", [0, 1, 2])
-def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(module_tiny, source, hashed, n_hash, capsys):
+def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(
+    module_tiny, source, hashed, n_hash, capsys
+):
     (place, old), (x, _) = hashed, texts(source)
     more = ["model.router=kern", f"model.n_hash_layer={n_hash}", f"run.name=hash-{n_hash}", *ONCE]
     run(config := module_tiny(f"train.init_from={place}", *more))
@@ -146,9 +192,24 @@ def test_hash_layers_keep_their_table_and_the_norm_of_their_gates(module_tiny, s
 
 # ---- mixtures that start from dense models
 # Of a dense model of width 16: E experts, K chosen, hidden width of each, router
-COPIES = ["model.n_expert=8", "model.top_k=3", "model.expert_hidden=16", "model.router=softmax-renorm"]
-SLICES = ["model.n_expert=8", "model.top_k=2", "model.expert_hidden=8", "model.router=softmax-renorm"]
-TWO_COPIES_OF_SLICES = ["model.n_expert=12", "model.top_k=8", "model.expert_hidden=4", "model.router=sigmoid-renorm"]
+COPIES = [
+    "model.n_expert=8",
+    "model.top_k=3",
+    "model.expert_hidden=16",
+    "model.router=softmax-renorm",
+]
+SLICES = [
+    "model.n_expert=8",
+    "model.top_k=2",
+    "model.expert_hidden=8",
+    "model.router=softmax-renorm",
+]
+TWO_COPIES_OF_SLICES = [
+    "model.n_expert=12",
+    "model.top_k=8",
+    "model.expert_hidden=4",
+    "model.router=sigmoid-renorm",
+]
 LAST_BLOCK = "blocks.1.mlp.experts."
 
 
@@ -164,11 +225,17 @@ def make_plain_gpt2(place, **update):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("shape", [COPIES, SLICES, TWO_COPIES_OF_SLICES], ids=["copies", "slices", "copies of slices"])
-@pytest.mark.parametrize("more", [[], ["model.gate_norm=3", "model.vocab_size=320", "model.block_size=20"]])
+@pytest.mark.parametrize(
+    "shape", [COPIES, SLICES, TWO_COPIES_OF_SLICES], ids=["copies", "slices", "copies of slices"]
+)
+@pytest.mark.parametrize(
+    "more", [[], ["model.gate_norm=3", "model.vocab_size=320", "model.block_size=20"]]
+)
 def test_a_mixture_computes_what_its_gpt2_does(tiny, tmp_path, shape, more):
     theirs = make_plain_gpt2(tmp_path / "gpt2")
-    model, words = start(tiny(f"train.init_from={tmp_path / 'gpt2'}", "model.bias=true", *shape, *more))
+    model, words = start(
+        tiny(f"train.init_from={tmp_path / 'gpt2'}", "model.bias=true", *shape, *more)
+    )
     idx = ids(model.config.block_size)
     assert_near(all_logits(model, idx)[..., :257], theirs(idx).logits, LOGITS, "logits")
     before, after = re.findall(r"\d\.\d{5}", words)
@@ -176,7 +243,10 @@ def test_a_mixture_computes_what_its_gpt2_does(tiny, tmp_path, shape, more):
 
 
 def train_dense(tiny, *more):
-    """A run of a dense model of width 16; its losses are of few windows. Returns its folder and last loss."""
+    """A run of a dense model of width 16; its losses are of few windows.
+
+    Returns its folder and last loss.
+    """
     lines = run(config := tiny("run.name=dense", "model.router=dense", "eval.windows=4", *more))
     return path_of(config), column(lines, "val/loss")[-1]
 
@@ -187,9 +257,12 @@ def test_a_mixture_computes_what_its_dense_run_does(tiny):
     place, _ = train_dense(tiny, *MODERN)
     own = [*MODERN, *SLICES, f"train.init_from={place}"]
     model, _ = start(tiny(*own, "model.block_size=64"))
-    assert_near(all_logits(model, ids(32)), all_logits(load_model(place).model, ids(32)), LOGITS, "logits")
+    assert_near(
+        all_logits(model, ids(32)), all_logits(load_model(place).model, ids(32)), LOGITS, "logits"
+    )
     w_in = model.state_dict()[LAST_BLOCK + "w_in"]
-    assert w_in[0].equal(w_in[2]) and not w_in[0].equal(w_in[1])  # a copy of two slices after the other
+    # a copy of two slices after the other
+    assert w_in[0].equal(w_in[2]) and not w_in[0].equal(w_in[1])
     run(config := tiny(*own))
     w_in = load_model(path_of(config)).model.state_dict()[LAST_BLOCK + "w_in"]
     assert not w_in[0].equal(w_in[2])
@@ -197,12 +270,23 @@ def test_a_mixture_computes_what_its_dense_run_does(tiny):
 
 @pytest.mark.numerics
 def test_losses_of_another_function_are_printed(tiny, capsys):
-    """KERN's gates have no fixed sum: their mean is divided out, and both losses are those of evaluations."""
+    """KERN's gates have no fixed sum: their mean is divided out, and both losses are those of
+    evaluations.
+    """
     place, last = train_dense(tiny)
-    config = tiny(*SLICES, "model.router=kern", "model.bias=true", "eval.windows=4", f"train.init_from={place}")
+    config = tiny(
+        *SLICES,
+        "model.router=kern",
+        "model.bias=true",
+        "eval.windows=4",
+        f"train.init_from={place}",
+    )
     loss = column(run(config), "val/loss")[0]
     words = f"4 copies of its MLP's 2 slices, loss on 4 validation windows {last:.5f} -> {loss:.5f}, because the sum"
-    assert f"{words} of a token's kern gates varies" in capsys.readouterr().out and abs(loss - last) > 1e-4
+    assert (
+        f"{words} of a token's kern gates varies" in capsys.readouterr().out
+        and abs(loss - last) > 1e-4
+    )
     mine = start(config)[0].state_dict()[LAST_BLOCK + "w_out"][5]  # (H, C)
     theirs = load_model(place).model.state_dict()["blocks.1.mlp.w_out.weight"].mT[8:]
     # Two of each logit: the sum of the largest is as often there, and the norm √2 as large.

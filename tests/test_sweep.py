@@ -1,4 +1,6 @@
-"""scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures, stop signals."""
+"""scripts.sweep: points in sequence, in parallel, as a Slurm array; totals, rehearsals, failures,
+stop signals.
+"""
 
 import json
 import os
@@ -57,16 +59,21 @@ sys.exit(int(os.environ.get("STOPPED_CODE", 75)) if asked else int(os.environ.ge
 
 @pytest.fixture
 def fake_trainer(tmp_path, monkeypatch):
-    """Replace train.py by a program that notes how it was started and waits until the file `WAIT_FOR`, if it is set,
-    exists, or this test ends. Its exit code is `EXIT_CODE`, by default 1 for dense, or `STOPPED_CODE`, 75, when asked
-    to stop. Returns a function that reads those notes."""
+    """Replace train.py by a program that notes how it was started and waits until the file
+    `WAIT_FOR`, if it is set,
+    exists, or this test ends. Its exit code is `EXIT_CODE`, by default 1 for dense, or
+    `STOPPED_CODE`, 75, when asked to stop. Returns a function that reads those notes."""
     trainer = tmp_path / "fake" / "trainer.py"
     trainer.parent.mkdir()
     trainer.write_text(FAKE)
     monkeypatch.setattr(sweep, "TRAIN", trainer)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     notes = trainer.with_suffix(".jsonl")
-    yield lambda: [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+    yield (
+        lambda: (
+            [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        )
+    )
     trainer.unlink()
 
 
@@ -76,20 +83,33 @@ def test_finished_points_are_skipped_and_others_are_not(sweep_file, fake_trainer
     for point in points[:2]:
         train_run(point.config)
     out = call(sweep.main, sweep_file, "--dry-run")
-    assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == ["3/4", "4/4"]
+    assert "4 points, 2 finished" in out and [number for number, _ in commands(out)] == [
+        "3/4",
+        "4/4",
+    ]
     assert f"[1/4] finished already: {points[0].folder}\n" in out
     assert points[0].steps_done() == 4 and points[2].steps_done() == 0
     for steps, done in ((6, 4), (3, 3)):
-        assert sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0].steps_done() == done
+        assert (
+            sweep.list_points(str(sweep_file), [f"--train.max_steps={steps}"])[0].steps_done()
+            == done
+        )
     (points[0].folder / "metrics.jsonl").write_text('{"step": 2, "tokens": 9, "val/loss": 2.0}\n')
     assert points[0].steps_done() == 3  # its last evaluation is left to do
-    assert sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"]) == 1
+    assert (
+        sweep.main([str(sweep_file), "--optim.lr=1e-4", "--run.seed=0", "--model.router=dense"])
+        == 1
+    )
     assert [note["point"] for note in fake_trainer()] == ["0 dense"]  # of another config: it trains
-    (*_, name), *_ = (point.overrides for point in sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"]))
+    (*_, name), *_ = (
+        point.overrides for point in sweep.list_points(str(sweep_file), ["--optim.lr=1e-4"])
+    )
     assert name == f"--run.name={points[0].folder.name}-lr0.0001"
 
 
-def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(sweep_file, fake_trainer, monkeypatch, capfd):
+def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(
+    sweep_file, fake_trainer, monkeypatch, capfd
+):
     assert sweep.main([str(sweep_file), "--run.seed=0"]) == 1
     said = capfd.readouterr()
     assert [note["point"] for note in fake_trainer()] == ["0 dense", "0 kern"]
@@ -97,13 +117,15 @@ def test_a_failed_point_is_named_and_a_stopped_one_stops_the_sweep(sweep_file, f
     assert said.err == f"failed: python train.py {sweep_file} --run.seed=0 --model.router=dense\n"
     monkeypatch.setenv("EXIT_CODE", str(EXIT_CODE))
     assert sweep.main([str(sweep_file), "--run.seed=1"]) == EXIT_CODE
-    assert [note["point"] for note in fake_trainer()[2:]] == ["1 dense"]  # points that wait are not started
+    # points that wait are not started
+    assert [note["point"] for note in fake_trainer()[2:]] == ["1 dense"]
     said = "".join(capfd.readouterr())
     assert "failed: " not in said and "no runs in" not in said  # no table: it is not finished
 
 
 @pytest.mark.parametrize("words, says", [
-    (["--optim.lrr=1"], "did you mean 'optim.lr'?"), (["--dry=1"], "unknown key"),  # options are not guessed at
+    # options are not guessed at
+    (["--optim.lrr=1"], "did you mean 'optim.lr'?"), (["--dry=1"], "unknown key"),
     (["--parallel", "0"], "--parallel 0: expected 1 or more"), (["--mfu", "2"], "--mfu 2: expected"),
     *((["--scale", x], f"--scale {x}: expected a number between 0 and 1") for x in ("0", "1", "-1", "nan")),
 ])  # fmt: skip
@@ -112,13 +134,23 @@ def test_sweep_refuses_bad_input(sweep_file, call, words, says):
     assert "one config file is needed, found none" in call(sweep.main, code=2)
 
 
-def test_missing_data_and_trunks_are_found_before_the_first_point_starts(sweep_file, fake_trainer, call, tiny):
-    assert "the model's vocab_size is 100" in call(sweep.main, sweep_file, "--model.vocab_size=100", code=2)
+def test_missing_data_and_trunks_are_found_before_the_first_point_starts(
+    sweep_file, fake_trainer, call, tiny
+):
+    assert "the model's vocab_size is 100" in call(
+        sweep.main, sweep_file, "--model.vocab_size=100", code=2
+    )
     same = ["model.router=kern", "run.seed=0", "optim.schedule=wsd"]
     trunk = tiny(*same, "run.name=trunk", "train.max_steps=10", "train.keep_steps=4")
-    words = [*(f"--{word}" for word in same), f"--train.branch_from={folder.path_of(trunk)}", "--train.max_steps=[5,8]"]
+    words = [
+        *(f"--{word}" for word in same),
+        f"--train.branch_from={folder.path_of(trunk)}",
+        "--train.max_steps=[5,8]",
+    ]
     assert "[2/2]" in call(sweep.main, sweep_file, *words, "--dry-run")
-    assert "no config.toml there, so not a run; train it first" in call(sweep.main, sweep_file, *words, code=2)
+    assert "no config.toml there, so not a run; train it first" in call(
+        sweep.main, sweep_file, *words, code=2
+    )
     train_run(trunk)
     assert "no checkpoint of step 6" in call(sweep.main, sweep_file, *words, code=2)
     sweep_file.write_text(sweep_file.read_text() + '"data.name" = ["tiny", "absent"]\n')
@@ -126,7 +158,9 @@ def test_missing_data_and_trunks_are_found_before_the_first_point_starts(sweep_f
 
 
 # ---- totals
-@pytest.mark.parametrize("branch_step, done, left", [(0, 0, 1), (0, 20_000, 0.6), (30_000, 0, 0.4), (5, 20_000, 0.6)])
+@pytest.mark.parametrize(
+    "branch_step, done, left", [(0, 0, 1), (0, 20_000, 0.6), (30_000, 0, 0.4), (5, 20_000, 0.6)]
+)
 def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
     file = str(REPO_ROOT / "config/paper/books3_512.toml")
     (point,) = sweep.list_points(file, ["--model.router=kern"])
@@ -136,7 +170,8 @@ def test_totals_are_of_what_is_left(monkeypatch, branch_step, done, left):
     line = sweep.format_totals([point, point], [point], 0.5, "A100")
     assert f"2 points, 1 finished; to do: {50_000 * 256 * 512 * left / 1e6:,.2f} M tokens" in line
     hours = left * 50_000 * 256 * 512 * flops_per_token(point.config.model) / (0.5 * 312e12) / 3600
-    total = 24 * count_parameters(point.config.model)[0] / 2**30  # 12 bytes per parameter, 2 checkpoints
+    # 12 bytes per parameter, 2 checkpoints
+    total = 24 * count_parameters(point.config.model)[0] / 2**30
     assert f"{hours:,.1f} GPU hours (A100, MFU 0.50), {total:.1f} GiB of checkpoints" in line
 
 
@@ -147,20 +182,39 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
     assert "327.68 M tokens" in out  # a hundredth of 32.77 B
     for _, (_, _, file, *overrides) in commands(out):
         config = configure.load(file, overrides)
-        assert (config.train.max_steps, config.optim.warmup_steps, config.train.checkpoint_interval) == (500, 5, -1)
+        assert (
+            config.train.max_steps,
+            config.optim.warmup_steps,
+            config.train.checkpoint_interval,
+        ) == (500, 5, -1)
         assert (config.eval.interval, config.eval.windows, config.log.interval) == (10, 20, 1)
-        assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith("-rehearsal-0.01")
+        assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith(
+            "-rehearsal-0.01"
+        )
     trunk, *_ = sweep.list_points(str(REPO_ROOT / "config/studies/length.toml"), [], scale=0.005)
     assert (trunk.config.train.max_steps, trunk.config.train.keep_steps) == (40, "4,8,16")
-    branch, *_ = sweep.list_points(str(REPO_ROOT / "config/studies/length_branches.toml"), [], scale=0.005)
-    assert (branch.config.train.branch_from, branch.config.train.branch_step) == (str(trunk.folder), 4)
-    tiny = sweep.list_points(str(sweep_file), ["--train.checkpoint_interval=0"], scale=0.001)[0].config
-    assert (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval) == (1, 1, 0)
+    branch, *_ = sweep.list_points(
+        str(REPO_ROOT / "config/studies/length_branches.toml"), [], scale=0.005
+    )
+    assert (branch.config.train.branch_from, branch.config.train.branch_step) == (
+        str(trunk.folder),
+        4,
+    )
+    tiny = sweep.list_points(str(sweep_file), ["--train.checkpoint_interval=0"], scale=0.001)[
+        0
+    ].config
+    assert (tiny.train.max_steps, tiny.optim.warmup_steps, tiny.train.checkpoint_interval) == (
+        1,
+        1,
+        0,
+    )
 
 
 # ---- in parallel
 class Hook(Stop):
-    """A Stop that calls `hook` each time the sweep looks at it, and is asked once that returns True."""
+    """A Stop that calls `hook` each time the sweep looks at it, and is asked once that returns
+    True.
+    """
 
     def __init__(self, hook):
         self.hook, self.deadline = hook, time.monotonic() + HANG
@@ -172,7 +226,9 @@ class Hook(Stop):
     asked = property(look, lambda self, value: None)
 
 
-def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fake_trainer, monkeypatch, capfd):
+def test_parallel_points_have_separate_logs_and_threads(
+    sweep_file, tmp_path, fake_trainer, monkeypatch, capfd
+):
     runs, done, looks = tmp_path / "runs", tmp_path / "done", []
     monkeypatch.setenv("WAIT_FOR", str(done))
 
@@ -186,7 +242,8 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
     assert sweep.main([str(sweep_file), "--parallel", "2"], Hook(let_go)) == 1
     notes = fake_trainer()
     assert len(notes) == 4
-    assert len({note["group"] for note in notes} | {os.getpgid(0)}) == 5  # Ctrl-C reaches only the sweep
+    # Ctrl-C reaches only the sweep
+    assert len({note["group"] for note in notes} | {os.getpgid(0)}) == 5
     cores = len(os.sched_getaffinity(0))
     assert {note["threads"] for note in notes} == {str(max(1, cores // 2))}
     said = capfd.readouterr()
@@ -195,15 +252,25 @@ def test_parallel_points_have_separate_logs_and_threads(sweep_file, tmp_path, fa
         name = f"tiny-{point}".replace(" ", "-seed")
         assert (runs / name / "train.log").read_text() == f"says {point}\n"
     assert len(commands(said.out)) == 4
-    assert f"[1/4] exit code 1: {runs}/tiny-dense-seed0\n" in said.out and "exit code 0: " in said.out
+    assert (
+        f"[1/4] exit code 1: {runs}/tiny-dense-seed0\n" in said.out and "exit code 0: " in said.out
+    )
     failed = sorted(line.rpartition("# log: ")[2] for line in said.err.splitlines())
     assert failed == [f"{runs}/tiny-dense-seed0/train.log", f"{runs}/tiny-dense-seed1/train.log"]
 
 
 @pytest.mark.parametrize(
     ("gpus", "parallel", "shares"),
-    [("", 1, [[]]), ("", 3, [[], [], []]), ("0 1 2 3", 1, [["0", "1", "2", "3"]]), ("4 5 7", 2, [["4"], ["5"]])]
-    + [("0 1 2 3", 2, [["0", "1"], ["2", "3"]]), ("GPU-a GPU-b", 3, [["GPU-a"], ["GPU-b"], ["GPU-a"]])],
+    [
+        ("", 1, [[]]),
+        ("", 3, [[], [], []]),
+        ("0 1 2 3", 1, [["0", "1", "2", "3"]]),
+        ("4 5 7", 2, [["4"], ["5"]]),
+    ]
+    + [
+        ("0 1 2 3", 2, [["0", "1"], ["2", "3"]]),
+        ("GPU-a GPU-b", 3, [["GPU-a"], ["GPU-b"], ["GPU-a"]]),
+    ],
 )
 def test_gpus_are_split_evenly(gpus, parallel, shares):
     assert sweep.split_gpus(gpus.split(), parallel) == shares
@@ -214,21 +281,30 @@ def test_gpus_are_those_visible_to_this_process(sweep_file, monkeypatch, call):
     monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
     for visible, wanted in (("", ["0", "1"]), ("3,GPU-b", ["3", "GPU-b"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert sweep.find_gpus(sweep.list_points(str(sweep_file), ["--train.device=auto"])) == wanted
+        assert (
+            sweep.find_gpus(sweep.list_points(str(sweep_file), ["--train.device=auto"])) == wanted
+        )
     assert sweep.find_gpus(sweep.list_points(str(sweep_file), [])) == []  # train.device = cpu
     words = [sweep_file, "--train.device=auto", "--dry-run"]
     launch = commands(call(sweep.main, *words, "--train.micro_batch_size=4"))[0][1][:4]
     assert launch == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
-    assert "times 2 rank(s) = 16" in call(sweep.main, *words, code=2)  # 8 sequences are too few for 2 ranks of 8
+    # 8 sequences are too few for 2 ranks of 8
+    assert "times 2 rank(s) = 16" in call(sweep.main, *words, code=2)
 
 
 # ---- stop signals
 @pytest.mark.parametrize(
     "gpus, code",
-    [([], EXIT_CODE), ([], 1), pytest.param(["0", "1", "2", "3"], EXIT_CODE, marks=pytest.mark.integration)],
+    [
+        ([], EXIT_CODE),
+        ([], 1),
+        pytest.param(["0", "1", "2", "3"], EXIT_CODE, marks=pytest.mark.integration),
+    ],
     ids=["processes", "no save", "torchrun"],
 )
-def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, code, capfd):
+def test_all_running_points_are_stopped(
+    sweep_file, tmp_path, fake_trainer, monkeypatch, gpus, code, capfd
+):
     """Those that were stopped have not failed, whatever their exit code."""
     monkeypatch.setenv("STOPPED_CODE", str(code))
     monkeypatch.setattr(sweep, "find_gpus", lambda points: gpus)
@@ -236,7 +312,9 @@ def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monk
     ranks = 4 if gpus else 2
 
     def all_started():
-        """Whether all ranks of the first two points have started; the others must not, then or later."""
+        """Whether all ranks of the first two points have started; the others must not, then or
+        later.
+        """
         assert len(fake_trainer()) <= ranks
         return len(fake_trainer()) == ranks
 
@@ -244,16 +322,23 @@ def test_all_running_points_are_stopped(sweep_file, tmp_path, fake_trainer, monk
     assert sweep.main(arguments, Hook(all_started)) == EXIT_CODE
     said = capfd.readouterr()
     notes = fake_trainer()
-    assert len(notes) == ranks and {note["point"] for note in notes} == {"dense 0", "dense 1"}  # kern was not started
-    assert {note["gpus"] for note in notes} == ({"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")})
+    # kern was not started
+    assert len(notes) == ranks and {note["point"] for note in notes} == {"dense 0", "dense 1"}
+    assert {note["gpus"] for note in notes} == (
+        {"0,1", "2,3"} if gpus else {os.environ.get("CUDA_VISIBLE_DEVICES")}
+    )
     assert "failed: " not in said.err
     assert gpus or said.out.count(f"exit code {code}: ") == 2
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, EXIT_CODE), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number, code):
-    """However it ends, the point that it trains is asked to stop: then nobody holds their stdout any more."""
+    """However it ends, the point that it trains is asked to stop: then nobody holds their stdout
+    any more.
+    """
     script = "import sys; from runtime.signals import Stop; from scripts import sweep; sweep.TRAIN = sys.argv.pop(1); "
     script += "sys.exit(sweep.main(sys.argv[1:], Stop().listen()))"
     command = [sys.executable, "-c", script, str(sweep.TRAIN), str(sweep_file)]
@@ -269,9 +354,22 @@ def test_no_point_outlives_the_sweep(sweep_file, tmp_path, fake_trainer, number,
 def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
     """With the real train.py: 75 and checkpoints; the same command finishes."""
     runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "scripts.sweep", str(sweep_file), "--parallel=2", "--run.seed=0"]
-    long = ["--train.max_steps=1000_000", "--eval.interval=1000_000", "--train.checkpoint_interval=0"]
-    process = subprocess.Popen([*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.sweep",
+        str(sweep_file),
+        "--parallel=2",
+        "--run.seed=0",
+    ]
+    long = [
+        "--train.max_steps=1000_000",
+        "--eval.interval=1000_000",
+        "--train.checkpoint_interval=0",
+    ]
+    process = subprocess.Popen(
+        [*command, *long], cwd=REPO_ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     metrics = [runs / f"tiny-{router}-seed0" / "metrics.jsonl" for router in ("dense", "kern")]
 
     def train_both():
@@ -289,8 +387,14 @@ def test_ctrl_c_saves_all_points_and_they_resume(sweep_file, tmp_path):
 
 
 # ---- Slurm
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host1", "SLURM_CPUS_PER_TASK": "4", "SLURM_NNODES": "1"}
-PROGRAMS = {  # stand-ins: srun runs its command here, scancel signals torchrun, lets it end and sees it end
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "host1",
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_NNODES": "1",
+}
+# stand-ins: srun runs its command here, scancel signals torchrun, lets it end and sees it end
+PROGRAMS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": '[ "$1" = show ] && echo host1 || echo "$@" > requeued',
     "scancel": 'echo "$@" > canceled; kill -USR1 "$(cat pid)"; touch done; while kill -0 "$(cat pid)"; do :; done',
@@ -306,7 +410,11 @@ def slurm(tmp_path):
     for name, does in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{does}\n")
         (programs / name).chmod(0o755)
-    kept = {key: value for key, value in os.environ.items() if key not in ("WAIT", "CODE", "OMP_NUM_THREADS")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("WAIT", "CODE", "OMP_NUM_THREADS")
+    }
     return kept | SLURM | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
 
@@ -315,22 +423,33 @@ def test_slurm_array_has_a_task_for_each_point_left(sweep_file, tmp_path, slurm,
     out = call(sweep.main, sweep_file, "--train.max_steps=3", "--slurm", script, "--parallel=3")
     assert f"sbatch {script}" in out
     head = script.read_text().partition("\ncase ")[0].splitlines()
-    assert all(line.startswith("#") for line in head)  # sbatch reads options up to the first command
+    # sbatch reads options up to the first command
+    assert all(line.startswith("#") for line in head)
     assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --array=0-3%3"} <= {*head}
     for i, point in enumerate(configure.sweep_points(sweep_file, ["--train.max_steps=3"])):
-        task = slurm | {"SLURM_ARRAY_TASK_ID": str(i), "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "4"}
+        task = slurm | {
+            "SLURM_ARRAY_TASK_ID": str(i),
+            "SLURM_RESTART_COUNT": "2",
+            "SLURM_GPUS_ON_NODE": "4",
+        }
         subprocess.run(["bash", script], env=task, cwd=tmp_path, check=True)
         words = (tmp_path / "arguments").read_text().splitlines()
         assert words[words.index("train.py") :] == ["train.py", str(sweep_file), *point]
         assert words[:3] == ["--nnodes=1", "--nproc_per_node=4", "--rdzv_id=7-2"]
-        assert words[4] == "--rdzv_endpoint=host1:20007" and (tmp_path / "started").read_text().startswith("4 ")
+        assert words[4] == "--rdzv_endpoint=host1:20007" and (
+            tmp_path / "started"
+        ).read_text().startswith("4 ")
 
 
 @pytest.mark.parametrize("code", [75, 0])
 def test_slurm_job_is_requeued_if_time_ended_it_before_it_finished(tmp_path, slurm, code):
-    """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which save and end."""
+    """The signal before the time limit reaches torchrun, which ignores it, and its ranks, which
+    save and end.
+    """
     job = slurm | {"CODE": str(code), "WAIT": "1"}
-    process = subprocess.Popen(["bash", sweep.SBATCH, "x.toml"], env=job, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        ["bash", sweep.SBATCH, "x.toml"], env=job, cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
     wait_until((tmp_path / "pid").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=HANG) == code

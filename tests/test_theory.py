@@ -1,6 +1,7 @@
 """eval.theory: expectations against closed forms, brute force and the paper's figures.
 
-Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below either.
+Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below
+either.
 """
 
 import math
@@ -36,14 +37,25 @@ def test_gradients_against_autograd_of_the_formula(name):
     n, M, k, tau = 20_000, 16, 4, 1.5
     draws = np.random.default_rng(0).standard_normal((n, M))
     s = torch.from_numpy(-tau * np.sort(-draws, axis=1)).requires_grad_()
-    gates = {"sigmoid": s.sigmoid, "tanh": s.tanh, "kern": lambda: (s / s.norm(dim=-1, keepdim=True)).relu()}[name]()
-    squares = sum(torch.autograd.grad(gates[:, i].sum(), s, retain_graph=True)[0].square().sum(-1) for i in range(k))
+    gates = {
+        "sigmoid": s.sigmoid,
+        "tanh": s.tanh,
+        "kern": lambda: (s / s.norm(dim=-1, keepdim=True)).relu(),
+    }[name]()
+    squares = sum(
+        torch.autograd.grad(gates[:, i].sum(), s, retain_graph=True)[0].square().sum(-1)
+        for i in range(k)
+    )
     error = float(squares.std()) / math.sqrt(n)
-    assert theory.jacobian_squares(name, M, k, tau) == pytest.approx(float(squares.mean()), abs=4 * error)
+    assert theory.jacobian_squares(name, M, k, tau) == pytest.approx(
+        float(squares.mean()), abs=4 * error
+    )
 
 
 def test_the_constant_of_two_active_experts():
-    """Given two positive scores: a single one, u, gives 1/u, whose mean grows with the number of samples."""
+    """Given two positive scores: a single one, u, gives 1/u, whose mean grows with the number of
+    samples.
+    """
     y = np.random.default_rng(0).standard_normal((400_000, 8))
     y /= np.linalg.norm(y, axis=1, keepdims=True)
     best = -np.sort(-y.clip(0), axis=1)[:, :2]
@@ -70,6 +82,8 @@ def test_measurement_off_its_expectation_is_reported(capsys, monkeypatch):
     monkeypatch.setattr(theory, "fewer_positive", lambda n_expert, top_k: 0.5)
     assert theory.main(["--only", "positive", "--samples", "320"]) == 1
     said = capsys.readouterr()
-    assert "(!) measured and analytic differ" in said.err and "(!)" in said.out and "τ" not in said.out
+    assert (
+        "(!) measured and analytic differ" in said.err and "(!)" in said.out and "τ" not in said.out
+    )
     assert theory.main(["--only", "variance", "--samples", "100"]) == 0
     assert theory.main(["--samples", "5"]) == 2

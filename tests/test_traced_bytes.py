@@ -1,4 +1,6 @@
-"""What operators read and write, traced without computing: a further pass over residual stream or weights fails."""
+"""What operators read and write, traced without computing: a further pass over residual stream or
+weights fails.
+"""
 
 from collections import Counter
 from unittest import mock
@@ -21,7 +23,9 @@ PRODUCTS = ("mm", "addmm", "experts_forward", "experts_backward", "_scaled_dot_p
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes per element that operators other than products and views read and write of tensors of `size` elements."""
+    """Bytes per element that operators other than products and views read and write of tensors of
+    `size` elements.
+    """
 
     def __init__(self, size=B * T * C):
         super().__init__()
@@ -30,19 +34,34 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = str(function).split(".")[1]
-        if not function.is_view and function.namespace != "prim" and name not in (*PRODUCTS, "_unsafe_view", "detach"):
+        if (
+            not function.is_view
+            and function.namespace != "prim"
+            and name not in (*PRODUCTS, "_unsafe_view", "detach")
+        ):
             for t in tree_leaves((args, kwargs, out)):
                 if isinstance(t, torch.Tensor) and t.numel() and t.numel() % self.size == 0:
                     self.moved[name] += t.nbytes // self.size
         return out
 
 
-SIZES = {"n_head": 3, "n_embd": C, "block_size": T, "n_expert": 5, "top_k": 2, "expert_hidden": 7, "backend": "triton"}
+SIZES = {
+    "n_head": 3,
+    "n_embd": C,
+    "block_size": T,
+    "n_expert": 5,
+    "top_k": 2,
+    "expert_hidden": 7,
+    "backend": "triton",
+}
 
 
 def trace(router):
     """Traffic of a pass forward and back of one block between others under autocast to float16."""
-    with FakeTensorMode(), mock.patch.object(kernels, "find_triton_problem", lambda device, dtype: ""):
+    with (
+        FakeTensorMode(),
+        mock.patch.object(kernels, "find_triton_problem", lambda device, dtype: ""),
+    ):
         block = Block(Model(**SIZES, router=router), 0)
         x = torch.empty(B, T, C, requires_grad=True)
         y, idx = x.detach().half().requires_grad_(), torch.empty(B, T, dtype=torch.int64)
@@ -56,14 +75,22 @@ def trace(router):
 
 @pytest.mark.parametrize("router, exact", [("dense", 0), ("kern", 4)])
 def test_bytes_of_a_block(router, exact):
-    """By hand, twice: x 4 and y 2 are read, their sum 4 and its norm 2 written; back, the gradients 4 and 2 of both and
-    the sum 4 are read, 4 and 2 written. Once and both ways, the norm that routers read, 4. Gradients of q, k, v: 12."""
+    """By hand, twice: x 4 and y 2 are read, their sum 4 and its norm 2 written; back, the gradients
+    4 and 2 of both and
+    the sum 4 are read, 4 and 2 written. Once and both ways, the norm that routers read, 4.
+    Gradients of q, k, v: 12."""
     pytest.importorskip("triton")
-    assert trace(router) == {"add_norm": 2 * 12 + exact, "add_norm_backward": 2 * 16 + exact, "cat": 12}
+    assert trace(router) == {
+        "add_norm": 2 * 12 + exact,
+        "add_norm_backward": 2 * 16 + exact,
+        "cat": 12,
+    }
 
 
 def test_bytes_of_a_step_of_experts_weights():
-    """Norm of the gradient 4; the rest by one kernel, whose copies the next passes take: torch's would take 38."""
+    """Norm of the gradient 4; the rest by one kernel, whose copies the next passes take: torch's
+    would take 38.
+    """
     triton_adamw = pytest.importorskip("kernels.triton_adamw")
     half, cpu = torch.float16, torch.device("cpu")
     no_problem = mock.patch.object(kernels, "find_triton_problem", lambda device, dtype: "")

@@ -1,4 +1,6 @@
-"""runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a run."""
+"""runtime/tracker.py: what Weights & Biases and TensorBoard receive, failures that must not stop a
+run.
+"""
 
 import json
 import shutil
@@ -32,10 +34,22 @@ def test_lists_by_layer_become_numbers():
         "val/loads": [[1, 2]],
         "val/window_losses": [1.0],
     }
-    wanted = {"entropy": (0.25, 0.75), "gamma": (1.5, 2.5), "load_imbalance": (4.0, 2.0), "dead_experts": (3, 1)}
-    layers = {f"router/{name}/layer_0{i}": value for name, values in wanted.items() for i, value in enumerate(values)}
+    wanted = {
+        "entropy": (0.25, 0.75),
+        "gamma": (1.5, 2.5),
+        "load_imbalance": (4.0, 2.0),
+        "dead_experts": (3, 1),
+    }
+    layers = {
+        f"router/{name}/layer_0{i}": value
+        for name, values in wanted.items()
+        for i, value in enumerate(values)
+    }
     assert flatten_line(numbers | lists) == numbers | layers
-    assert load_metrics(torch.tensor(lists["router/loads"])) == {"load_imbalance": 3, "dead_experts": 4}
+    assert load_metrics(torch.tensor(lists["router/loads"])) == {
+        "load_imbalance": 3,
+        "dead_experts": 4,
+    }
     after_dense = {f"router/{name}/layer_0{i}" for name in wanted for i in (3, 4)}
     assert set(flatten_line(lists, first_layer=3)) == after_dense
 
@@ -56,7 +70,14 @@ def test_without_a_key_wandb_is_offline(fake_wandb, tiny, tmp_path, monkeypatch,
     config = tiny("log.wandb=online", "log.project=mine", "model.n_dense_layer=1")
     assert start_wandb(config, tmp_path, "abc", ("a", "b")).first_layer == 1
     (call,) = fake_wandb.init.call_args_list  # the network was not tried
-    wanted = {"mode": "offline", "project": "mine", "group": "tiny", "id": "abc", "resume": "allow", "tags": ("a", "b")}
+    wanted = {
+        "mode": "offline",
+        "project": "mine",
+        "group": "tiny",
+        "id": "abc",
+        "resume": "allow",
+        "tags": ("a", "b"),
+    }
     assert wanted.items() <= call.kwargs.items() and call.kwargs["config"] == config.model_dump()
     (line,) = capsys.readouterr().out.splitlines()
     assert "no API key" in line and "wandb login" in line
@@ -70,7 +91,12 @@ def test_without_a_network_wandb_is_offline(fake_wandb, tiny, tmp_path, capsys):
     error = wandb.errors.CommError("Run initialization has timed out.\nMore words.")
     fake_wandb.init.side_effect = [error, mock.DEFAULT]
     assert start_wandb(tiny("log.wandb=online"), tmp_path).id == "1"
-    assert [name for name, *_ in fake_wandb.mock_calls if "." not in name] == ["login", "init", "teardown", "init"]
+    assert [name for name, *_ in fake_wandb.mock_calls if "." not in name] == [
+        "login",
+        "init",
+        "teardown",
+        "init",
+    ]
     assert [call.kwargs["mode"] for call in fake_wandb.init.call_args_list] == ["online", "offline"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "has timed out.)" in line and "logging offline" in line
@@ -95,13 +121,16 @@ def test_failing_wandb_costs_one_line(fake_wandb, tiny, monkeypatch, capsys, fai
     assert [line["step"] for line in lines if "val/loss" in line] == [0, 2, 3]
     assert failed.call_count == (failing != "import")
     calls = [name for name, *_ in run.method_calls]
-    assert not calls if failing in ("import", "init") else calls[-1] == failing  # nothing after the failure
+    # nothing after the failure
+    assert not calls if failing in ("import", "init") else calls[-1] == failing
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wandb:")]
     assert line.startswith(line_begins)
 
 
 def wandb_id(config):
-    return checkpoint.verify(checkpoint.folder_of(checkpoints(config), steps(config)[-1]))["facts"]["wandb"]
+    return checkpoint.verify(checkpoint.folder_of(checkpoints(config), steps(config)[-1]))["facts"][
+        "wandb"
+    ]
 
 
 def test_id_survives_a_start_without_wandb(fake_wandb, tiny):
@@ -130,9 +159,13 @@ def test_a_resumed_run_sends_its_lines_and_the_best_of_all(fake_wandb, tiny):
     assert sent == [(line["step"], flatten_line(line, 1)) for line in [*began, *resumed]]
     assert any("router/load_imbalance/layer_01" in values for _, values in sent)
     assert run.summary == {"val/loss_best": 0.125, "val/loss_final": resumed[-1]["val/loss"]}
-    start_wandb(config, path).summarize({"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9)
+    start_wandb(config, path).summarize(
+        {"downstream/piqa/acc": 0.5}, "downstream/table", ["task"], [["piqa"]], 9
+    )
     assert run.summary["downstream/piqa/acc"] == 0.5 and run.summary["val/loss_best"] == 0.125
-    assert run.log.call_args.args[0].keys() == {"downstream/table"} and run.log.call_args.kwargs == {"step": 9}
+    assert run.log.call_args.args[0].keys() == {
+        "downstream/table"
+    } and run.log.call_args.kwargs == {"step": 9}
 
 
 def test_the_real_client_resumes_a_run(tiny, monkeypatch, capsys):
@@ -157,7 +190,10 @@ def read():
     def call(config):
         events = reader.EventAccumulator(str(folder.path_of(config) / "tensorboard"))
         events.Reload()
-        return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        return {
+            tag: [(event.step, event.value) for event in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
+        }
 
     return call
 
@@ -172,9 +208,15 @@ def test_steps_that_are_trained_again_are_there_once(tiny, read, before_steps):
     lines, wanted, shown = run(config), defaultdict(list), read(config)
     for line in (flatten_line(line, first_layer=1) for line in lines):
         for name in line.keys() - {"step", "tokens"}:
-            wanted[name].append((line["step"], pytest.approx(line[name])))  # TensorBoard has float32
+            # TensorBoard has float32
+            wanted[name].append((line["step"], pytest.approx(line[name])))
     assert shown == wanted and column(lines, "step") == [0, 1, 2, 2, 3, 4, 4]
-    assert {"train/loss", "val/loss", "router/gate_norm", "router/load_imbalance/layer_01"} <= shown.keys()
+    assert {
+        "train/loss",
+        "val/loss",
+        "router/gate_norm",
+        "router/load_imbalance/layer_01",
+    } <= shown.keys()
     assert not any("layer_00" in name for name in shown)
 
 
@@ -182,7 +224,11 @@ def test_a_missing_package_is_named_before_anything_is_made(tiny, monkeypatch, t
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert train.main([str(tiny_file), "--log.tensorboard=true", "--data.name=absent"]) == 2
     error = capsys.readouterr().err
-    assert "log.tensorboard" in error and "pip install tensorboard" in error and not folder.path_of(tiny()).exists()
+    assert (
+        "log.tensorboard" in error
+        and "pip install tensorboard" in error
+        and not folder.path_of(tiny()).exists()
+    )
     assert run(tiny("train.max_steps=2"))[-1]["step"] == 2  # nobody else needs it
 
 
@@ -191,13 +237,19 @@ def test_files_that_cannot_be_made_cost_one_line(tiny, monkeypatch, capsys):
     package.__spec__ = ModuleSpec("tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard", package)
     writer = mock.Mock(side_effect=OSError("disk full\nand more"))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer)
+    )
     assert column(run(tiny(*ON)), "train/loss")[3:]
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("tensorboard: ")
+    ]
     assert "disk full): continuing without" in line and "has every number" in line
 
 
 def test_the_sweep_of_wandbs_agents_is_that_of_small_toml():
     sweep = yaml.safe_load((REPO_ROOT / "config/wandb_sweep.yaml").read_text())
     file = tomllib.loads((REPO_ROOT / "config/small.toml").read_text())
-    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == file["sweep"]
+    assert {name: parameter["values"] for name, parameter in sweep["parameters"].items()} == file[
+        "sweep"
+    ]

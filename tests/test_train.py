@@ -1,4 +1,6 @@
-"""The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals, the mean of weights."""
+"""The loop: equal runs, loss and gradients, resuming, what a run leaves behind, refusals, the mean
+of weights.
+"""
 
 import json
 import math
@@ -43,7 +45,9 @@ def tokens_of(config, split="train"):
 def test_same_seed_same_numbers_bit_for_bit(tiny):
     own = ["model.dropout=0.1", "train.max_steps=2"]
     names = (("first", 7), ("again", 7), ("other", 8))
-    first, again, other = (run(tiny(*own, f"run.name={name}", f"run.seed={seed}")) for name, seed in names)
+    first, again, other = (
+        run(tiny(*own, f"run.name={name}", f"run.seed={seed}")) for name, seed in names
+    )
     assert untimed(first) == untimed(again)
     assert not set(column(first, "train/loss")) & set(column(other, "train/loss"))
 
@@ -52,11 +56,18 @@ def test_same_seed_same_numbers_bit_for_bit(tiny):
 @pytest.mark.parametrize("router", ["dense", "kern-norelu"])
 @pytest.mark.parametrize("scope", ["global", "sequence"])
 def test_accumulation_changes_nothing(tiny, router, scope):
-    own = [f"model.router={router}", "train.max_steps=3", "train.balance_loss_coef=1", "train.z_loss_coef=0.1"]
+    own = [
+        f"model.router={router}",
+        "train.max_steps=3",
+        "train.balance_loss_coef=1",
+        "train.z_loss_coef=0.1",
+    ]
     own += [f"train.balance_loss_scope={scope}"]
     seed, at_once = run_with_margin(tiny, *own)
     parts = run(tiny(*own, seed, "run.name=parts", "train.micro_batch_size=2"))
-    assert_same_columns(parts, at_once, "train/loss", "train/aux_loss", "val/loss", "optim/grad_norm")
+    assert_same_columns(
+        parts, at_once, "train/loss", "train/aux_loss", "val/loss", "optim/grad_norm"
+    )
     if router != "dense":  # loads are summed over micro-batches, the means over tokens averaged
         assert column(parts, "router/loads") == column(at_once, "router/loads")
         assert_same_columns(parts, at_once, "router/entropy", "router/gate_norm", "router/gate_sum")
@@ -74,7 +85,10 @@ def test_losses_are_cross_entropy_alone(tiny):
     assert with_aux[1]["train/loss"] == without[1]["train/loss"]
     assert column(without, "train/aux_loss") == [0, 0]
     torch.manual_seed(config.run.seed)  # the fresh model, and all of its first batch
-    model, loader = GPT(config.model), Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed)
+    model, loader = (
+        GPT(config.model),
+        Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed),
+    )
     with torch.no_grad():
         stats = model(*map(torch.from_numpy, loader.batch(0))).stats
     loads, probability = stats.loads.sum(1), stats.probability.mean(1)  # (L, E)
@@ -82,17 +96,29 @@ def test_losses_are_cross_entropy_alone(tiny):
     aux_loss = torch.stack(balance_losses).mean() + 0.1 * stats.z_loss.mean()
     assert aux_loss > 1 + 0.09 * math.log(8) ** 2
     by_hand = {"train/aux_loss": aux_loss, "router/gate_norm": stats.gate_square.sqrt().mean()}
-    by_hand |= {f"router/{name}": getattr(stats, name).mean() for name in ("entropy", "zero_gates", "gate_sum")}
+    by_hand |= {
+        f"router/{name}": getattr(stats, name).mean()
+        for name in ("entropy", "zero_gates", "gate_sum")
+    }
     for key, value in by_hand.items():
-        assert_near(torch.tensor(with_aux[1][key]), value.float(), tolerance(torch.float32, 256), key)
+        assert_near(
+            torch.tensor(with_aux[1][key]), value.float(), tolerance(torch.float32, 256), key
+        )
     assert with_aux[1]["optim/grad_norm"] != without[1]["optim/grad_norm"]
 
 
 def test_loads_of_a_step_are_known_before_it(tiny, monkeypatch):
     """Also with dropout: the pass that counts them draws the same random numbers."""
     counted, count = [], train.step_loads
-    monkeypatch.setattr(train, "step_loads", lambda *args: counted.append(count(*args)) or counted[-1])
-    own = ["model.dropout=0.5", "train.micro_batch_size=2", "train.max_steps=3", "train.balance_loss_coef=0.1"]
+    monkeypatch.setattr(
+        train, "step_loads", lambda *args: counted.append(count(*args)) or counted[-1]
+    )
+    own = [
+        "model.dropout=0.5",
+        "train.micro_batch_size=2",
+        "train.max_steps=3",
+        "train.balance_loss_coef=0.1",
+    ]
     loads = column(run(tiny(*own, "log.interval=1")), "router/loads")
     assert loads == [of_step.tolist() for of_step in counted] and len(loads) == 3
 
@@ -105,35 +131,67 @@ def test_balance_loss_by_hand(scope):
     routing = Stats(loads, probability, *torch.zeros(5, 1))
     config = Train(balance_loss_coef=2.0, balance_loss_scope=scope)
     of_step = torch.tensor([[5, 3]]) if scope == "global" else None
-    by_hand = {"global": 5 / 8 * 0.8 + 3 / 8 * 0.2, "sequence": (0.5 + 1) / 2, "micro_batch": 0.75 * 0.8 + 0.25 * 0.2}
-    assert train.auxiliary_loss(config, routing, of_step).item() == pytest.approx(2 * 2 * by_hand[scope])
-    two = Stats(*(torch.cat([part + 1, part]) for part in routing[:-1]))  # a hash layer below, with other numbers
+    by_hand = {
+        "global": 5 / 8 * 0.8 + 3 / 8 * 0.2,
+        "sequence": (0.5 + 1) / 2,
+        "micro_batch": 0.75 * 0.8 + 0.25 * 0.2,
+    }
+    assert train.auxiliary_loss(config, routing, of_step).item() == pytest.approx(
+        2 * 2 * by_hand[scope]
+    )
+    # a hash layer below, with other numbers
+    two = Stats(*(torch.cat([part + 1, part]) for part in routing[:-1]))
     of_step = None if of_step is None else torch.cat([of_step + 1, of_step])
-    assert train.auxiliary_loss(config, two, of_step, 1).item() == pytest.approx(2 * 2 * by_hand[scope])
+    assert train.auxiliary_loss(config, two, of_step, 1).item() == pytest.approx(
+        2 * 2 * by_hand[scope]
+    )
 
 
 def test_selection_bias_follows_the_loads_of_the_batch(tiny):
     once = ["train.max_steps=1", "optim.warmup_steps=0"]
     config = tiny(*once, "train.micro_batch_size=2", "train.bias_update_rate=0.01")
     (loads,) = column(run(config), "router/loads")
-    for block, load in zip(load_model(path_of(config)).model.blocks, torch.tensor(loads), strict=True):
+    for block, load in zip(
+        load_model(path_of(config)).model.blocks, torch.tensor(loads), strict=True
+    ):
         assert torch.equal(block.mlp.router.selection_bias, 0.01 * torch.sign(load.mean() - load))
 
 
-QUANTILE = ["train.bias_update=quantile", "model.router=sigmoid", "train.balance_loss_coef=0.1", "train.max_steps=1"]
+QUANTILE = [
+    "train.bias_update=quantile",
+    "model.router=sigmoid",
+    "train.balance_loss_coef=0.1",
+    "train.max_steps=1",
+]
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("own", [[], ["train.micro_batch_size=2", "train.activation_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "own", [[], ["train.micro_batch_size=2", "train.activation_checkpointing=true"]]
+)
 def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
-    """Each token counts once, those of evaluations not at all; β is the quantile by sorting, to the width of a bin."""
+    """Each token counts once, those of evaluations not at all; β is the quantile by sorting, to the
+    width of a bin.
+    """
     counted, solve = [], train_state.solve_selection_bias
-    monkeypatch.setattr(train_state, "solve_selection_bias", lambda *args: counted.append(args[1]) or solve(*args))
-    config = tiny(*QUANTILE, *own, "eval.interval=1", "model.n_layer=3", "model.n_hash_layer=1", f"run.seed={SEED}")
+    monkeypatch.setattr(
+        train_state, "solve_selection_bias", lambda *args: counted.append(args[1]) or solve(*args)
+    )
+    config = tiny(
+        *QUANTILE,
+        *own,
+        "eval.interval=1",
+        "model.n_layer=3",
+        "model.n_hash_layer=1",
+        f"run.seed={SEED}",
+    )
     lines = run(config)
     assert [counts.sum(-1).tolist() for counts in counted] == [[8 * 32] * 8] * 2
     torch.manual_seed(config.run.seed)
-    model, loader = GPT(config.model), Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed)
+    model, loader = (
+        GPT(config.model),
+        Loader(tokens_of(config), 32, config.train.batch_size, config.run.seed),
+    )
     with torch.no_grad():
         layers = record_routing(model, torch.from_numpy(loader.batch(0)[0]))
     trained, moved = load_model(path_of(config)).model, []
@@ -147,16 +205,25 @@ def test_quantile_balancing_of_a_step(tiny, own, monkeypatch):
     assert found == pytest.approx(moved, rel=0.05)
     assert column(lines, "router/bias_moved") == pytest.approx([np.mean(found)])
     router, counts = trained.blocks[1].mlp.router, counted[0][None]
-    state, bias = SimpleNamespace(_routers=[router], _bias_update_rate=0, n_bin=1000), router.selection_bias.clone()
+    state, bias = (
+        SimpleNamespace(_routers=[router], _bias_update_rate=0, n_bin=1000),
+        router.selection_bias.clone(),
+    )
     stats = SimpleNamespace(loads=counts, margins=counts)
     for taken in (False, True):
         train_state.TrainState.update_selection_bias(state, stats, torch.tensor(taken))
-        assert torch.equal(router.selection_bias, bias) != taken and (state.bias_moved > 0).item() == taken
+        assert (
+            torch.equal(router.selection_bias, bias) != taken
+            and (state.bias_moved > 0).item() == taken
+        )
 
 
 def test_quantile_balancing_needs_bounded_scores(tiny):
     for router in ("kern-after", "sqrtsoftplus", "relu, post=l1 over topk"):
-        with pytest.raises(RunError, match="needs bounds.*model.router = .* have none; set --train.bias_update=sign"):
+        with pytest.raises(
+            RunError,
+            match="needs bounds.*model.router = .* have none; set --train.bias_update=sign",
+        ):
             train.train(tiny(*QUANTILE, f"model.router={router}"))
     train.train(tiny(*QUANTILE, "model.router=dense"))
 
@@ -164,15 +231,27 @@ def test_quantile_balancing_needs_bounded_scores(tiny):
 # ---- optimizer
 def test_learning_rate_by_hand():
     def rates(max_steps, steps, **optim):
-        return pytest.approx([train.learning_rate(Optim(lr=1.0, **optim), max_steps, step) for step in steps])
+        return pytest.approx(
+            [train.learning_rate(Optim(lr=1.0, **optim), max_steps, step) for step in steps]
+        )
 
     assert rates(110, (0, 4, 9, 10, 60, 110), warmup_steps=10) == [0.1, 0.5, 1.0, 1.0, 0.55, 0.1]
     assert rates(1, (0, 1), warmup_steps=0) == [1.0, 0.1]
     assert rates(2, (0, 1, 2), warmup_steps=2) == [0.5, 1.0, 1.0]  # to the end
     wsd = {"schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.4}
-    assert rates(100, (4, 9, 10, 59, 60, 70, 90, 100), **wsd) == [0.5, 1, 1, 1, 1, 0.775, 0.325, 0.1]
+    assert rates(100, (4, 9, 10, 59, 60, 70, 90, 100), **wsd) == [
+        0.5,
+        1,
+        1,
+        1,
+        1,
+        0.775,
+        0.325,
+        0.1,
+    ]
     assert rates(100, (59, 60, 70, 100), **wsd, decay="sqrt", min_lr_ratio=0.0) == [1, 1, 0.5, 0]
-    assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]  # no decay
+    # no decay
+    assert rates(9, (0, 8, 9), schedule="wsd", warmup_steps=0, decay_fraction=0.0) == [1, 1, 1]
 
 
 # ---- what is due
@@ -189,16 +268,27 @@ def test_cadence_by_hand(tiny, monkeypatch):
     monkeypatch.setattr(cadence.time, "monotonic", lambda: now[0])
     assert saved("train.max_steps=40", "train.checkpoint_interval=-1") == [*range(4, 41, 4)]
     assert saved("train.max_steps=7", "train.checkpoint_interval=-1")[:3] == [1, 2, 3]
-    assert saved("train.checkpoint_interval=3", "train.max_steps=7", "train.keep_steps=4") == [3, 4, 6, 7]
-    due = cadence_of("train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1")
-    other = cadence_of("train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1", rank=1)
+    assert saved("train.checkpoint_interval=3", "train.max_steps=7", "train.keep_steps=4") == [
+        3,
+        4,
+        6,
+        7,
+    ]
+    due = cadence_of(
+        "train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1"
+    )
+    other = cadence_of(
+        "train.max_steps=40", "train.checkpoint_interval=0", "train.checkpoint_minutes=1", rank=1
+    )
     now[0] = 61.0
-    assert due.at(8) == (True, True, False) and not other.at(8).save  # rank 0 alone goes by its clock
+    # rank 0 alone goes by its clock
+    assert due.at(8) == (True, True, False) and not other.at(8).save
     due.note_save(8)
     stop.asked = True
     assert (due.at(8), due.at(9)) == ((False, False, True), (False, True, True))
     stop.asked, now[0] = False, 1e6
-    assert saved("train.checkpoint_interval=0", "train.checkpoint_minutes=0") == [4]  # the last step alone
+    # the last step alone
+    assert saved("train.checkpoint_interval=0", "train.checkpoint_minutes=0") == [4]
 
 
 # ---- what a run leaves behind
@@ -221,18 +311,30 @@ def test_metrics_have_the_keys_of_the_vocabulary(tiny, capsys):
     assert all(line["tokens"] == line["step"] * 8 * 32 for line in lines)
     evaluated, logged = lines[:2]
     assert evaluated.keys() == {*EVALUATED.split()} and logged.keys() == {*LOGGED.split()}
-    assert logged["optim/loss_scale"] == 65536 and 0.9 < logged["router/gamma"] < 1.1 and logged["router/gamma"] != 1
+    assert (
+        logged["optim/loss_scale"] == 65536
+        and 0.9 < logged["router/gamma"] < 1.1
+        and logged["router/gamma"] != 1
+    )
     assert logged["perf/tokens_per_sec"] == pytest.approx(8 * 32 * 1000 / logged["perf/step_ms"])
     for name in ("router/gamma", "router/entropy", "router/gate_norm", "router/gate_sum"):
         layers = logged[f"{name}_of_layers"]
-        assert len(layers) == 2 and logged[name] == pytest.approx(sum(layers) / 2) and layers[0] != layers[1]
+        assert (
+            len(layers) == 2
+            and logged[name] == pytest.approx(sum(layers) / 2)
+            and layers[0] != layers[1]
+        )
     for loads, tokens in ((evaluated["val/loads"], 6 * 32), (logged["router/loads"], 8 * 32)):
-        assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {len(layer) for layer in loads} == {8}
+        assert [sum(layer) for layer in loads] == [tokens * 2] * 2 and {
+            len(layer) for layer in loads
+        } == {8}
 
 
 @pytest.mark.numerics
 def test_metrics_are_means_over_the_log_interval(tiny):
-    first, second, third, fourth = column(run(tiny("run.name=each", f"run.seed={SEED}")), "train/loss")
+    first, second, third, fourth = column(
+        run(tiny("run.name=each", f"run.seed={SEED}")), "train/loss"
+    )
     pairs = run(tiny("run.name=pairs", "log.interval=2", f"run.seed={SEED}"))
     wanted = torch.tensor([first + second, third + fourth], dtype=torch.float64) / 2
     losses = torch.tensor(column(pairs, "train/loss"), dtype=torch.float64)
@@ -254,10 +356,16 @@ def test_missing_data_is_named_once_per_node(tiny_file, monkeypatch, capsys, loc
 def test_typos_and_missing_data_are_reported_before_torch_is_imported(tiny_file, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    cases = {"--optim.lrr=1": (2, "did you mean 'optim.lr'?"), "--data.name=nowhere": (2, "--name nowhere")}
-    for word, (code, said) in (cases | {"--optim.lr=1": (1, "torch was imported")}).items():  # it would be seen
+    cases = {
+        "--optim.lrr=1": (2, "did you mean 'optim.lr'?"),
+        "--data.name=nowhere": (2, "--name nowhere"),
+    }
+    # it would be seen
+    for word, (code, said) in (cases | {"--optim.lr=1": (1, "torch was imported")}).items():
         command = [sys.executable, "train.py", tiny_file, word]
-        done = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert (done.returncode, done.stdout) == (code, "") and said in done.stderr, word
 
 
@@ -274,14 +382,17 @@ def test_everything_is_closed_after_an_error(tiny, monkeypatch, before_steps):
         del caught
     before_steps(None)
     assert run(tiny())[-1]["step"] == 4 and codes == [1, 0]
-    assert read_metrics(path_of(tiny()) / "metrics.old.jsonl")[-1]["step"] == 2  # which no checkpoint had
+    # which no checkpoint had
+    assert read_metrics(path_of(tiny()) / "metrics.old.jsonl")[-1]["step"] == 2
 
 
 def test_metrics_reach_the_disk_before_the_checkpoint_that_makes_them_final(tiny, monkeypatch):
     events, sync, save = [], Metrics.sync, checkpoint.Saver.save
     monkeypatch.setattr(Metrics, "sync", lambda self: events.append("sync") or sync(self))
     saver = checkpoint.Saver
-    monkeypatch.setattr(saver, "save", lambda self, step, *args: events.append(step) or save(self, step, *args))
+    monkeypatch.setattr(
+        saver, "save", lambda self, step, *args: events.append(step) or save(self, step, *args)
+    )
     run(tiny("train.checkpoint_interval=2"))
     assert events == ["sync", 2, "sync", 4, "sync"]  # the last: when the file is closed
 
@@ -302,23 +413,35 @@ def test_evaluation_is_no_part_of_the_step_time(tiny, monkeypatch, before_steps)
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_diverged_run_ends_as_a_failure_and_saves_nothing(tiny, monkeypatch, loss):
     evaluate = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *args: evaluate(*args) | {"val/loss": torch.tensor(loss)})
+    monkeypatch.setattr(
+        train, "evaluate", lambda *args: evaluate(*args) | {"val/loss": torch.tensor(loss)}
+    )
     config = tiny("run.name=run", "train.checkpoint_interval=2", "eval.interval=2")
-    with pytest.raises(RunError, match=rf"val loss {loss} at step 0, the run has diverged. .*lower optim\.lr"):
+    with pytest.raises(
+        RunError, match=rf"val loss {loss} at step 0, the run has diverged. .*lower optim\.lr"
+    ):
         run(config)
     assert not steps(config)
 
 
-# ---- the running mean of the weights (train.ema_decay): the formula, and every command; on ranks: test_parallel.py
+# ---- the running mean of the weights (train.ema_decay): the formula, and every command; on ranks:
+# test_parallel.py
 DECAY = 0.75
 EMA = [f"train.ema_decay={DECAY}", "train.keep_checkpoints=9", "train.checkpoint_interval=1"]
 # The most state beside it: selection biases that move, dropout, a loss scale.
-MOST = ["model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "model.dropout=0.1", "train.dtype=float16"]
+MOST = [
+    "model.router=sigmoid-renorm",
+    "train.bias_update_rate=0.01",
+    "model.dropout=0.1",
+    "train.dtype=float16",
+]
 MOST += ["model.n_hash_layer=1"]
 
 
 def means_by_hand(config, skipped):
-    """{step: {name: mean}} in fp64, from the initial weights and those of the checkpoint of each step."""
+    """{step: {name: mean}} in fp64, from the initial weights and those of the checkpoint of each
+    step.
+    """
     torch.manual_seed(config.run.seed)
     mean = {name: tensor.double() for name, tensor in GPT(config.model).state_dict().items()}
     means = {}
@@ -332,7 +455,9 @@ def means_by_hand(config, skipped):
 
 @pytest.mark.numerics
 def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
-    """Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and biases."""
+    """Steps 3 and 4 are skipped for a gradient that is Inf: the mean stays, and so do weights and
+    biases.
+    """
 
     def spoil(plan, state, batches):
         result = forward_backward(plan, state, batches)
@@ -342,13 +467,20 @@ def test_mean_is_the_formula_over_recorded_weights(tiny, monkeypatch):
 
     forward_backward, count = train.forward_backward, iter(range(99))
     monkeypatch.setattr(train, "forward_backward", spoil)
-    config = tiny(*EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.max_steps=6")
+    config = tiny(
+        *EMA, "model.router=sigmoid-renorm", "train.bias_update_rate=0.01", "train.max_steps=6"
+    )
     assert column(run(config), "optim/skipped_steps")[-1] == 2
     for step, wanted in means_by_hand(config, skipped=(3, 4)).items():
         found = load_model(path_of(config), step, ema=True).model.state_dict()
         assert [*found] == [*wanted]
         for name, mean in wanted.items():
-            assert_near(found[name], mean.float(), tolerance(torch.float32, 2, roundings=10), f"{step} {name}")
+            assert_near(
+                found[name],
+                mean.float(),
+                tolerance(torch.float32, 2, roundings=10),
+                f"{step} {name}",
+            )
     assert all(mean.any() for name, mean in wanted.items() if name.endswith("selection_bias"))
 
 
@@ -374,11 +506,18 @@ def test_commands_take_the_mean(tiny, tmp_path, call):
     assert call(sample.main, *prompt) != call(sample.main, *prompt, "--ema")
     out = call(val_loss.main, trained, "--ema")
     (line,) = map(json.loads, (trained / "eval/step_00000004_ema/val_loss.json").open())
-    logged = column([json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss")[-1]
+    logged = column(
+        [json.loads(line) for line in (trained / "metrics.jsonl").open()], "val_ema/loss"
+    )[-1]
     assert line["ema"] and line["loss"] == pytest.approx(logged, rel=1e-6)
     assert "step 4, EMA of decay 0.99" in out
     call(export.main, trained, tmp_path / "out", "--ema")
-    assert "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
-    keys = [downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None) for ema in (False, True)]
+    assert (
+        "the EMA of decay 0.99 up to step 4, in float32" in (tmp_path / "out/README.md").read_text()
+    )
+    keys = [
+        downstream.result_key(trained, load_model(trained, ema=ema), torch.float32, None)
+        for ema in (False, True)
+    ]
     assert keys[1].pop("ema") and keys[0] == keys[1]
     assert "--ema with --average 2" in call(sample.main, trained, "--ema", "--average", 2, code=2)

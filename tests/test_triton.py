@@ -1,4 +1,6 @@
-"""kernels/triton_experts.py against `reference`: small shapes in the interpreter on a CPU, full ones on a GPU."""
+"""kernels/triton_experts.py against `reference`: small shapes in the interpreter on a CPU, full
+ones on a GPU.
+"""
 
 from functools import partial
 from unittest import mock
@@ -20,12 +22,15 @@ pytest.importorskip("triton")
 
 from kernels import triton_experts  # noqa: E402
 
-SMALL = triton_experts.Tile(32, 16, 16, 4, 2)  # many tiles, full and partial, even in small matrices
+# many tiles, full and partial, even in small matrices
+SMALL = triton_experts.Tile(32, 16, 16, 4, 2)
 TWO_PARTS = SMALL._replace(cols=48)  # of kernels that can
 FEW = (9, 5, 7, 3, 2)  # N, C, H, E, K: a few tiles of SMALL, each of which takes 20 ms
 DTYPES = triton_experts.DTYPES
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-assert triton_experts.INTERPRETED or torch.cuda.is_available(), "kernels were imported before conftest.py could set it"
+assert triton_experts.INTERPRETED or torch.cuda.is_available(), (
+    "kernels were imported before conftest.py could set it"
+)
 
 
 @pytest.fixture
@@ -41,7 +46,9 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def rounded_bfloat16():
-    """The interpreter truncates float32 to bfloat16 where a GPU rounds, which would double the error."""
+    """The interpreter truncates float32 to bfloat16 where a GPU rounds, which would double the
+    error.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -73,12 +80,23 @@ assert_equals_reference = partial(test_kernels.assert_equals_reference, run=run_
 @pytest.mark.parametrize(
     "case, dtype, form",
     [(case, torch.float32, "gelu") for case in CASES if case != "more rows than blocks of 128"]
-    + [(case, dtype, "gelu") for case in ("one token", "idle expert") for dtype in (torch.float16, torch.bfloat16)]
-    + [(case, torch.float32, form) for case in ("typical", "idle expert") for form in FORMS if form != "gelu"],
+    + [
+        (case, dtype, "gelu")
+        for case in ("one token", "idle expert")
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    + [
+        (case, torch.float32, form)
+        for case in ("typical", "idle expert")
+        for form in FORMS
+        if form != "gelu"
+    ],
 )
 def test_equals_reference(case, dtype, form, small_tiles):
     activation, *gated = FORMS[form]
-    assert_equals_reference(*make_inputs(*CASES[case], case, dtype, "cpu", *gated), activation=activation)
+    assert_equals_reference(
+        *make_inputs(*CASES[case], case, dtype, "cpu", *gated), activation=activation
+    )
 
 
 @pytest.fixture
@@ -98,8 +116,12 @@ def launched(monkeypatch):
 @pytest.mark.numerics
 @pytest.mark.parametrize("form", ["gelu", "gated silu"])
 @pytest.mark.parametrize("capability", [8, 9, 10])
-def test_half_precision_equals_reference_on_every_architecture(capability, form, small_tiles, launched, monkeypatch):
-    """Matrices whose tiles have two parts, the last ones partial, loaded by descriptors where there are any."""
+def test_half_precision_equals_reference_on_every_architecture(
+    capability, form, small_tiles, launched, monkeypatch
+):
+    """Matrices whose tiles have two parts, the last ones partial, loaded by descriptors where there
+    are any.
+    """
     activation, *gated = FORMS[form]
     monkeypatch.setattr(triton_experts, "major", lambda device: capability)
     inputs = make_inputs(45, 48, 48, 3, 2, "", torch.float16, "cpu", *gated)
@@ -116,9 +138,13 @@ def test_equals_reference_with_the_tiles_of_a_gpu(dtype, form):
     """Partial tiles, and two of them along H; those of float32 are smaller."""
     activation, *gated = FORMS[form]
     shape = (72, 40, 70) if dtype == torch.float32 else (140, 70, 140)
-    assert_equals_reference(*make_inputs(*shape, 2, 1, "", dtype, "cpu", *gated), activation=activation)
+    assert_equals_reference(
+        *make_inputs(*shape, 2, 1, "", dtype, "cpu", *gated), activation=activation
+    )
     if dtype == torch.float16:  # which descriptors fit: an H of 64 makes whole steps of them
-        assert_equals_reference(*make_inputs(140, 128, 192, 2, 1, "", dtype, "cpu", *gated), activation=activation)
+        assert_equals_reference(
+            *make_inputs(140, 128, 192, 2, 1, "", dtype, "cpu", *gated), activation=activation
+        )
 
 
 @on_cpu
@@ -166,7 +192,9 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     def virtual(*shape, dtype=torch.float16):
         """Zeros in a sparse file, which take space only where they are written to."""
         file = tmp_path / str(len(list(tmp_path.iterdir())))
-        return torch.from_file(str(file), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+        return torch.from_file(
+            str(file), shared=True, size=torch.Size(shape).numel(), dtype=dtype
+        ).view(shape)
 
     def assert_same(actual, wanted):
         assert_near(actual, wanted, tolerance(actual.dtype, 64))
@@ -189,12 +217,16 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     sides = width, width, 1, False, False
     order[:3] = torch.arange(far, far + 3)  # tokens far away, rows near
     gates[far:] = 1
-    triton_experts.up_kernel[(1,)](tall, w, w, gates, order, start, out, gated, *sides, False, 64, 64, 64)
+    triton_experts.up_kernel[(1,)](
+        tall, w, w, gates, order, start, out, gated, *sides, False, 64, 64, 64
+    )
     assert_same(out[:3], wanted)
 
     order[far:] = torch.arange(3)  # and the reverse
     gates[:3] = 1
-    triton_experts.up_kernel[(1,)](near, w, w, gates, order, tile, tall, gated, *sides, False, 64, 64, 64)
+    triton_experts.up_kernel[(1,)](
+        near, w, w, gates, order, tile, tall, gated, *sides, False, 64, 64, 64
+    )
     assert_same(tall[far:], wanted)
     assert_same(gated[far:], torch.nn.functional.gelu(wanted))
 
@@ -202,7 +234,9 @@ def test_more_than_2_to_the_31_elements(tmp_path):
     d_w, last = virtual(2**20 + 1, width, width), torch.tensor([2**20])
     bounds = torch.zeros(2**20 + 2, dtype=torch.int32)
     bounds[-2:] = ends
-    triton_experts.weight_grad_kernel[(1,)](near, tall, order, bounds, last, d_w, 64, 64, True, 1, 64, 64, 64)
+    triton_experts.weight_grad_kernel[(1,)](
+        near, tall, order, bounds, last, d_w, 64, 64, True, 1, 64, 64, 64
+    )
     assert_same(d_w[-1], (near.float().T @ near.float()).half())
 
     triton_experts.combine_kernel[(1,)](tall, ends - 1, out, 1, width, 2, 4, 64)
@@ -210,10 +244,16 @@ def test_more_than_2_to_the_31_elements(tmp_path):
 
 
 @on_cpu
-@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.integration), False])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(True, marks=pytest.mark.integration), False]
+)
 def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
-    """The first block, whose input has no output to be added, and all others: depth does not slow compiling down."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    """The first block, whose input has no output to be added, and all others: depth does not slow
+    compiling down.
+    """
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     sizes = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 4, "vocab_size": 40}
@@ -235,7 +275,9 @@ def test_model_compiles_into_two_graphs(monkeypatch, checkpointing):
 
 @on_cpu
 def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
-    """Those of float32 weights are sums in float32: nearer to the true ones than any in bfloat16 can be."""
+    """Those of float32 weights are sums in float32: nearer to the true ones than any in bfloat16
+    can be.
+    """
     leaves, experts, d_out = make_inputs(*CASES["typical"])
     leaves = [t.bfloat16().float() for t in leaves[:3]] + leaves[3:]
     with torch.autocast("cpu", torch.bfloat16):
@@ -247,12 +289,18 @@ def test_gradients_of_weights_are_not_rounded_under_autocast(small_tiles):
 @on_cpu
 @pytest.mark.parametrize("form", FORMS)
 def test_fake_experts_are_as_the_real_ones(form):
-    """Of half-precision inputs with float32 weights and their copies, as under autocast; gated experts are wider."""
+    """Of half-precision inputs with float32 weights and their copies, as under autocast; gated
+    experts are wider.
+    """
     activation, *gated = FORMS[form]
-    (x, w_in, w_out, weights), experts, d_out = make_inputs(5, 8, 6, 3, 2, "", torch.float32, "cpu", *gated)
+    (x, w_in, w_out, weights), experts, d_out = make_inputs(
+        5, 8, 6, 3, 2, "", torch.float32, "cpu", *gated
+    )
     x, d_out, silu = x.half(), d_out.half(), activation == "silu"
     copies = w_in.half(), w_out.half()
-    _, *kept = run_and_check_fake(triton_experts.experts_forward, x, w_in, w_out, weights, experts, silu, *copies)
+    _, *kept = run_and_check_fake(
+        triton_experts.experts_forward, x, w_in, w_out, weights, experts, silu, *copies
+    )
     further = d_out, x, *copies, weights, *kept, silu, torch.float32
     gradients = run_and_check_fake(triton_experts.experts_backward, *further)
     assert [t.dtype for t in gradients] == [torch.float16, *[torch.float32] * 3]
@@ -261,14 +309,22 @@ def test_fake_experts_are_as_the_real_ones(form):
 @on_cpu
 def test_where_triton_cannot_run(monkeypatch):
     leaves, experts, d_out = make_inputs(*CASES["one token"])
-    with pytest.raises(ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"):
+    with pytest.raises(
+        ValueError, match="'triton' does not compute in torch.float64: use float16.*'auto'"
+    ):
         run_backend([t.double() for t in leaves], experts, d_out.double())
     monkeypatch.setattr(triton_experts, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError,
+        match="'triton' does not run on cpu: use a CUDA device, or set TRITON_INTERPRET=1",
+    ):
         run_backend(leaves, experts, d_out)
     cuda = torch.device("cuda")
     for capability, problem in (((7, 5), "compute capability 8.0"), ((8, 0), "")):
-        device = {"get_device_capability": lambda d, c=capability: c, "get_device_name": lambda d: "Tesla T4"}
+        device = {
+            "get_device_capability": lambda d, c=capability: c,
+            "get_device_name": lambda d: "Tesla T4",
+        }
         with mock.patch.multiple(torch.cuda, **device):
             assert problem in kernels.find_triton_problem(cuda, torch.float16)
             wanted = "torch" if problem else "triton"
@@ -286,7 +342,9 @@ FULL = {  # N, C, H, E, K
 
 
 def make_full_inputs(name, routing, dtype):
-    """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or idle."""
+    """Arguments on the GPU with weights of a model's scale; routing: balanced, skewed, collapsed or
+    idle.
+    """
     N, C, H, E, K = FULL[name]
     some = torch.Generator("cuda").manual_seed(seeded().initial_seed())
     x, w_in, w_out, d_out = (

@@ -1,4 +1,6 @@
-"""kernels/triton_norm.py against formulas by hand in float64: in the interpreter on a CPU, compiled on a GPU."""
+"""kernels/triton_norm.py against formulas by hand in float64: in the interpreter on a CPU, compiled
+on a GPU.
+"""
 
 import math
 
@@ -14,8 +16,13 @@ pytest.importorskip("triton")
 from kernels import triton_norm  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
-NORMS = {"layernorm": (nn.LayerNorm, {"bias": False}), "biased": (nn.LayerNorm, {}), "rmsnorm": (nn.RMSNorm, {})}
+# where conftest.py turns the interpreter on
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NORMS = {
+    "layernorm": (nn.LayerNorm, {"bias": False}),
+    "biased": (nn.LayerNorm, {}),
+    "rmsnorm": (nn.RMSNorm, {}),
+}
 SHAPES = [(1, 7, 13), (2, 3, 96), (3, 5, 1), (2, 2, 1000)]
 
 
@@ -54,15 +61,21 @@ def run(leaves, norm, upstream, dtype, exact):
 
 def run_oracle(leaves, norm, upstream, count):
     """`count` outputs, and gradients, from the textbook in float64."""
-    x, y, weight, *bias = leaves = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
+    x, y, weight, *bias = leaves = [
+        None if t is None else t.detach().double().requires_grad_() for t in leaves
+    ]
     total = x if y is None else x + y.view_as(x)
     centred = total if isinstance(norm, nn.RMSNorm) else total - total.mean(-1, keepdim=True)
-    normed = weight * centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() + sum(bias)
+    normed = weight * centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() + sum(
+        bias
+    )
     return collect([total, normed, normed][:count], leaves, upstream)
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("y_dtype, exact", [(torch.float16, True), (torch.float32, False), (None, True)])
+@pytest.mark.parametrize(
+    "y_dtype, exact", [(torch.float16, True), (torch.float32, False), (None, True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
 @pytest.mark.parametrize("name", NORMS)
 def test_equals_float64(name, dtype, y_dtype, exact):
@@ -72,9 +85,13 @@ def test_equals_float64(name, dtype, y_dtype, exact):
         count = 3 if exact and dtype else 2
         wanted = run_oracle(leaves, norm, upstream, count)
         for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-            rounded = a.dtype if i == 0 or (i, count) == (2, 3) else dtype or a.dtype  # gradients by way of it
-            n = math.prod(shape[:-1]) if a.dim() == 1 else 0.01  # terms of size 1 in a parameter's gradient
-            assert_near(a, b, tolerance(rounded, max(shape), 4), f"{shape}, {i}", b.abs() + math.sqrt(n))
+            # gradients by way of it
+            rounded = a.dtype if i == 0 or (i, count) == (2, 3) else dtype or a.dtype
+            # terms of size 1 in a parameter's gradient
+            n = math.prod(shape[:-1]) if a.dim() == 1 else 0.01
+            assert_near(
+                a, b, tolerance(rounded, max(shape), 4), f"{shape}, {i}", b.abs() + math.sqrt(n)
+            )
 
 
 def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
@@ -90,7 +107,9 @@ def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
 def test_fake_norm_is_as_the_real_one(y):
     x, w = torch.randn(2, 3, 5), torch.ones(5)
     for bias, exact in ((w, True), (None, False)):
-        out = run_and_check_fake(triton_norm.add_norm_forward, x, y, w, bias, 1e-5, exact, torch.float16, exact)
+        out = run_and_check_fake(
+            triton_norm.add_norm_forward, x, y, w, bias, 1e-5, exact, torch.float16, exact
+        )
         others = 1e-5, exact, x.dtype if y is None else y.dtype, bias is not None
         run_and_check_fake(triton_norm.add_norm_backward, *out, x, w, *others)
 

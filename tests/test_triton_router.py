@@ -1,4 +1,6 @@
-"""kernels/triton_router.py against router.py in float64: in the interpreter on a CPU, compiled on a GPU."""
+"""kernels/triton_router.py against router.py in float64: in the interpreter on a CPU, compiled on a
+GPU.
+"""
 
 import math
 from itertools import product
@@ -17,14 +19,20 @@ pytest.importorskip("triton")
 
 from kernels import triton_experts, triton_router  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN and Inf on their way
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
+# the interpreter's, of NaN and Inf on their way
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# where conftest.py turns the interpreter on
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDINGS = 4 if DEVICE == "cpu" else 12  # a GPU's exponentials and divisions are approximate
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="for the interpreter")
 SPARSE = [name for name in ROUTERS if name != "dense"]
-TYPICAL = (2, 7, 13, 4)  # B, T, E, K: two programs a sequence, the last with a token that does not exist
-assert triton_experts.INTERPRETED or DEVICE == "cuda", "kernels were imported before conftest.py could set it"
-VALUES = ("weights", "experts", "scores", *Stats._fields[:-1])  # all but margins, which the router adds
+# B, T, E, K: two programs a sequence, the last with a token that does not exist
+TYPICAL = (2, 7, 13, 4)
+assert triton_experts.INTERPRETED or DEVICE == "cuda", (
+    "kernels were imported before conftest.py could set it"
+)
+# all but margins, which the router adds
+VALUES = ("weights", "experts", "scores", *Stats._fields[:-1])
 LOSSES = ("weights", "probability", "z_loss")
 
 
@@ -39,9 +47,15 @@ def make_logits(B, T, E, number=0):
 
 
 def make_upstream(B, T, E, K):
-    """Gradients of weights, probability and z-loss; the first positive: the sum that is γ's does not cancel."""
+    """Gradients of weights, probability and z-loss; the first positive: the sum that is γ's does
+    not cancel.
+    """
     some = seeded(1)
-    return torch.rand(B * T, K, generator=some), torch.randn(B, E, generator=some), torch.tensor(0.3)
+    return (
+        torch.rand(B * T, K, generator=some),
+        torch.randn(B, E, generator=some),
+        torch.tensor(0.3),
+    )
 
 
 def make_router(name, E, K):
@@ -62,11 +76,15 @@ def collect(outputs, leaves, upstream, losses):
 
 def run_kernel(router, logits, upstream, B, losses=LOSSES):
     spec, router = router.spec, router.to(DEVICE)
-    leaves = [t.detach().to(DEVICE).requires_grad_() for t in (logits, router.gamma) if t is not None]
+    leaves = [
+        t.detach().to(DEVICE).requires_grad_() for t in (logits, router.gamma) if t is not None
+    ]
     gamma = leaves[1] if len(leaves) > 1 else None
     formula = (spec.phi, spec.pre, spec.post)
     with guarded_buffers():
-        out = route(leaves[0], router.selection_bias, router.c, gamma, formula, router.top_k, B, "triton")
+        out = route(
+            leaves[0], router.selection_bias, router.c, gamma, formula, router.top_k, B, "triton"
+        )
         return collect(dict(zip(VALUES, out, strict=True)), leaves, upstream, losses)
 
 
@@ -83,7 +101,8 @@ def run_oracle(router, logits, upstream, B, experts, losses=LOSSES):
 def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0):
     """Equal in values and gradients, and in the choice given the scores.
 
-    `floor` is added to what errors relate to; of a gradient divided by the norm of a row, in which terms cancel.
+    `floor` is added to what errors relate to; of a gradient divided by the norm of a row, in which
+    terms cancel.
     """
     router, upstream = make_router(name, E, K), make_upstream(B, T, E, K)
     logits = make_logits(B, T, E) if logits is None else logits
@@ -94,7 +113,8 @@ def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0
         if out[key].dtype == torch.int64:
             assert torch.equal(out[key], wanted[key]), key
         elif key != "z_loss" or "z_loss" in losses:
-            size = wanted[key] + (1 if key == "entropy" else floor)  # the entropy of a sure choice is a rounding
+            # the entropy of a sure choice is a rounding
+            size = wanted[key] + (1 if key == "entropy" else floor)
             if key == "gate_sum":
                 size = wanted["weights"].abs().sum(1).mean() + floor
             assert_near(out[key], wanted[key], tolerance(torch.float32, E, ROUNDINGS), key, size)
@@ -106,8 +126,11 @@ def assert_equals_router(name, B, T, E, K, logits=None, losses=LOSSES, floor=0.0
     return out, gradients
 
 
-SHAPES = [(name, TYPICAL, 0.0) for name in SPARSE]  # of few experts, gradients along a normalised row cancel
-SHAPES += product(("kern", "softmax-renorm"), [(1, 1, 1, 1), (2, 2, 5, 5), (1, 3, 64, 8), (3, 1, 2, 1)], [3.0])
+# of few experts, gradients along a normalised row cancel
+SHAPES = [(name, TYPICAL, 0.0) for name in SPARSE]
+SHAPES += product(
+    ("kern", "softmax-renorm"), [(1, 1, 1, 1), (2, 2, 5, 5), (1, 3, 64, 8), (3, 1, 2, 1)], [3.0]
+)
 
 
 @pytest.mark.numerics
@@ -136,7 +159,8 @@ def test_tokens_without_a_positive_score(name):
     """Their gates are 0, and the gates' gradients lift their logits, as router.py's do."""
     router, (d_weights, *others) = make_router(name, 13, 4), make_upstream(*TYPICAL)
     router.selection_bias.zero_()
-    upstream, logits = (d_weights - 0.5, *others), make_logits(*TYPICAL[:3])  # gradients of both signs
+    # gradients of both signs
+    upstream, logits = (d_weights - 0.5, *others), make_logits(*TYPICAL[:3])
     logits[::2], logits[1] = -0.1 - logits[::2].abs(), 0
     out, (d_logits, *_) = run_kernel(router, logits, upstream, 2, ["weights"])
     wanted, (d_wanted, *_) = run_oracle(router, logits, upstream, 2, out["experts"], ["weights"])
@@ -152,25 +176,39 @@ def test_tokens_without_a_positive_score(name):
 def test_extreme_logits(name, size):
     """Squares overflow from 1e19 on, and so does the z-loss; a row of zeros gives no NaN."""
     logits = size * make_logits(*TYPICAL[:3]).clamp(-3, 3)
-    floor = 1.0 if name == "softmax" else 1e-35  # sure choices have no gradient but for ε; squares of gates underflow
-    out, gradients = assert_equals_router(name, *TYPICAL, logits=logits, losses=LOSSES[:2], floor=floor)
+    # sure choices have no gradient but for ε; squares of gates underflow
+    floor = 1.0 if name == "softmax" else 1e-35
+    out, gradients = assert_equals_router(
+        name, *TYPICAL, logits=logits, losses=LOSSES[:2], floor=floor
+    )
     assert all(out[key].isfinite().all() for key in VALUES if key != "z_loss")
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize(
-    "name, bad", [("kern", math.nan), ("softmax", math.nan), ("kern-after", math.nan), ("kern", math.inf)]
+    "name, bad",
+    [("kern", math.nan), ("softmax", math.nan), ("kern-after", math.nan), ("kern", math.inf)],
 )
 def test_a_token_with_a_bad_logit_spoils_no_other(name, bad):
-    """It gets K distinct experts in range; its gates are then NaN where the torch router's are, and its loads count."""
+    """It gets K distinct experts in range; its gates are then NaN where the torch router's are, and
+    its loads count.
+    """
     B, T, E, K = TYPICAL
-    router, upstream, logits = make_router(name, E, K), make_upstream(*TYPICAL), make_logits(B, T, E)
+    router, upstream, logits = (
+        make_router(name, E, K),
+        make_upstream(*TYPICAL),
+        make_logits(B, T, E),
+    )
     clean, clean_gradients = run_kernel(router, logits, upstream, B, ["weights"])
     logits[3, 5] = bad
     logits[9] = bad
     out, gradients = run_kernel(router, logits, upstream, B, ["weights"])
     experts, others = out["experts"].cpu(), torch.arange(B * T) % 6 != 3
-    assert (experts.sort(1).values.diff(dim=1) > 0).all() and (experts >= 0).all() and (experts < E).all()
+    assert (
+        (experts.sort(1).values.diff(dim=1) > 0).all()
+        and (experts >= 0).all()
+        and (experts < E).all()
+    )
     for key in ("weights", "experts", "scores"):
         assert torch.equal(out[key].cpu()[others], clean[key].cpu()[others])
     assert torch.equal(gradients[0].cpu()[others], clean_gradients[0].cpu()[others])
@@ -190,19 +228,32 @@ def test_runs_repeat_bit_for_bit_and_strides_do_not_matter():
 
 
 def build(backend, router="kern"):
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 6, "vocab_size": 40, "init_std": 0.3}
+    sizes = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "block_size": 6,
+        "vocab_size": 40,
+        "init_std": 0.3,
+    }
     torch.manual_seed(seeded().initial_seed())
-    model = GPT(Model(**sizes, router=router, n_expert=6, top_k=2, expert_hidden=8, backend="torch"))
+    model = GPT(
+        Model(**sizes, router=router, n_expert=6, top_k=2, expert_hidden=8, backend="torch")
+    )
     for block in model.blocks:
         block.backend = backend or "torch"  # of its norms
-        block.mlp.router.fused = None if backend is None else lambda *inputs: route(*inputs, backend)
+        block.mlp.router.fused = (
+            None if backend is None else lambda *inputs: route(*inputs, backend)
+        )
     return model.to(DEVICE), torch.randint(40, (3, 6), generator=seeded(1)).to(DEVICE)
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize("router", ["softmax", "kern"])
 def test_model_with_the_kernels_of_router_and_norm_and_without(router):
-    """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the kernel takes part."""
+    """Loss, statistics and all gradients; with balance loss and z-loss, so each output of the
+    kernel takes part.
+    """
     results = []
     for backend, checkpointing in ((None, False), ("triton", False), ("triton", True)):
         model, idx = build(backend, router)
@@ -211,11 +262,15 @@ def test_model_with_the_kernels_of_router_and_norm_and_without(router):
         out = model(idx, idx)
         probe = torch.randn(out.stats.probability.shape, generator=seeded(3)).to(DEVICE)
         loss = out.loss + (out.stats.probability * probe).sum() + 0.1 * out.stats.z_loss.sum()
-        results.append([out.loss, *out.stats[:-1], *torch.autograd.grad(loss, list(model.parameters()))])
+        results.append(
+            [out.loss, *out.stats[:-1], *torch.autograd.grad(loss, list(model.parameters()))]
+        )
     for wanted, got, again in zip(*results, strict=True):
         assert got.dtype == wanted.dtype and got.requires_grad == wanted.requires_grad
-        size = wanted.abs() + (0.1 if wanted.shape == (1,) else 0)  # γ's gradient: terms of about 0.1 that cancel
-        assert_near(got, wanted, tolerance(torch.float32, 64, 64 + 64), size=size)  # of the routers, of the norms
+        # γ's gradient: terms of about 0.1 that cancel
+        size = wanted.abs() + (0.1 if wanted.shape == (1,) else 0)
+        # of the routers, of the norms
+        assert_near(got, wanted, tolerance(torch.float32, 64, 64 + 64), size=size)
         assert torch.equal(got, again)
 
 
@@ -224,16 +279,34 @@ def test_model_with_the_kernels_of_router_and_norm_and_without(router):
 def test_fake_router_is_as_the_real_one(name):
     spec, B, T, E, K = ROUTERS[name], 2, 3, 6, 2
     gamma = torch.ones(1) if spec.gamma else None
-    inputs = torch.randn(B * T, E), torch.zeros(E), torch.ones(1), gamma, spec.phi, spec.pre, spec.post
+    inputs = (
+        torch.randn(B * T, E),
+        torch.zeros(E),
+        torch.ones(1),
+        gamma,
+        spec.phi,
+        spec.pre,
+        spec.post,
+    )
     experts = run_and_check_fake(triton_router.route_forward, *inputs, K, B)[1]
     if gamma is not None:
         upstream = torch.ones(B * T, K), torch.ones(B, E), torch.ones(())
-        run_and_check_fake(triton_router.route_backward, inputs[0], experts, *inputs[2:], B, *upstream)
+        run_and_check_fake(
+            triton_router.route_backward, inputs[0], experts, *inputs[2:], B, *upstream
+        )
 
 
 @on_cpu
 def test_where_the_kernel_does_not_run(monkeypatch):
-    inputs = (torch.randn(4, 6), torch.zeros(6), torch.ones(1), None, ("exp", "none", "l1 over all"), 2, 1)
+    inputs = (
+        torch.randn(4, 6),
+        torch.zeros(6),
+        torch.ones(1),
+        None,
+        ("exp", "none", "l1 over all"),
+        2,
+        1,
+    )
     assert route(*inputs, "auto") is None and route(*inputs, "torch") is None  # on a CPU
     assert route(*inputs, "triton") is not None
     many = triton_router.LARGEST + 1
@@ -246,7 +319,8 @@ def test_where_the_kernel_does_not_run(monkeypatch):
 @pytest.mark.numerics
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name, E, K", [*((name, 64, 8) for name in SPARSE), ("kern", 256, 8), ("kern", 48, 5), ("softmax", 512, 16)]
+    "name, E, K",
+    [*((name, 64, 8) for name in SPARSE), ("kern", 256, 8), ("kern", 48, 5), ("softmax", 512, 16)],
 )
 def test_equals_router_in_full_size_on_gpu(name, E, K):
     """Each router and shape compiles separately: 4 kernels."""

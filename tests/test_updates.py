@@ -1,4 +1,6 @@
-"""Steps that are taken or skipped on the device: loss scale, clipping, spikes, runs that are halted; Muon."""
+"""Steps that are taken or skipped on the device: loss scale, clipping, spikes, runs that are
+halted; Muon.
+"""
 
 import json
 import math
@@ -23,35 +25,56 @@ from runtime.state import build_optimizer, keep_copies
 from runtime.updates import WINDOW, Updates
 
 # ---- against torch in float64
-SMALL = Model(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4)
+SMALL = Model(
+    n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=11, n_expert=3, top_k=2, expert_hidden=4
+)
 
 
 def build_twins(optim):
-    """A model, {name: its weight in float64}, {name: its part of the rate}, and torch's AdamW of these."""
+    """A model, {name: its weight in float64}, {name: its part of the rate}, and torch's AdamW of
+    these.
+    """
     torch.manual_seed(SEED)
     model = GPT(SMALL)
     parameters = dict(model.named_parameters())
-    ratios = {name: 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0 for name in parameters}
+    ratios = {
+        name: 0.25 if "w_out" in name else 0.5 if "router" in name else 1.0 for name in parameters
+    }
     spared = ("gamma", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")
     decays = {name: 0.0 if name.endswith(spared) else 0.3 for name in parameters}
     assert {*ratios.values()} == {0.25, 0.5, 1.0} and {*decays.values()} == {0.0, 0.3}
     exact = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
     groups = [{"params": [p], "weight_decay": decays[name]} for name, p in exact.items()]
-    return model, exact, ratios, torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False)
+    return (
+        model,
+        exact,
+        ratios,
+        torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-2, foreach=False),
+    )
 
 
 @pytest.mark.numerics
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter's, of infinite gradients
+# Triton's interpreter's, of infinite gradients
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5, 100.0])
 @pytest.mark.parametrize("copied", [None, torch.float16])
 def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypatch):
-    """Matrices alone decay; routers and w_out have their own rates; gradients that are not finite change nothing.
+    """Matrices alone decay; routers and w_out have their own rates; gradients that are not finite
+    change nothing.
 
-    So it is where a kernel of our own takes experts' steps. The copies that it leaves are of the weights, always.
+    So it is where a kernel of our own takes experts' steps. The copies that it leaves are of the
+    weights, always.
     """
     monkeypatch.setattr("runtime.updates.GROWTH_INTERVAL", 3)
-    optim = Optim(router_lr_ratio=0.5, expert_out_lr_ratio=0.25, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-2)
+    optim = Optim(
+        router_lr_ratio=0.5,
+        expert_out_lr_ratio=0.25,
+        weight_decay=0.3,
+        beta1=0.8,
+        beta2=0.9,
+        eps=1e-2,
+    )
     optim = optim.model_copy(update={"grad_clip": grad_clip})
     model, exact, ratios, adamw = build_twins(optim)
     taken, healthy, scale = 0, 0, 65536.0 if scaled else 1.0
@@ -72,7 +95,9 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
         if norm.isfinite():
             for group, name in zip(adamw.param_groups, exact, strict=True):
                 group["lr"] = 0.01 * (step + 1) * ratios[name]
-                exact[name].grad = gradients[name].double() * (min(1, grad_clip / (norm + 1e-6)) if grad_clip else 1)
+                exact[name].grad = gradients[name].double() * (
+                    min(1, grad_clip / (norm + 1e-6)) if grad_clip else 1
+                )
             adamw.step()
         taken, healthy = (taken + 1, healthy + 1) if norm.isfinite() else (taken, 0)
         if scaled and not norm.isfinite():
@@ -81,18 +106,28 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
             scale, healthy = 2 * scale, 0
         counters = updates.read()
         assert done.item() == norm.isfinite().item() == math.isfinite(counters.grad_norm)
-        assert (counters.taken, counters.skipped, counters.scale) == (taken, step + 1 - taken, scale)
+        assert (counters.taken, counters.skipped, counters.scale) == (
+            taken,
+            step + 1 - taken,
+            scale,
+        )
         if norm.isfinite():
-            assert_near(torch.tensor(counters.grad_norm), norm, tolerance(torch.float32, 400), "norm")
+            assert_near(
+                torch.tensor(counters.grad_norm), norm, tolerance(torch.float32, 400), "norm"
+            )
         # Each step rounds a weight about five times, and the errors of all steps add up.
         limit = tolerance(torch.float32, 400, roundings=10 + 2 * step)
         for name, p in mine.items():
             state, wanted = updates.optimizer.state[p], adamw.state[exact[name]]
             assert state["step"].item() == taken
             assert_near(p, exact[name].float(), limit, name)
-            for moment in ("exp_avg", "exp_avg_sq") if taken else ():  # which show a gradient's size
+            # which show a gradient's size
+            for moment in ("exp_avg", "exp_avg_sq") if taken else ():
                 assert_near(state[moment], wanted[moment].float(), limit, name)
-        copies, experts = updates.optimizer.fresh_copies(), [p for name, p in mine.items() if "experts" in name]
+        copies, experts = (
+            updates.optimizer.fresh_copies(),
+            [p for name, p in mine.items() if "experts" in name],
+        )
         assert [*copies] == (experts if copied else [])
         assert all(torch.equal(copy, p.to(copied)) for p, copy in copies.items())
     assert not scaled or scale != 65536
@@ -102,9 +137,17 @@ def test_steps_are_those_of_adamw_in_float64(copied, grad_clip, scaled, monkeypa
 
 
 def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
-    """It casts once where the other run has the kernel's copies. float16: the interpreter truncates bfloat16."""
-    monkeypatch.setattr("runtime.state.choose_backend", lambda *_: "triton")  # experts themselves take torch's
-    more = ["train.checkpoint_interval=2", "train.ema_decay=0.9", "eval.interval=3", "train.max_steps=5"]
+    """It casts once where the other run has the kernel's copies. float16: the interpreter truncates
+    bfloat16.
+    """
+    # experts themselves take torch's
+    monkeypatch.setattr("runtime.state.choose_backend", lambda *_: "triton")
+    more = [
+        "train.checkpoint_interval=2",
+        "train.ema_decay=0.9",
+        "eval.interval=3",
+        "train.max_steps=5",
+    ]
     run(config := tiny("train.dtype=float16", *more))
     whole = end(config)
     shutil.rmtree(checkpoints(config) / "step_00000005")
@@ -114,25 +157,40 @@ def test_run_with_copies_resumes_to_the_bit(tiny, monkeypatch):
 
 def test_a_kernels_step_stays_within_its_weights():
     adamw_step = pytest.importorskip("kernels.triton_adamw").adamw_step
-    buffers = [torch.full((4000,), 7.0) for _ in range(4)] + [torch.full((4000,), 7.0, dtype=torch.bfloat16)]
+    buffers = [torch.full((4000,), 7.0) for _ in range(4)] + [
+        torch.full((4000,), 7.0, dtype=torch.bfloat16)
+    ]
     numbers = torch.ones(()), torch.ones(()), torch.zeros(())
     adamw_step(*(buffer[333:2999] for buffer in buffers), *numbers, 0.1, (0.0, 0.95), 1e-8, 0.5)
     for i in (0, 2, 3, 4):
         assert (buffers[i][:333] == 7).all() and (buffers[i][2999:] == 7).all()
-    # By hand: with beta1 = 0 the mean is the gradient; the square's mean, 0.95 · 7 + 0.05 · 49, is divided by 1 - 0.95.
+    # By hand: with beta1 = 0 the mean is the gradient; the square's mean, 0.95 · 7 + 0.05 · 49, is
+    # divided by 1 - 0.95.
     moved = 7 - 0.1 * 0.5 * 7 - 0.1 * 7 / ((0.95 * 7 + 0.05 * 49) / 0.05) ** 0.5
-    for i, wanted in ((0, moved), (2, 7.0), (3, 0.95 * 7 + 0.05 * 49), (4, torch.tensor(moved).bfloat16().item())):
+    for i, wanted in (
+        (0, moved),
+        (2, 7.0),
+        (3, 0.95 * 7 + 0.05 * 49),
+        (4, torch.tensor(moved).bfloat16().item()),
+    ):
         assert buffers[i][333:2999].tolist() == pytest.approx([wanted] * 2666, rel=1e-6)
 
 
-HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero"}  # a number leaves its device: .item(), bool(), if
-EAGER = ["log.interval=100", "eval.interval=100", "train.max_steps=9", "train.bias_update_rate=0.01"]
+# a number leaves its device: .item(), bool(), if
+HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero"}
+EAGER = [
+    "log.interval=100",
+    "eval.interval=100",
+    "train.max_steps=9",
+    "train.bias_update_rate=0.01",
+]
 EAGER += ["train.loss_spike=skip", "train.balance_loss_coef=0.01", "train.z_loss_coef=0.001"]
 
 
 @pytest.fixture
 def in_steady_steps(before_steps):
-    """`in_steady_steps(begin, end)` calls begin before the fifth training step, and end after the seventh.
+    """`in_steady_steps(begin, end)` calls begin before the fifth training step, and end after the
+    seventh.
 
     Returns a list of the steps begun.
     """
@@ -150,7 +208,8 @@ QUANTILE = ["train.bias_update_rate=0", "train.bias_update=quantile", "model.n_h
 
 
 @pytest.mark.parametrize(
-    "router, dtype, own", [("dense", "float32", []), ("kern", "float16", QUANTILE), ("softmax-renorm", "float16", [])]
+    "router, dtype, own",
+    [("dense", "float32", []), ("kern", "float16", QUANTILE), ("softmax-renorm", "float16", [])],
 )
 def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype, own):
     """Except that experts on a CPU read their loads as a list."""
@@ -159,7 +218,13 @@ def test_steady_step_reads_no_number(tiny, in_steady_steps, router, dtype, own):
     assert HOST_READS & {*host.names}  # it sees them
     host.names.clear()
     begun = in_steady_steps(host.__enter__, lambda: host.__exit__(None, None, None))
-    own = [*own, f"model.router={router}", f"train.dtype={dtype}", "model.backend=torch", "train.ema_decay=0.9"]
+    own = [
+        *own,
+        f"model.router={router}",
+        f"train.dtype={dtype}",
+        "model.backend=torch",
+        "train.ema_decay=0.9",
+    ]
     run(tiny(*EAGER, *own))
     assert {4, 7} < set(begun) and host.names and not HOST_READS & {*host.names}
 
@@ -173,7 +238,11 @@ def test_steady_step_never_makes_the_host_wait(tiny, in_steady_steps, router, dt
     torch._dynamo.reset()  # after some graphs of one function it gives up, and says nothing
     torch._dynamo.utils.counters.clear()
     begun = in_steady_steps(lambda: mode("error"), lambda: mode("default"))
-    own = [f"train.dtype={dtype}", f"model.router={router}", f"train.compile={str(compile).lower()}"]
+    own = [
+        f"train.dtype={dtype}",
+        f"model.router={router}",
+        f"train.compile={str(compile).lower()}",
+    ]
     try:
         run(tiny(*EAGER, "train.device=cuda", *own))
     finally:
@@ -189,8 +258,10 @@ def flat(model):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """`poison(steps)` makes the gradients of those training steps infinite, `poison(steps, factor)` multiplies their
-    losses. It returns a list that training fills: weights and biases, in one vector, as each step found them."""
+    """`poison(steps)` makes the gradients of those training steps infinite, `poison(steps, factor)`
+    multiplies their
+    losses. It returns a list that training fills: weights and biases, in one vector, as each step
+    found them."""
 
     def poison(steps, factor=None):
         forward, weights = GPT.forward, []
@@ -213,7 +284,10 @@ def poison(monkeypatch):
 
 
 def crash_report(config, step):
-    """The one crash report of the run, of that step. It must be JSON, which has no NaN and no Infinity."""
+    """The one crash report of the run, of that step.
+
+    It must be JSON, which has no NaN and no Infinity.
+    """
 
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
@@ -226,38 +300,63 @@ def crash_report(config, step):
 @pytest.mark.parametrize(
     "dtype, most, factor, message",
     [
-        ("float32", 3, None, r"3 steps in a row skipped, the last for gradients .*\(step 9, .*lower optim\.lr"),
-        ("float16", 20, None, r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32"),
+        (
+            "float32",
+            3,
+            None,
+            r"3 steps in a row skipped, the last for gradients .*\(step 9, .*lower optim\.lr",
+        ),
+        (
+            "float16",
+            20,
+            None,
+            r"20 steps in a row.* loss scale 1\)\. .*train\.dtype = bfloat16 or float32",
+        ),
         ("float32", 4, 50, r"4 steps in a row skipped, the last for a loss spike \(step 10"),
     ],
 )
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tiny, short_history, poison, dtype, most, factor, message):
+def test_too_many_skipped_steps_in_a_row_stop_the_run(
+    tiny, short_history, poison, dtype, most, factor, message
+):
     """Of infinite gradients, or losses that stay high; single such gradients are skipped alone."""
     weights = poison({*range(6, 100)} if factor else {1, 3, *range(6, 100)}, factor)
-    own = [f"train.max_skipped_steps={most}", f"train.dtype={dtype}", "train.loss_spike=skip", "eval.interval=50"]
+    own = [
+        f"train.max_skipped_steps={most}",
+        f"train.dtype={dtype}",
+        "train.loss_spike=skip",
+        "eval.interval=50",
+    ]
     config = tiny("train.max_steps=50", "train.bias_update_rate=0.01", *own)
     with pytest.raises(RunError, match=message):
         run(config)
     assert len(weights) == 6 + most
     same = [torch.equal(a, b) for a, b in zip(weights[:6], weights[1:6], strict=False)]
     assert same == ([False] * 5 if factor else [False, True, False, True, False])
-    assert column(metrics(config), "optim/skipped_steps")[:5] == ([0] * 5 if factor else [0, 1, 1, 2, 2])
+    assert column(metrics(config), "optim/skipped_steps")[:5] == (
+        [0] * 5 if factor else [0, 1, 1, 2, 2]
+    )
     assert torch.equal(weights[6], weights[-1]) and weights[-1].isfinite().all()
 
 
 @pytest.mark.parametrize(
     "pause, saved",
-    [(["log.interval=5", "train.checkpoint_interval=3"], [3]), (["train.checkpoint_interval=5"], [])]
+    [
+        (["log.interval=5", "train.checkpoint_interval=3"], [3]),
+        (["train.checkpoint_interval=5"], []),
+    ]
     + [(["eval.interval=5"], [])],
 )
-def test_halted_run_is_noticed_before_it_logs_saves_or_evaluates(tiny, poison, saves_end_first, pause, saved):
+def test_halted_run_is_noticed_before_it_logs_saves_or_evaluates(
+    tiny, poison, saves_end_first, pause, saved
+):
     saves_end_first()
     weights = poison({3}, math.nan)
     config = tiny("train.max_steps=50", "log.interval=50", "eval.interval=50", *pause)
     with pytest.raises(RunError, match="train loss nan in step 4, before its update") as error:
         run(config)
     assert "bfloat16" not in str(error.value)  # of no help to a run in float32
-    assert len(weights) == 6  # steps 1 to 5; computed once more, step 4 is finite: a fault of the hardware, say
+    # steps 1 to 5; computed once more, step 4 is finite: a fault of the hardware, say
+    assert len(weights) == 6
     assert torch.equal(weights[3], weights[4]) and torch.equal(weights[3], weights[5])
     assert steps(config) == saved and [line["step"] for line in metrics(config)] == [0]
     report = crash_report(config, 3)
@@ -268,8 +367,12 @@ def test_halted_run_is_noticed_before_it_logs_saves_or_evaluates(tiny, poison, s
 def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, saves_end_first, factor):
     saves_end_first()
     weights = poison({5, 7}, factor)  # the second micro-batch of step 3, and once more for the dump
-    config = tiny("train.micro_batch_size=4", "train.checkpoint_interval=1", "train.keep_checkpoints=9")
-    with pytest.raises(RunError, match=rf"train loss {factor} in step 3, before its update.*optim\.lr"):
+    config = tiny(
+        "train.micro_batch_size=4", "train.checkpoint_interval=1", "train.keep_checkpoints=9"
+    )
+    with pytest.raises(
+        RunError, match=rf"train loss {factor} in step 3, before its update.*optim\.lr"
+    ):
         run(config)
     assert len(weights) == 8 and weights[5].isfinite().all() and torch.equal(weights[5], weights[7])
     assert not torch.equal(weights[3], weights[4])
@@ -283,18 +386,28 @@ def test_loss_that_is_not_finite_stops_before_the_update(tiny, poison, saves_end
     (rank,) = report["ranks"]
     tokens = open_tokens(Path(config.data.dir, config.data.name), "train")
     loader = Loader(tokens, config.model.block_size, config.train.batch_size, config.run.seed)
-    assert [part["windows"] for part in rank["micro_batches"]] == [loader.indices(2, at, 4).tolist() for at in (0, 4)]
-    assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1]["loss"] == str(factor)
+    assert [part["windows"] for part in rank["micro_batches"]] == [
+        loader.indices(2, at, 4).tolist() for at in (0, 4)
+    ]
+    assert math.isfinite(rank["micro_batches"][0]["loss"]) and rank["micro_batches"][1][
+        "loss"
+    ] == str(factor)
     named = dict(model.named_parameters())
     assert report["parameters"].keys() == named.keys()
     for name, p in named.items():
-        assert report["parameters"][name]["weight_norm"] == pytest.approx(p.norm().item(), rel=1e-5), name
-    assert any(not isinstance(norms["gradient_norm"], float) for norms in report["parameters"].values())
+        assert report["parameters"][name]["weight_norm"] == pytest.approx(
+            p.norm().item(), rel=1e-5
+        ), name
+    assert any(
+        not isinstance(norms["gradient_norm"], float) for norms in report["parameters"].values()
+    )
 
 
 @pytest.mark.numerics
 def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
-    """Of a step whose loss was bad only once: its windows, dropout and weights give the loss of an undisturbed run."""
+    """Of a step whose loss was bad only once: its windows, dropout and weights give the loss of an
+    undisturbed run.
+    """
     own = ["model.dropout=0.1", "train.dtype=float16", f"run.seed={SEED}"]
     third = run(tiny("run.name=undisturbed", *own))[4]
     poison({2}, math.nan)
@@ -310,13 +423,20 @@ def test_dump_repeats_the_step_and_has_unscaled_gradients(tiny, poison):
 # ---- spikes of the loss
 @pytest.mark.parametrize("compile", [False, True])
 def test_spikes_are_those_by_hand(monkeypatch, compile):
-    """Against the steps that were taken. Compiled once for all steps after the first, the decision is the same."""
+    """Against the steps that were taken.
+
+    Compiled once for all steps after the first, the decision is the same.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     p = torch.nn.Parameter(torch.ones(7))
     p.grad = torch.ones(7)
-    adamw, config = torch.optim.AdamW([p], fused=True), Config(train=Train(loss_spike="skip", spike_sigma=5.0))
+    adamw, config = (
+        torch.optim.AdamW([p], fused=True),
+        Config(train=Train(loss_spike="skip", spike_sigma=5.0)),
+    )
     updates, taken, spikes = Updates(adamw, config, False, compile), [], []
-    from_limit = {63: 1e-5, 64: 1e-5, 65: -1e-5, 110: -1e3, 200: 1e-5, 230: -1e-5, 290: 1e-5}  # 63 are too few to tell
+    # 63 are too few to tell
+    from_limit = {63: 1e-5, 64: 1e-5, 65: -1e-5, 110: -1e3, 200: 1e-5, 230: -1e-5, 290: 1e-5}
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for step in range(300):
             last, loss = taken[-WINDOW:], 1.0 + step % 3
@@ -349,25 +469,38 @@ def test_loss_spike(tiny, short_history, poison, capsys, policy):
     said = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
     assert torch.equal(weights[5], weights[6]) == (policy == "skip")
     assert not torch.equal(weights[6], weights[7])
-    assert column(lines, "optim/skipped_steps")[4:7] == ([0, 1, 1] if policy == "skip" else [0, 0, 0])
+    assert column(lines, "optim/skipped_steps")[4:7] == (
+        [0, 1, 1] if policy == "skip" else [0, 0, 0]
+    )
     if policy == "off":
         assert not said and not column(lines, "optim/loss_spikes")
     else:
         assert column(lines, "optim/loss_spikes") == [0] * 5 + [1] * 3
         (line,) = said
-        assert "step 6," in line and ("skipped" if policy == "skip" else "taken all the same") in line
+        assert (
+            "step 6," in line and ("skipped" if policy == "skip" else "taken all the same") in line
+        )
 
 
-def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(tiny, short_history, poison, capsys):
+def test_spikes_are_reported_at_the_next_log_line_and_not_again_after_a_resume(
+    tiny, short_history, poison, capsys
+):
     poison({4, 5, 7, 9}, 50)
-    for last, reports in ((8, ["tiny: 2 spikes, the last: step 6, ", "tiny: step 8, "]), (12, ["tiny: step 10, "])):
+    for last, reports in (
+        (8, ["tiny: 2 spikes, the last: step 6, ", "tiny: step 8, "]),
+        (12, ["tiny: step 10, "]),
+    ):
         run(tiny(*LONG, "train.loss_spike=skip", "log.interval=6", f"train.max_steps={last}"))
         lines = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
-        assert [report in line for report, line in zip(reports, lines, strict=True)] == [True] * len(reports)
+        assert [report in line for report, line in zip(reports, lines, strict=True)] == [
+            True
+        ] * len(reports)
 
 
 def test_a_constant_on_the_gates_is_a_rate_of_w_out():
-    """docs/theory.md, section 7, in float64: gates of 4 times the size, or w_out of 4 times the size and the rate."""
+    """docs/theory.md, section 7, in float64: gates of 4 times the size, or w_out of 4 times the
+    size and the rate.
+    """
 
     def train_model(factor, gates=1.0):
         torch.manual_seed(0)
@@ -376,7 +509,10 @@ def test_a_constant_on_the_gates_is_a_rate_of_w_out():
             block.mlp.experts.w_out.data *= factor
         optim = Optim(lr=1e-2, expert_out_lr_ratio=factor, weight_decay=0.0, eps=1e-30)
         optimizer = build_optimizer(model, optim)
-        losses, tokens = [], torch.randint(11, (5, 4, 5), generator=torch.Generator().manual_seed(1))
+        losses, tokens = (
+            [],
+            torch.randint(11, (5, 4, 5), generator=torch.Generator().manual_seed(1)),
+        )
         for batch in tokens:
             for group in optimizer.param_groups:
                 group["lr"] = optim.lr * group["lr_ratio"]
@@ -402,13 +538,24 @@ def test_logged_signal_is_that_of_the_checkpoint(tiny):
     beta1, beta2 = config.optim.beta1, config.optim.beta2
     for block, found in zip(model.blocks, logged, strict=True):
         moments = [optimizer.state[p] for p in (block.mlp.experts.w_in, block.mlp.experts.w_out)]
-        first, second = (torch.cat([m[name].flatten() for m in moments]).double() for name in ("exp_avg", "exp_avg_sq"))
+        first, second = (
+            torch.cat([m[name].flatten() for m in moments]).double()
+            for name in ("exp_avg", "exp_avg_sq")
+        )
         whole = (first / (1 - beta1**40)).square().sum() / (second / (1 - beta2**40)).sum()
-        assert found == pytest.approx((whole.item() * (1 + beta1) - (1 - beta1)) / (2 * beta1), rel=1e-4)
+        assert found == pytest.approx(
+            (whole.item() * (1 + beta1) - (1 - beta1)) / (2 * beta1), rel=1e-4
+        )
 
 
 # ---- Muon: steps against an SVD in float64 and against torch's own AdamW
-SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (6, 6), "experts": (9, 4, 7), "tall experts": (3, 7, 4)}
+SHAPES = {
+    "wide": (5, 12),
+    "tall": (12, 5),
+    "square": (6, 6),
+    "experts": (9, 4, 7),
+    "tall experts": (3, 7, 4),
+}
 
 
 def exact(x):
@@ -423,20 +570,34 @@ def exact(x):
 @pytest.mark.numerics
 @pytest.mark.parametrize("scaled", [False, True])
 def test_steps_equal_an_svd_in_float64(scaled):
-    """Momentum, Nesterov's form, decay, clipping, a step that is skipped; a bias beside them follows AdamW."""
+    """Momentum, Nesterov's form, decay, clipping, a step that is skipped; a bias beside them
+    follows AdamW.
+    """
     start = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(SHAPES.values())]
     mine, bias = [torch.nn.Parameter(p.clone()) for p in start], torch.nn.Parameter(torch.ones(3))
     twin = torch.nn.Parameter(bias.detach().clone())
-    groups = [{"params": mine, "weight_decay": 0.1, "momentum": 0.9}, {"params": [bias], "weight_decay": 0.0}]
+    groups = [
+        {"params": mine, "weight_decay": 0.1, "momentum": 0.9},
+        {"params": [bias], "weight_decay": 0.0},
+    ]
     optimizer = Muon(groups, lr=1.0, fused=True)
     for p in (*mine, bias):
         names = ("exp_avg", "exp_avg_sq") if p is bias else ("exp_avg",)
-        optimizer.state[p] = {"step": torch.zeros(()), **{name: torch.zeros_like(p) for name in names}}
+        optimizer.state[p] = {
+            "step": torch.zeros(()),
+            **{name: torch.zeros_like(p) for name in names},
+        }
     updates = Updates(optimizer, Config(optim=Optim(grad_clip=0.5)), scaled)
     adamw = torch.optim.AdamW([twin], weight_decay=0)
-    weights, means = [p.double() for p in start], [torch.zeros_like(p, dtype=torch.float64) for p in start]
+    weights, means = (
+        [p.double() for p in start],
+        [torch.zeros_like(p, dtype=torch.float64) for p in start],
+    )
     for step in range(6):
-        drawn = [torch.randn(p.shape, generator=seeded(100 * step + i)) for i, p in enumerate((*mine, bias))]
+        drawn = [
+            torch.randn(p.shape, generator=seeded(100 * step + i))
+            for i, p in enumerate((*mine, bias))
+        ]
         drawn[3][2] = 0  # an expert that is idle
         if step == 3:
             drawn[1][0, 0] = torch.inf
@@ -453,27 +614,54 @@ def test_steps_equal_an_svd_in_float64(scaled):
             gradient = gradient.double() * min(1.0, 0.5 / (norm + 1e-6))
             means[i] = 0.9 * means[i] + 0.1 * gradient
             ahead = exact(0.9 * means[i] + 0.1 * gradient)
-            weights[i] = weights[i] * (1 - 0.1 * lr) - lr * 0.2 * max(gradient.shape[-2:]) ** 0.5 * ahead
-        twin.grad, adamw.param_groups[0]["lr"] = drawn[-1] * min(1.0, 0.5 / (norm + 1e-6)).float(), lr
+            weights[i] = (
+                weights[i] * (1 - 0.1 * lr) - lr * 0.2 * max(gradient.shape[-2:]) ** 0.5 * ahead
+            )
+        twin.grad, adamw.param_groups[0]["lr"] = (
+            drawn[-1] * min(1.0, 0.5 / (norm + 1e-6)).float(),
+            lr,
+        )
         adamw.step()
     for p, weight, mean in zip(mine, weights, means, strict=True):
         assert_near(p, weight, tolerance(torch.float32, 60, roundings=60), "weights")
-        assert_near(optimizer.state[p]["exp_avg"], mean, tolerance(torch.float32, 60, roundings=20), "means")
+        assert_near(
+            optimizer.state[p]["exp_avg"], mean, tolerance(torch.float32, 60, roundings=20), "means"
+        )
         assert optimizer.state[p]["step"] == 5
     assert_near(bias, twin, tolerance(torch.float32, 60, roundings=20), "bias")
 
 
 def test_which_parameters_muon_takes():
-    shape = Model(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_expert=4, top_k=2, bias=True, tie_embeddings=False)
+    shape = Model(
+        n_layer=1,
+        n_head=2,
+        n_embd=8,
+        vocab_size=16,
+        n_expert=4,
+        top_k=2,
+        bias=True,
+        tie_embeddings=False,
+    )
     model = GPT(shape)
     optimizer = build_optimizer(model, Optim(name="muon", router_lr_ratio=0.5))
     names = {p: name for name, p in model.named_parameters()}
-    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    groups = {
+        frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups
+    }
     matrices = {f"blocks.0.attn.{name}.weight" for name in ("qkv", "proj")}
     matrices |= {f"blocks.0.mlp.experts.{name}" for name in ("w_in", "w_out")}
     assert [names for names, group in groups.items() if "momentum" in group] == [matrices]
     routers = frozenset(name for name in names.values() if ".router." in name)
-    assert {name for of, group in groups.items() if group["lr_ratio"] == 0.5 for name in of} == routers
+    assert {
+        name for of, group in groups.items() if group["lr_ratio"] == 0.5 for name in of
+    } == routers
     decayed = {name for of, group in groups.items() if group["weight_decay"] for name in of}
-    assert decayed == {*matrices, "wte.weight", "wpe.weight", "lm_head.weight", "blocks.0.mlp.router.weight"}
-    assert {len(optimizer.state[p]) for p, name in names.items() if name in matrices} == {2}  # steps and one mean
+    assert decayed == {
+        *matrices,
+        "wte.weight",
+        "wpe.weight",
+        "lm_head.weight",
+        "blocks.0.mlp.router.weight",
+    }
+    # steps and one mean
+    assert {len(optimizer.state[p]) for p, name in names.items() if name in matrices} == {2}

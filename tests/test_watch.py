@@ -26,12 +26,21 @@ NAN = float("nan")
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A function that makes a run's folder with some lines of metrics: 100 steps of 40 tokens; returns the folder."""
+    """A function that makes a run's folder with some lines of metrics: 100 steps of 40 tokens;
+    returns the folder.
+    """
 
     def make(name="one", lines=(), owner=None, router="kern", *more):
         folder = tmp_path / "runs" / name
-        shape = ["train.max_steps=100", "train.batch_size=4", "train.micro_batch_size=4", "model.block_size=10"]
-        fake_runs.make_run(folder, *shape, f"model.router={router}", "optim.warmup_steps=1", *more, until=0)
+        shape = [
+            "train.max_steps=100",
+            "train.batch_size=4",
+            "train.micro_batch_size=4",
+            "model.block_size=10",
+        ]
+        fake_runs.make_run(
+            folder, *shape, f"model.router={router}", "optim.warmup_steps=1", *more, until=0
+        )
         (folder / "metrics.jsonl").write_text("")
         append(folder, *lines)
         if owner:
@@ -43,7 +52,10 @@ def make_run(tmp_path):
 
 def append(folder, *lines):
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"step": step, "tokens": 40 * step, **values}) + "\n" for step, values in lines)
+        file.writelines(
+            json.dumps({"step": step, "tokens": 40 * step, **values}) + "\n"
+            for step, values in lines
+        )
 
 
 def status_of(folder, now=None):
@@ -63,8 +75,10 @@ LOG, ME, ELSEWHERE = [(10, TRAINING)], platform.node(), "elsewhere"
 @pytest.mark.parametrize("lines, alive, host, quiet, state", [
     ([], True, ME, 1, "running"), (END, True, ME, 299, "running"), (LOG, True, ME, 301, "silent"),
     ([], False, ME, 1, "stopped"), (LOG, False, ME, 301, "stopped"), (END, False, ME, 1, "finished"),
-    (END[:1], False, ME, 1, "stopped"), ([(100, TRAINING)], False, ME, 1, "stopped"),  # without its last evaluation
-    (LOG, False, ELSEWHERE, 299, "running"), (LOG, False, ELSEWHERE, 301, "stopped"),  # lives while it writes
+    # without its last evaluation
+    (END[:1], False, ME, 1, "stopped"), ([(100, TRAINING)], False, ME, 1, "stopped"),
+    # lives while it writes
+    (LOG, False, ELSEWHERE, 299, "running"), (LOG, False, ELSEWHERE, 301, "stopped"),
 ])  # fmt: skip
 def test_state(make_run, lines, alive, host, quiet, state):
     folder = make_run("one", lines)
@@ -72,15 +86,31 @@ def test_state(make_run, lines, alive, host, quiet, state):
     os.utime(folder / "lock", (0, 3e9))
     os.utime(folder / "metrics.jsonl", (0, 4e9))
     status = status_of(folder, 4e9 + quiet)
-    assert (status["state"], status["trouble"]) == (state, "no metrics for 0:05:01" if state == "silent" else "")
+    assert (status["state"], status["trouble"]) == (
+        state,
+        "no metrics for 0:05:01" if state == "silent" else "",
+    )
 
 
 def test_numbers_and_the_time_left(make_run):
     """90 steps of 40 tokens at the median speed of the last five lines: 40 tokens per second."""
     speeds = [1000, 1000, 40, 30, 50, 40, 9000]
-    lines = [(i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed}) for i, speed in enumerate(speeds)]
+    lines = [
+        (i + 4, {"train/loss": 3 - i / 10, "perf/tokens_per_sec": speed})
+        for i, speed in enumerate(speeds)
+    ]
     folder = make_run("one", [*lines, (10, {"val/loss": 2.25, "perf/mfu": 0.123})], os.getpid())
-    row = [str(folder), "running", "10 of 100  10%", "2.4000", "2.2500", "9,000", "12.3%", "0:01:30", ""]
+    row = [
+        str(folder),
+        "running",
+        "10 of 100  10%",
+        "2.4000",
+        "2.2500",
+        "9,000",
+        "12.3%",
+        "0:01:30",
+        "",
+    ]
     assert [*status_of(folder).values()] == row
     (folder / "lock").write_text(f"process {dead_process()} on {ME}\n")
     assert status_of(folder)["left"] == ""
@@ -115,7 +145,12 @@ def test_the_table(make_run, tmp_path, call, monkeypatch):
     broken = make_run("c")
     (broken / "config.toml").write_text("[model\n")
     head, _, a, left_out = call(watch.main).splitlines()
-    assert head.split("  ")[0] == "run" and "MFU" not in head and "left" not in head and "trouble" not in head
+    assert (
+        head.split("  ")[0] == "run"
+        and "MFU" not in head
+        and "left" not in head
+        and "trouble" not in head
+    )
     assert a.split() == ["runs/a", "stopped", "50", "of", "100", "50%", "2.5000", "3.0000", "80"]
     assert left_out.startswith("left out: runs/c: ")
     with make_server(0, list) as server:
@@ -132,13 +167,18 @@ def test_watching_imports_no_torch(make_run, tmp_path):
 
 # ---- the live page
 def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
-    """Unfinished runs beside finished ones. It is written again when a run changes, and then alone."""
+    """Unfinished runs beside finished ones.
+
+    It is written again when a run changes, and then alone.
+    """
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 25)
     for router, until in (("kern", 1.0), ("tanh", 0.5)):
         fake_runs.make_run(tmp_path / f"runs/{router}", f"model.router={router}", until=until)
 
     def get(path="/", host="localhost"):
-        request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host}
+        )
         with urllib.request.urlopen(request) as reply:
             return reply.read().decode()
 
@@ -148,9 +188,15 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
             page = get()
             assert "refresh" in page and page.count("data:image/png") == 2
             assert re.search(r"<td>\S+/runs/tanh</td><td>stopped</td><td>500 of 1,000", page)
-            assert "<b>tanh</b>" in page and "compared at step 500" in page and "undecided (1 seed)" in page
+            assert (
+                "<b>tanh</b>" in page
+                and "compared at step 500" in page
+                and "undecided (1 seed)" in page
+            )
             writes = []
-            monkeypatch.setattr(watch, "build_page", lambda *of: writes.append(1) or build_page(*of))
+            monkeypatch.setattr(
+                watch, "build_page", lambda *of: writes.append(1) or build_page(*of)
+            )
             assert get() == page
             append(tmp_path / "runs/tanh", (600, {"train/loss": 1.2345}))
             assert "1.2345" in get() and writes == [1]
@@ -165,7 +211,10 @@ def test_the_page_is_the_report_of_runs_that_train(tmp_path, monkeypatch):
 def test_runs_that_cannot_be_compared_are_in_the_page(tmp_path, make_run):
     page = build_page([], []).decode()
     assert "No runs yet" in page and "refresh" in page
-    folders = [make_run("a", [(10, {"val/loss": 2.0})]), make_run("b", [(20, {"val/loss": 2.0})], None, "tanh")]
+    folders = [
+        make_run("a", [(10, {"val/loss": 2.0})]),
+        make_run("b", [(20, {"val/loss": 2.0})], None, "tanh"),
+    ]
     runs = [*map(load_run, folders)]
     page = build_page(runs, [*map(describe_run, runs)]).decode()
     assert "evaluated at no common step" in page and all(str(folder) in page for folder in folders)

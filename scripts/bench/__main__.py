@@ -4,19 +4,23 @@
     python -m scripts.bench router CONFIG [--section.key=value ...]
     python -m scripts.bench moe [--shape N C H E K] [--dtype float32 ...] [--device cpu]
 
-step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch of random tokens;
-         with --peers also with experts as nanochat and torchtitan compute them, in place of the first alternative's
-router   the router alone, forward and backward, and its share of a training step; all routers unless some are named
-moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one dense MLP of as many FLOPs: TFLOP/s, the
+step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch
+         of random tokens; with --peers also with experts as nanochat and torchtitan compute them,
+         in place of the first alternative's
+router   the router alone, forward and backward, and its share of a training step; all routers
+unless some are named moe      kernels.expert_mlp against F.grouped_mm, a loop over experts, and one
+dense MLP of as many FLOPs: TFLOP/s, the
          share of a matmul's rate measured beside it, and the bytes kept for the backward pass
 
-A key given several times makes alternatives, of several such keys all combinations; ratios are to the first:
+A key given several times makes alternatives, of several such keys all combinations; ratios are to
+the first:
 
     python -m scripts.bench step config/quickstart.toml --model.router=dense --model.router=kern
     python -m scripts.bench step config/quickstart.toml --data.document_mask=false --data.document_mask=true
 
---json FILE writes the figures; --profile FILE a trace (chrome://tracing; .gz packs it) of the last alternative. What
-raises RuntimeError, as without memory, is skipped with a line, and the exit code is 1.
+--json FILE writes the figures; --profile FILE a trace (chrome://tracing; .gz packs it) of the last
+alternative. What raises RuntimeError, as without memory, is skipped with a line, and the exit code
+is 1.
 """
 
 import shlex
@@ -44,14 +48,18 @@ def main(argv: list[str] | None = None) -> int:
         else:
             subparser.add_argument("config", help="config file; --section.key=value overrides it")
         if name == "step":
-            subparser.add_argument("--peers", action="store_true", help="other projects' experts, too")
+            subparser.add_argument(
+                "--peers", action="store_true", help="other projects' experts, too"
+            )
         subparser.add_argument("--rounds", type=int, default=10, help="(default: %(default)s)")
         subparser.add_argument("--json", metavar="FILE", help="for the figures")
         subparser.add_argument("--profile", metavar="FILE", help="for a trace")
     args, overrides = parser.parse_known_args(argv)
     if args.what == "moe" and overrides:
         raise ValueError(f"unknown options {' '.join(overrides)}: moe takes no config keys")
-    args.command = shlex.join(["python", "-m", "scripts.bench", *(sys.argv[1:] if argv is None else argv)])
+    args.command = shlex.join(
+        ["python", "-m", "scripts.bench", *(sys.argv[1:] if argv is None else argv)]
+    )
     return 1 if COMMANDS[args.what](args, overrides).data["skipped"] else 0
 
 

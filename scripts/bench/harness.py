@@ -30,12 +30,25 @@ class Benchmark:
 
     def __init__(self, args: Namespace, device: torch.device, title: str, *notes: str) -> None:
         self.args, self.device = args, device
-        self.cold = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-        machine: dict[str, Any] = {"device": distributed.device_name(device), "threads": torch.get_num_threads()}
+        self.cold = (
+            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+            if device.type == "cuda"
+            else None
+        )
+        machine: dict[str, Any] = {
+            "device": distributed.device_name(device),
+            "threads": torch.get_num_threads(),
+        }
         machine |= {"torch": torch.__version__, "python": platform.python_version()}
-        machine["triton"] = getattr(sys.modules.get("triton"), "__version__", None)  # kernels/ imports it if installed
+        # kernels/ imports it if installed
+        machine["triton"] = getattr(sys.modules.get("triton"), "__version__", None)
         date = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.data: dict[str, Any] = {"what": args.what, "command": args.command, "date": date, "machine": machine}
+        self.data: dict[str, Any] = {
+            "what": args.what,
+            "command": args.command,
+            "date": date,
+            "machine": machine,
+        }
         self.data |= {"rows": [], "skipped": {}}
         named = "{device}, {threads} threads, torch {torch}, Python {python}".format_map(machine)
         print("\n".join([f"{named}; {title}; {args.rounds} rounds", *notes]), flush=True)
@@ -49,22 +62,27 @@ class Benchmark:
     def time(self, functions: Mapping[tuple, Callable[[], object]]) -> dict[tuple, float]:
         """Time each function once per round, in turn, so that slow moments of the machine hit all of them alike.
 
-        On a GPU a call begins with an empty L2 cache, as in training, and is timed by events. Emptying the cache (1 GB
-        of zeros) lets the host run some 0.4 ms ahead: launches count where the device has to wait for them, as they
-        would in training.
+        On a GPU a call begins with an empty L2 cache, as in training, and is timed by events.
+        Emptying the cache (1 GB of zeros) lets the host run some 0.4 ms ahead: launches count where
+        the device has to wait for them, as they would in training.
 
         Returns:
             {name: median, seconds}, without functions that raised RuntimeError, which are skipped.
         """
         seconds: dict[tuple, list[float]] = {name: [] for name in functions}
-        for turn in progress_bar(iterable=range(self.args.rounds + WARM_UP), desc="rounds", leave=False):
+        for turn in progress_bar(
+            iterable=range(self.args.rounds + WARM_UP), desc="rounds", leave=False
+        ):
             for name in list(seconds):
                 try:
                     taken = time_once(functions[name], self.cold)
-                except RuntimeError as error:  # out of memory, no kernel for this type, a graph that does not compile
+                # out of memory, no kernel for this type, a graph that does not compile
+                except RuntimeError as error:
                     del seconds[name]
                     label = " ".join(map(str, name))
-                    self.data["skipped"][label] = reason = f"{type(error).__name__}: {first_line(error)}"
+                    self.data["skipped"][label] = reason = (
+                        f"{type(error).__name__}: {first_line(error)}"
+                    )
                     print(f"skipped {label}: {reason}", flush=True)
                     continue
                 if turn >= WARM_UP:
@@ -75,7 +93,10 @@ class Benchmark:
         """Print a table of texts, numbers and None (a dash), and add its rows to the JSON file."""
         if rows:
             left = sum(isinstance(value, str) for value in rows[0])
-            print(text_table(columns, [[format_cell(value) for value in row] for row in rows], left), flush=True)
+            print(
+                text_table(columns, [[format_cell(value) for value in row] for row in rows], left),
+                flush=True,
+            )
         self.data["rows"] += [dict(zip(columns, row, strict=True)) for row in rows]
         self.write_json()
 
@@ -88,9 +109,14 @@ class Benchmark:
             for _ in range(3):
                 time_once(function, self.cold)
         profiler.export_chrome_trace(self.args.profile)
-        print(f"{self.args.profile}: three calls of {name}; the largest operators and kernels by their own time:")
+        print(
+            f"{self.args.profile}: three calls of {name}; the largest operators and kernels by their own time:"
+        )
         where = "device" if self.device.type == "cuda" else "cpu"
-        print(profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=20), flush=True)
+        print(
+            profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=20),
+            flush=True,
+        )
 
 
 def time_once(function: Callable[[], object], cold: torch.Tensor | None) -> float:

@@ -16,7 +16,8 @@ from router import expert_loads
 from runtime import RunError, distributed
 from scripts.bench.harness import DTYPES, Benchmark, divide
 
-DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}  # N C H E K: 2,048 and 512 rows an expert
+# N C H E K: 2,048 and 512 rows an expert
+DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}
 CEILING = {"cuda": (4096, 6144, 8192), "cpu": (1024, 2048)}  # sides of square matrix products
 
 
@@ -29,12 +30,16 @@ def sort_rows(x: Tensor, experts: Tensor, n_expert: int) -> tuple[Tensor, Tensor
 def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Sum each token's rows (N·K, C), times their gates, to (N, C)."""
     N, K = weights.shape
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     rows = rows.index_select(0, inverse).view(N, K, -1)
     return (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
-def run_grouped_mm(x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_grouped_mm(
+    x: Tensor, w_in: Tensor, w_out: Tensor, weights: Tensor, experts: Tensor
+) -> Tensor:
     """Compute `kernels.expert_mlp` in plain torch: rows sorted by expert, grouped products, rows put back."""
     rows, order, loads = sort_rows(x, experts, len(w_in))
     ends = loads.cumsum(0).to(torch.int32)
@@ -57,10 +62,13 @@ def run_dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return F.gelu(x @ w1) @ w2
 
 
-def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def make_inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
     """Make [x, w_in, w_out, weights, experts] for `kernels.expert_mlp` and the output's gradient (N, C).
 
-    Random, with about equal loads. `shape` is (N, C, H, E, K); weights are fp32, experts int64, all else `dtype`.
+    Random, with about equal loads. `shape` is (N, C, H, E, K); weights are fp32, experts int64, all
+    else `dtype`.
     """
     N, C, H, E, K = shape
     generator = torch.Generator(device).manual_seed(0)
@@ -69,7 +77,12 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.randn(*size, generator=generator, device=device) * std
 
     weights, experts = draw(N, E).softmax(-1).topk(K)
-    leaves = [draw(N, C).to(dtype), draw(E, C, H, std=C**-0.5).to(dtype), draw(E, H, C, std=H**-0.5).to(dtype), weights]
+    leaves = [
+        draw(N, C).to(dtype),
+        draw(E, C, H, std=C**-0.5).to(dtype),
+        draw(E, H, C, std=H**-0.5).to(dtype),
+        weights,
+    ]
     return [leaf.requires_grad_() for leaf in leaves] + [experts], draw(N, C).to(dtype)
 
 
@@ -83,14 +96,18 @@ def bench_moe(args: Namespace, overrides: list[str]) -> Benchmark:
     device = distributed.pick_device(args.device)
     N, C, H, E, K = shape = args.shape or DEFAULT[device.type]
     if not (0 < K <= E and min(shape) > 0):
-        raise RunError(f"--shape {N} {C} {H} {E} {K}: all sizes must be at least 1, and K at most E")
+        raise RunError(
+            f"--shape {N} {C} {H} {E} {K}: all sizes must be at least 1, and K at most E"
+        )
     notes = (
         "TFLOP/s: of 4·N·K·C·H FLOPs forward, three times that with backward",
         f"matmul ceiling: the fastest square product of side {', '.join(map(str, CEILING[device.type]))}",
         "saved MB: what the graph keeps for the backward pass, without inputs",
     )
     bench = Benchmark(args, device, f"N {N}, C {C}, H {H}, E {E}, K {K}", *notes)
-    for name in args.dtype or (["float16", "bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"]):
+    for name in args.dtype or (
+        ["float16", "bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"]
+    ):
         time_implementations(bench, name, shape)
     return bench
 
@@ -104,20 +121,39 @@ def time_implementations(bench: Benchmark, name: str, shape: tuple[int, ...]) ->
     x, w_in, w_out = (leaf.detach() for leaf in inputs[:3])
     dense = [x.clone(), w_in[:K].transpose(0, 1).flatten(1), w_out[:K].flatten(0, 1).clone()]
     calls["dense"] = partial(run_dense, *(leaf.requires_grad_() for leaf in dense))
-    functions: dict[tuple, Callable] = {(what, "forward"): torch.no_grad()(call) for what, call in calls.items()}
+    functions: dict[tuple, Callable] = {
+        (what, "forward"): torch.no_grad()(call) for what, call in calls.items()
+    }
     functions |= {(what, "both"): partial(run_both, call, d_out) for what, call in calls.items()}
     for side in sides:
-        functions["ceiling", side] = partial(torch.mm, *torch.randn(2, side, side, device=device).to(dtype))
+        functions["ceiling", side] = partial(
+            torch.mm, *torch.randn(2, side, side, device=device).to(dtype)
+        )
     median = bench.time(functions)
     ceiling = max(2 * side**3 / median["ceiling", side] for side in sides)
     rows: list[list[Any]] = []
     for what, seconds in ((what, median[what, way]) for what, way in median if way == "both"):
         over = [divide(seconds, median.get((base, "both"))) for base in ("dense", "kernels")]
         rate = 12 * N * K * C * H / seconds
-        row = [what, name, 1000 * median[what, "forward"], 1000 * seconds, *over, rate / 1e12, rate / ceiling]
+        row = [
+            what,
+            name,
+            1000 * median[what, "forward"],
+            1000 * seconds,
+            *over,
+            rate / 1e12,
+            rate / ceiling,
+        ]
         rows.append([*row, count_saved_bytes(calls[what]) / 1e6])
     rows.append(["matmul ceiling", name, None, None, None, None, ceiling / 1e12, 1.0, None])
-    columns = ["implementation", "dtype", "forward ms", "forward+backward ms", "over dense", "over kernels"]
+    columns = [
+        "implementation",
+        "dtype",
+        "forward ms",
+        "forward+backward ms",
+        "over dense",
+        "over kernels",
+    ]
     bench.add_table([*columns, "TFLOP/s", "of ceiling", "saved MB"], rows)
     bench.profile(functions["kernels", "both"], f"kernels, forward and backward, {name}")
 
@@ -159,7 +195,9 @@ class NanoChat(nn.Module):
         order = experts.flatten().argsort(stable=True)  # (R,)
         loads = torch.histc(experts.float(), bins=len(self.w_in), min=0, max=len(self.w_in))
         gates = scores.gather(1, experts).flatten()[order, None]  # (R, 1)
-        return self.compute(tokens.to(logits.dtype), gates, order, loads.cumsum(0).to(torch.int32)), None
+        return self.compute(
+            tokens.to(logits.dtype), gates, order, loads.cumsum(0).to(torch.int32)
+        ), None
 
     def compute(self, x: Tensor, gates: Tensor, order: Tensor, ends: Tensor) -> Tensor:
         """The experts' sum (N, C) by gates (R, 1) and flat choices in order of their experts (R,)."""
@@ -183,6 +221,7 @@ class TorchTitan(NanoChat):
         return torch.zeros_like(x).scatter_add(0, token, self.multiply(rows, ends))
 
 
-# For `scripts.bench step --peers`, written anew from their descriptions (2026-11). Both have sigmoid scores, rows in
-# order of their experts and `F.grouped_mm`; neither balances loads here. The activation is the config's.
+# For `scripts.bench step --peers`, written anew from their descriptions (2026-11). Both have
+# sigmoid scores, rows in order of their experts and `F.grouped_mm`; neither balances loads here.
+# The activation is the config's.
 PEERS = {"nanochat": NanoChat, "torchtitan": TorchTitan}

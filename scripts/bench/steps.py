@@ -26,11 +26,13 @@ from scripts.bench.moe import PEERS, NanoChat
 class Step:
     """A training step as train.py does it, without auxiliary losses, on one micro-batch of random tokens.
 
-    Everything is built in the first call: a model that does not fit is skipped like a step that fails. `peer` replaces
-    its layers of experts.
+    Everything is built in the first call: a model that does not fit is skipped like a step that
+    fails. `peer` replaces its layers of experts.
     """
 
-    def __init__(self, config: Config, device: torch.device, peer: type[NanoChat] | None = None) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, peer: type[NanoChat] | None = None
+    ) -> None:
         self.config, self.device, self.peer = config, device, peer
         self.dtype = distributed.pick_dtype(config.train.dtype, device, config.model.router)
         self.tokens = config.train.micro_batch_size * config.model.block_size
@@ -65,11 +67,19 @@ class Step:
         model, optimizer, updates, (x, y) = self.parts
         checkpointing = self.config.train.activation_checkpointing
         try:
-            once = nullcontext() if checkpointing else model.cast_once(self.dtype, optimizer.fresh_copies())
-            with once, torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            once = (
+                nullcontext()
+                if checkpointing
+                else model.cast_once(self.dtype, optimizer.fresh_copies())
+            )
+            with (
+                once,
+                torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
+            ):
                 loss = model(x, y).loss
             (loss * updates.scale).backward()
-            updates.step(0, 0.0, loss.detach())  # at rate 0, so that weights and routing stay those of the start
+            # at rate 0, so that weights and routing stay those of the start
+            updates.step(0, 0.0, loss.detach())
         finally:  # also when memory ran out
             optimizer.zero_grad(set_to_none=True)
 
@@ -87,7 +97,9 @@ def build_router(config: Config, device: torch.device) -> Callable[[], object]:
     return lambda: torch.autograd.grad(router(x).weights, [x, *router.parameters()], d_weights)
 
 
-def start(args: Namespace, overrides: list[str], *notes: str) -> tuple[dict[str, Config], Benchmark]:
+def start(
+    args: Namespace, overrides: list[str], *notes: str
+) -> tuple[dict[str, Config], Benchmark]:
     """Load {values of the keys that are given several times: config}; start a benchmark on the first one's device."""
     values: dict[str, list[str]] = {}
     for override in overrides:
@@ -95,7 +107,11 @@ def start(args: Namespace, overrides: list[str], *notes: str) -> tuple[dict[str,
     configs = {}
     for point in product(*values.values()):
         config = configure.load(args.config, point)
-        varied = [value for key, _, value in (text.partition("=") for text in point) if len(values[key]) > 1]
+        varied = [
+            value
+            for key, _, value in (text.partition("=") for text in point)
+            if len(values[key]) > 1
+        ]
         configs[", ".join(varied) or config.model.router] = config
     device = distributed.pick_device(next(iter(configs.values())).train.device)
     return configs, Benchmark(args, device, " ".join([args.config, *overrides]), *notes)
@@ -105,20 +121,30 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time a training step of each alternative."""
     note = "MFU: tokens/s · (6 per token and active weight, head included, + 12·L·T·C) / the data sheet's dense peak"
     configs, bench = start(args, overrides, "ratio: time over the first row's", note)
-    torch._dynamo.config.recompile_limit = 1000  # dynamo silently gives up on a piece of code after 8 graphs
+    # dynamo silently gives up on a piece of code after 8 graphs
+    torch._dynamo.config.recompile_limit = 1000
     steps = {name: Step(config, bench.device) for name, config in configs.items()}
     if args.peers:
-        config = next((config for config in configs.values() if find_spec(config.model.router)), None)
+        config = next(
+            (config for config in configs.values() if find_spec(config.model.router)), None
+        )
         if config is None:
-            raise RunError("--peers replaces experts, but no alternative has any: set --model.router=kern")
+            raise RunError(
+                "--peers replaces experts, but no alternative has any: set --model.router=kern"
+            )
         steps |= {name: Step(config, bench.device, peer) for name, peer in PEERS.items()}
     median = bench.time({(name,): step for name, step in steps.items()})
     rows = []
     for (name,), seconds in median.items():
         step, rate = steps[name], steps[name].tokens / seconds
-        mfu = divide(flops_per_token(step.config.model) * rate, distributed.peak_flops(bench.device, step.dtype))
+        mfu = divide(
+            flops_per_token(step.config.model) * rate,
+            distributed.peak_flops(bench.device, step.dtype),
+        )
         ratio = divide(seconds, median.get((next(iter(steps)),)))
-        rows.append([name, str(step.dtype).removeprefix("torch."), 1000 * seconds, rate, ratio, mfu])
+        rows.append(
+            [name, str(step.dtype).removeprefix("torch."), 1000 * seconds, rate, ratio, mfu]
+        )
     bench.add_table(["alternative", "dtype", "ms", "tokens/s", "ratio", "MFU"], rows)
     if median:
         (last,) = list(median)[-1]
@@ -129,21 +155,31 @@ def bench_step(args: Namespace, overrides: list[str]) -> Benchmark:
 def bench_router(args: Namespace, overrides: list[str]) -> Benchmark:
     """Time each alternative's router alone, forward and backward, beside a training step of the first.
 
-    Without a --model.router all are taken; as many models with their optimizers would not fit a GPU.
+    Without a --model.router all are taken; as many models with their optimizers would not fit a
+    GPU.
     """
     if not any(override.startswith("--model.router=") for override in overrides):
-        overrides = [*overrides, *(f"--model.router={name}" for name, spec in ROUTERS.items() if spec)]
+        overrides = [
+            *overrides,
+            *(f"--model.router={name}" for name, spec in ROUTERS.items() if spec),
+        ]
     note = "ratio: time over the first row's; share: of all layers' routers in a step of the first row's model"
     configs, bench = start(args, overrides, note)
-    functions: dict[tuple, Any] = {("router", name): build_router(c, bench.device) for name, c in configs.items()}
+    functions: dict[tuple, Any] = {
+        ("router", name): build_router(c, bench.device) for name, c in configs.items()
+    }
     first, config = next(iter(configs.items()))
     step = ("step", first)
     median = bench.time(functions | {step: Step(config, bench.device)})
     rows = []
     for name, config in configs.items():
         alone = median.get(("router", name))
-        of_step = divide(alone, divide(median.get(step), config.model.n_layer - config.model.n_dense_layer))
-        rows.append([name, divide(alone, 1e-3), divide(alone, median.get(("router", first))), of_step])
+        of_step = divide(
+            alone, divide(median.get(step), config.model.n_layer - config.model.n_dense_layer)
+        )
+        rows.append(
+            [name, divide(alone, 1e-3), divide(alone, median.get(("router", first))), of_step]
+        )
     bench.data["step ms"] = divide(median.get(step), 1e-3)
     bench.add_table(["alternative", "router ms", "ratio", "share"], rows)
     last = list(configs)[-1]

@@ -6,9 +6,9 @@
     python -m scripts.report runs/kern_after-* --baseline kern-nogamma       loss minus that router's
     python -m scripts.report runs/norm-* --over model.gate_norm              a curve for each router over that key
 
-Writes report.md with its pictures, and report.html, which contains all of it. Runs of one corpus, size and schedule are
-one setting, with tables of its own. Differences are paired by seed; a verdict needs three seeds. Needs
-requirements-report.txt.
+Writes report.md with its pictures, and report.html, which contains all of it. Runs of one corpus,
+size and schedule are one setting, with tables of its own. Differences are paired by seed; a verdict
+needs three seeds. Needs requirements-report.txt.
 """
 
 import os
@@ -25,7 +25,9 @@ from scripts.report.runs import find_runs
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its tables."""
     parser = make_parser()
-    parser.add_argument("--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)")
+    parser.add_argument(
+        "--out", type=Path, help="folder; its report is replaced (default: report-NAME beside them)"
+    )
     args = parser.parse_args(argv)
     require_packages("matplotlib", "scipy")
     from scripts.report.page import read_report, write_report
@@ -46,13 +48,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make_parser() -> ArgumentParser:
     """Of what a report is of."""
     parser = build_parser("scripts.report", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, such as runs/quickstart-*, or above them")
-    parser.add_argument("--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)")
-    parser.add_argument("--experiment", help="a file in config/paper, whose printed losses stand beside the runs'")
-    parser.add_argument("--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        help="folders of runs, such as runs/quickstart-*, or above them",
+    )
+    parser.add_argument(
+        "--baseline", default="kern", help="router, or label of an arm, to subtract (%(default)s)"
+    )
+    parser.add_argument(
+        "--experiment", help="a file in config/paper, whose printed losses stand beside the runs'"
+    )
+    parser.add_argument(
+        "--over", metavar="KEY", help="loss against this key, such as optim.lr, instead of steps"
+    )
     choose = "with --over: also compare the best values, each chosen by these seeds and judged by the others"
     parser.add_argument("--choose-on", nargs="+", type=int, default=(), metavar="SEED", help=choose)
-    parser.add_argument("--margin", type=float, default=0.0, help="nats: pairs within it are equivalent")
+    parser.add_argument(
+        "--margin", type=float, default=0.0, help="nats: pairs within it are equivalent"
+    )
     return parser
 
 

@@ -1,7 +1,7 @@
 """Which of two arms of a setting has the lower loss: differences, their intervals by Student's t, and verdicts.
 
-All pairs of a setting are one family (`judge_family`), in one table. text.toml tells a reader what the verdicts mean.
-Needs scipy.
+All pairs of a setting are one family (`judge_family`), in one table. text.toml tells a reader what
+the verdicts mean. Needs scipy.
 """
 
 import math
@@ -25,9 +25,9 @@ LOWER, HIGHER, EQUIVALENT, UNDECIDED = "lower", "higher", "equivalent", "undecid
 class Difference:
     """A mean difference in nats per token, with its standard error by Student's t.
 
-    `over` says what was taken as independent draws: "seeds" or "documents". Without an interval (few seeds, documents
-    not recorded) `error` is NaN and `over` is empty. `judge_family` sets the verdict and `p`, the p-value of no
-    difference by Holm's correction.
+    `over` says what was taken as independent draws: "seeds" or "documents". Without an interval
+    (few seeds, documents not recorded) `error` is NaN and `over` is empty. `judge_family` sets the
+    verdict and `p`, the p-value of no difference by Holm's correction.
     """
 
     mean: float
@@ -76,19 +76,24 @@ class Difference:
 
 
 def estimate_difference(
-    losses: Sequence[float] | np.ndarray, windows: np.ndarray | None = None, documents: np.ndarray | None = None
+    losses: Sequence[float] | np.ndarray,
+    windows: np.ndarray | None = None,
+    documents: np.ndarray | None = None,
 ) -> Difference:
     """Mean of paired differences with its interval: over seeds, or over documents with fewer than MIN_SEEDS of them.
 
     Args:
         losses: (S,) differences of the seeds' losses, nats per token.
-        windows: (W,) differences of the validation windows' losses, means over the seeds; None: not logged.
+        windows: (W,) differences of the validation windows' losses, means over the seeds; None: not
+            logged.
         documents: (W,) equal numbers for windows of one document; None: not known.
     """
     losses = np.asarray(losses, np.float64)
     seeds, mean = len(losses), float(losses.mean())
     if seeds >= MIN_SEEDS:
-        return Difference(mean, seeds, float(losses.std(ddof=1)) / math.sqrt(seeds), seeds - 1.0, "seeds")
+        return Difference(
+            mean, seeds, float(losses.std(ddof=1)) / math.sqrt(seeds), seeds - 1.0, "seeds"
+        )
     if windows is None or documents is None or len(np.unique(documents)) < 2:
         return Difference(mean, seeds)
     return Difference(mean, seeds, *cluster_error(windows, documents), "documents")
@@ -97,9 +102,9 @@ def estimate_difference(
 def cluster_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
     """Standard error of the mean of values that are independent between clusters alone, and its degrees of freedom.
 
-    The variance is Σ_g (Σ_{w in g} (x_w - mean))² / (1 - n_g/W) / W² (CR2: Bell and McCaffrey 2002). The degrees of
-    freedom are Satterthwaite's for clusters whose values are all alike, (Σ n_g²)² / Σ n_g⁴ - 1 and 1 at least, so where
-    a few clusters hold most values, those few count.
+    The variance is Σ_g (Σ_{w in g} (x_w - mean))² / (1 - n_g/W) / W² (CR2: Bell and McCaffrey
+    2002). The degrees of freedom are Satterthwaite's for clusters whose values are all alike, (Σ
+    n_g²)² / Σ n_g⁴ - 1 and 1 at least, so where a few clusters hold most values, those few count.
 
     Args:
         values: (W,).
@@ -114,7 +119,9 @@ def cluster_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, floa
 
 
 def correct_holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for being a family: at most 5% of families have a false one below 0.05. NaN are no members.
+    """p-values corrected for being a family: at most 5% of families have a false one below 0.05.
+
+    NaN are no members.
 
     Source: Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979.
     """
@@ -132,9 +139,11 @@ def judge_family(differences: Sequence[Difference], margin: float = 0.0) -> list
     At most 5% of families hold a false "lower" or "higher", and at most 5% a false "equivalent".
 
     Args:
-        differences: the family, such as a table's column of pairs. An infinite one, of a run that diverged, is higher.
-        margin: of equivalence, nats per token: the smallest difference that matters. A difference that is decided to
-            lie within it is "equivalent" even where its sign is decided too. 0: nothing is.
+        differences: the family, such as a table's column of pairs. An infinite one, of a run that
+            diverged, is higher.
+        margin: of equivalence, nats per token: the smallest difference that matters. A difference
+            that is decided to lie within it is "equivalent" even where its sign is decided too. 0:
+            nothing is.
     """
     different = correct_holm([difference.p_value() for difference in differences])
     equivalent = correct_holm([difference.p_equivalent(margin) for difference in differences])
@@ -160,14 +169,27 @@ class Comparison(NamedTuple):
 
 
 def estimate(
-    setting: Setting, left: Arm, right: Arm, step: int | None = None, xs: Sequence[Any] | None = None
+    setting: Setting,
+    left: Arm,
+    right: Arm,
+    step: int | None = None,
+    xs: Sequence[Any] | None = None,
 ) -> Difference | None:
     """Left minus right at a step (None: the end), as the mean over the values of the key, or those of `xs` alone.
 
-    By the values that both arms have, and the seeds that both have at all of these; None without any.
+    By the values that both arms have, and the seeds that both have at all of these; None without
+    any.
     """
-    cells = [(cell, right.cells[x]) for x, cell in left.cells.items() if x in right.cells and (xs is None or x in xs)]
-    seeds = sorted(set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in cells))) if cells else []
+    cells = [
+        (cell, right.cells[x])
+        for x, cell in left.cells.items()
+        if x in right.cells and (xs is None or x in xs)
+    ]
+    seeds = (
+        sorted(set.intersection(*(ours.keys() & theirs.keys() for ours, theirs in cells)))
+        if cells
+        else []
+    )
     if not seeds:
         return None
     losses, windows, documents = np.zeros((len(cells), len(seeds))), [], None
@@ -185,7 +207,8 @@ def estimate(
 def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
     """Arms to compare: of one router those that differ in one option, of two routers those most alike.
 
-    The baseline, a router or an arm's label, is the second of its pairs; if an arm, of pairs with all others.
+    The baseline, a router or an arm's label, is the second of its pairs; if an arm, of pairs with
+    all others.
     """
     pairs = []
     for left, right in combinations(setting.arms[::-1], 2):  # routers that someone added come first
@@ -193,7 +216,9 @@ def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
         if left.router == right.router:
             alike = differing == 1 and left.shares_seed(right)
         else:
-            counterparts = setting.counterparts(right, left.router) + setting.counterparts(left, right.router)
+            counterparts = setting.counterparts(right, left.router) + setting.counterparts(
+                left, right.router
+            )
             alike = left in counterparts or right in counterparts
         subtracted = left.label == baseline or left.router == baseline != right.router
         if alike or baseline in (left.label, right.label):
@@ -201,16 +226,28 @@ def find_pairs(setting: Setting, baseline: str) -> list[tuple[Arm, Arm]]:
     return pairs
 
 
-def judge_pairs(setting: Setting, pairs: Iterable[tuple[Arm, Arm]], margin: float = 0.0) -> list[Comparison]:
+def judge_pairs(
+    setting: Setting, pairs: Iterable[tuple[Arm, Arm]], margin: float = 0.0
+) -> list[Comparison]:
     """A Comparison at the end for each pair, all of them one family; without pairs that lack a common seed."""
-    known = [Comparison(*pair, difference) for pair in pairs if (difference := estimate(setting, *pair))]
+    known = [
+        Comparison(*pair, difference) for pair in pairs if (difference := estimate(setting, *pair))
+    ]
     judged = judge_family([pair.difference for pair in known], margin)
-    return [pair._replace(difference=difference) for pair, difference in zip(known, judged, strict=True)]
+    return [
+        pair._replace(difference=difference) for pair, difference in zip(known, judged, strict=True)
+    ]
 
 
-def compare_setting(setting: Setting, baseline: str = "kern", margin: float = 0.0) -> list[Comparison]:
+def compare_setting(
+    setting: Setting, baseline: str = "kern", margin: float = 0.0
+) -> list[Comparison]:
     """Every pair of a setting at the end. Nothing is compared before training."""
-    return judge_pairs(setting, find_pairs(setting, baseline), margin) if setting.key or setting.steps[-1] else []
+    return (
+        judge_pairs(setting, find_pairs(setting, baseline), margin)
+        if setting.key or setting.steps[-1]
+        else []
+    )
 
 
 def choose_best(setting: Setting, seeds: Sequence[int], margin: float = 0.0) -> list[Comparison]:
@@ -223,12 +260,16 @@ def choose_best(setting: Setting, seeds: Sequence[int], margin: float = 0.0) -> 
         means = {}
         for x, cell in arm.cells.items():
             if missing := sorted(set(seeds) - set(cell)):
-                raise ValueError(f"--choose-on {missing[0]}: {arm.label} has no run of this seed at {x:g}")
+                raise ValueError(
+                    f"--choose-on {missing[0]}: {arm.label} has no run of this seed at {x:g}"
+                )
             means[x] = np.mean([setting.evaluation(cell[seed])["val/loss"] for seed in seeds])
         x = min(means, key=means.__getitem__)
         judged = {seed: run for seed, run in arm.cells[x].items() if seed not in seeds}
         if not judged:
-            raise ValueError(f"--choose-on {', '.join(map(str, seeds))}: {arm.label} has no other seed to judge by")
+            raise ValueError(
+                f"--choose-on {', '.join(map(str, seeds))}: {arm.label} has no other seed to judge by"
+            )
         label = ", ".join(filter(None, [arm.options_label, label_value(setting.key, x)]))
         best.append(Arm(arm.router, arm.options, {None: judged}, label))
     best.sort(key=lambda arm: np.mean([setting.evaluation(run)["val/loss"] for run in arm.runs]))

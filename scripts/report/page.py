@@ -1,7 +1,8 @@
 """The page of a report: its text, tables and pictures, as Markdown and as one HTML file.
 
-A page is a list of blocks: ("h1" or "h2", text), ("p", text), ("list", [text]), ("table", head, rows) and ("picture",
-file name, caption). Text may use **bold** and `code`; HTML in it, such as in the name of a folder, is escaped.
+A page is a list of blocks: ("h1" or "h2", text), ("p", text), ("list", [text]), ("table", head,
+rows) and ("picture", file name, caption). Text may use **bold** and `code`; HTML in it, such as in
+the name of a folder, is escaped.
 """
 
 import base64
@@ -53,10 +54,14 @@ def read_report(args: Namespace) -> Report:
     settings, notes = group_runs(runs, args.over)
     for setting in settings if args.experiment else ():
         setting.printed = read_paper_losses(args.experiment, setting.values)
-    names = {name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)}
+    names = {
+        name for setting in settings for arm in setting.arms for name in (arm.router, arm.label)
+    }
     if args.baseline not in {*names, "kern"}:
         raise ValueError(f"--baseline {args.baseline!r}: the runs have {'; '.join(sorted(names))}")
-    return Report(settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin)
+    return Report(
+        settings, notes + left_out, args.baseline, args.experiment, args.choose_on, args.margin
+    )
 
 
 def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> list[Block]:
@@ -64,13 +69,20 @@ def write_report(report: Report, folder: Path, before: Sequence[Block] = ()) -> 
 
     Returns the blocks with notes, tables and pictures. Raises OSError if it cannot be written.
     """
-    blocks: list[Block] = [("list", [f"**Note** {line}." for line in report.notes])] if report.notes else []
+    blocks: list[Block] = (
+        [("list", [f"**Note** {line}." for line in report.notes])] if report.notes else []
+    )
     for setting in report.settings:
         blocks += format_setting(report, setting, folder)
     explained: list[Block] = []
     if runs := [run for setting in report.settings for run in setting.runs]:
-        explained += [("h2", "How to read the verdicts"), ("p", TEXT["verdicts"].format(min_seeds=MIN_SEEDS))]
-        explained += [("p", TEXT["equivalent"].format(margin=report.margin))] if report.margin else []
+        explained += [
+            ("h2", "How to read the verdicts"),
+            ("p", TEXT["verdicts"].format(min_seeds=MIN_SEEDS)),
+        ]
+        explained += (
+            [("p", TEXT["equivalent"].format(margin=report.margin))] if report.margin else []
+        )
         rows = [*map(tables.summarize_run, runs)]
         explained += [("h2", "Runs"), ("table", tables.RUN_COLUMNS, rows), ("p", TEXT["runs"])]
     write_page(plural(len(runs), "run"), [*before, *blocks, *explained], folder)
@@ -101,8 +113,13 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
             more = {"min_seeds": MIN_SEEDS, "run": few[0], "name": name, "seed": few[0].seed + 1}
             blocks.append(("list", [TEXT["seeds"].format(**more)]))
     if report.choose_on:
-        best = tables.build_pairs_table(setting, choose_best(setting, report.choose_on, report.margin))
-        blocks += [("table", *best), ("p", TEXT["best"].format(seeds=", ".join(map(str, report.choose_on))))]
+        best = tables.build_pairs_table(
+            setting, choose_best(setting, report.choose_on, report.margin)
+        )
+        blocks += [
+            ("table", *best),
+            ("p", TEXT["best"].format(seeds=", ".join(map(str, report.choose_on)))),
+        ]
     head, rows = tables.build_measure_table(setting)
     blocks += [("table", head, rows)] if rows else []
     add_picture("measures", pictures.plot_measures(setting), TEXT["measures"])
@@ -110,10 +127,15 @@ def format_setting(report: Report, setting: Setting, folder: Path) -> list[Block
 
 
 def write_page(title: str, blocks: list[Block], folder: Path) -> None:
-    """Write report.md and report.html into `folder`, where the pictures are already. Raises OSError."""
+    """Write report.md and report.html into `folder`, where the pictures are already.
+
+    Raises OSError.
+    """
     blocks = [("h1", title), *blocks]
     body = "\n".join(_format_html(folder, *block) for block in blocks)
-    write_atomic(folder / "report.md", "\n\n".join(format_markdown(*block) for block in blocks) + "\n")
+    write_atomic(
+        folder / "report.md", "\n\n".join(format_markdown(*block) for block in blocks) + "\n"
+    )
     page = Template(TEMPLATE.read_text()).substitute(title=html.escape(title), body=body)
     write_atomic(folder / "report.html", page)
 
@@ -125,7 +147,11 @@ def format_markdown(kind: str, *parts: Any) -> str:
     if kind == "table":
         return markdown_table(*parts)
     *name, text = parts
-    before = f"![{escape_html(text)}]({name[0]})\n\n" if name else {"h1": "# ", "h2": "## "}.get(kind, "")
+    before = (
+        f"![{escape_html(text)}]({name[0]})\n\n"
+        if name
+        else {"h1": "# ", "h2": "## "}.get(kind, "")
+    )
     return before + escape_html(text)
 
 
@@ -135,7 +161,9 @@ def _format_html(folder: Path, kind: str, *parts: Any) -> str:
     if kind == "table":
         head, rows = parts
         body = "\n".join(f"<tr>{_join('td', row)}</tr>" for row in rows)
-        return f"<table><thead><tr>{_join('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
+        return (
+            f"<table><thead><tr>{_join('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
+        )
     if kind == "picture":
         name, text = parts
         data = base64.b64encode((folder / name).read_bytes()).decode()

@@ -1,7 +1,7 @@
 """Pictures of a setting: functions that return a figure, or None without data.
 
-A router has the same colour, marker and line style in every picture (style.py). Arms of several routers with several
-options have a row of panels for each choice of options.
+A router has the same colour, marker and line style in every picture (style.py). Arms of several
+routers with several options have a row of panels for each choice of options.
 """
 
 import math
@@ -41,15 +41,27 @@ def plot_product(setting: Setting) -> Figure:
     figure = Figure((7, 4.5), layout="constrained")
     axes = figure.subplots()
     for arm in setting.arms:
-        norm, look, points = arm.options["model.gate_norm"], style(arm.router), average(setting, arm, "val/loss")
+        norm, look, points = (
+            arm.options["model.gate_norm"],
+            style(arm.router),
+            average(setting, arm, "val/loss"),
+        )
         means, lows, highs = zip(*points.values(), strict=True)
         filled = norm == norms[-1]
-        look |= {"markerfacecolor": look["color"] if filled else "white", "linestyle": "-" if filled else ":"}
+        look |= {
+            "markerfacecolor": look["color"] if filled else "white",
+            "linestyle": "-" if filled else ":",
+        }
         xs = [norm * x for x in points]
-        axes.plot(xs, means, label=f"{arm.router}, norm {norm:g}", markersize=6, linewidth=1.2, **look)
+        axes.plot(
+            xs, means, label=f"{arm.router}, norm {norm:g}", markersize=6, linewidth=1.2, **look
+        )
         axes.vlines(xs, lows, highs, color=look["color"], alpha=0.5)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel=f"initial gate norm × {setting.key}", ylabel=f"validation loss, {setting.runs[0].unit}")
+    axes.set(
+        xlabel=f"initial gate norm × {setting.key}",
+        ylabel=f"validation loss, {setting.runs[0].unit}",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
     return figure
@@ -57,7 +69,9 @@ def plot_product(setting: Setting) -> Figure:
 
 def plot_measures(setting: Setting) -> Figure | None:
     """What is measured besides the losses."""
-    return plot_panels(setting, {name: partial(average, setting, name=name) for name in find_measures(setting)})
+    return plot_panels(
+        setting, {name: partial(average, setting, name=name) for name in find_measures(setting)}
+    )
 
 
 def average(setting: Setting, arm: Arm, name: str) -> Points:
@@ -68,7 +82,9 @@ def average(setting: Setting, arm: Arm, name: str) -> Points:
         columns = [run.series(name) for run in arm.runs]
         steps = sorted(set.intersection(*(set(column) for column in columns)))
         values = {step: [column[step] for column in columns] for step in steps}
-    return {x: (float(np.mean(known)), min(known), max(known)) for x, known in values.items() if known}
+    return {
+        x: (float(np.mean(known)), min(known), max(known)) for x, known in values.items() if known
+    }
 
 
 def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
@@ -76,7 +92,11 @@ def subtract(setting: Setting, arm: Arm, baseline: str) -> Points:
     points = {}
     for base in setting.counterparts(arm, baseline)[:1]:
         for x in setting.xs if setting.key else filter(None, setting.steps):
-            difference = estimate(setting, arm, base, xs=[x]) if setting.key else estimate(setting, arm, base, x)
+            difference = (
+                estimate(setting, arm, base, xs=[x])
+                if setting.key
+                else estimate(setting, arm, base, x)
+            )
             if difference:
                 points[x] = (difference.mean, difference.low, difference.high)
     return points
@@ -128,13 +148,19 @@ def plot_panels(setting: Setting, panels: Mapping[str, Collect]) -> Figure | Non
     return figure
 
 
-def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect, bars: bool) -> None:
+def draw_panel(
+    axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Collect, bars: bool
+) -> None:
     """Lines with bands in their colour, or with `bars`, which do not fill the panel where they are long.
 
-    Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a run that is there.
+    Over steps the y-axis leaves out the first quarter, which is steep, but for the last value of a
+    run that is there.
     """
-    if setting.key:  # a factor of 2 has one length everywhere, and so has the way from 0 to the smallest value
-        axes.set_xscale("symlog", base=2, linscale=0.5, linthresh=min(abs(x) for x in setting.xs if x))
+    # a factor of 2 has one length everywhere, and so has the way from 0 to the smallest value
+    if setting.key:
+        axes.set_xscale(
+            "symlog", base=2, linscale=0.5, linthresh=min(abs(x) for x in setting.xs if x)
+        )
         axes.set_xticks(setting.xs, [label_tick(setting.key, x) for x in setting.xs])
         axes.minorticks_off()
     late: list[float] = []
@@ -150,7 +176,9 @@ def draw_panel(axes: Axes, setting: Setting, arms: Sequence[Arm], collect: Colle
         axes.plot([*points], means, label=arm.label, markevery=(i % every, every), **look)
         if not setting.key:
             start = max(map(max, of_arms.values())) / 4
-            late += [mean for x, mean in zip(points, means, strict=True) if x >= start] or means[-1:]
+            late += [mean for x, mean in zip(points, means, strict=True) if x >= start] or means[
+                -1:
+            ]
     if late and max(late) > min(late):
         spare = 0.3 * (max(late) - min(late))
         axes.set_ylim(min(late) - spare, max(late) + spare)

@@ -3,9 +3,10 @@
     python -m scripts.report.results            writes them
     python -m scripts.report.results --check    writes nothing; fails if a table differs
 
-Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over seeds; other
-measures, without --over, of at most six arms; with three seeds, the verdicts on pairs with the baseline, one family;
-and those on best values (--choose-on). A picture there is the report's first.
+Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over
+seeds; other measures, without --over, of at most six arms; with three seeds, the verdicts on pairs
+with the baseline, one family; and those on best values (--choose-on). A picture there is the
+report's first.
 """
 
 import re
@@ -33,7 +34,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("results.md", "results-tables.md")
 TOP_K = "model.top_k"
 COMMAND = re.compile(
-    r"^(`python -m scripts\.report ([^`]+)`\n)(?:\n!\[[^]]*\]\((.+)\)\n|((?:\n*\|.*\n)*))", re.MULTILINE
+    r"^(`python -m scripts\.report ([^`]+)`\n)(?:\n!\[[^]]*\]\((.+)\)\n|((?:\n*\|.*\n)*))",
+    re.MULTILINE,
 )
 
 
@@ -41,7 +43,9 @@ COMMAND = re.compile(
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the pages and pictures, or compare the pages."""
     parser = build_parser("scripts.report.results", __doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a table differs"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         for archive in sorted((DOCS / "records").glob("*.tar.xz")):
@@ -49,9 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 file.extractall(folder, filter="data")  # runs/NAME, without their weights
         for page in PAGES:
             before = (DOCS / page).read_text()
-            text = COMMAND.sub(partial(fill_command, folder=Path(folder), draw=not args.check), before)
+            text = COMMAND.sub(
+                partial(fill_command, folder=Path(folder), draw=not args.check), before
+            )
             if args.check and text != before:
-                raise ValueError(f"docs/{page} differs from docs/records: run without --check, then git diff")
+                raise ValueError(
+                    f"docs/{page} differs from docs/records: run without --check, then git diff"
+                )
             if not args.check:
                 write_atomic(DOCS / page, text)
                 print(f"wrote docs/{page}")
@@ -65,7 +73,8 @@ def fill_command(match: re.Match, folder: Path, draw: bool) -> str:
     if draw:
         report = find_report(arguments, folder)
         setting = report.settings[0]
-        of_rates = setting.key == "optim.expert_out_lr_ratio"  # over their product with the gate norm
+        # over their product with the gate norm
+        of_rates = setting.key == "optim.expert_out_lr_ratio"
         figure = plot_product(setting) if of_rates else plot_loss(setting, report.baseline)
         assert figure is not None
         figure.savefig(DOCS / picture)
@@ -92,10 +101,16 @@ def format_tables(report: Report) -> str:
     for setting in report.settings:
         head, rows = tables.build_loss_table(setting)
         means = [([setting.label or head[0], *head[1:]], rows)]
-        means += [] if setting.key or len(setting.arms) > 6 else [tables.build_measure_table(setting)]
-        made += [(head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means]
+        means += (
+            [] if setting.key or len(setting.arms) > 6 else [tables.build_measure_table(setting)]
+        )
+        made += [
+            (head, [[cell.split(" ±")[0] for cell in row] for row in rows]) for head, rows in means
+        ]
         named = comparisons.find_pairs(setting, report.baseline)
-        named = [(left, right) for left, right in named if report.baseline in (right.router, right.label)]
+        named = [
+            (left, right) for left, right in named if report.baseline in (right.router, right.label)
+        ]
         pairs = comparisons.judge_pairs(setting, named, report.margin)
         if any(pair.difference.seeds >= comparisons.MIN_SEEDS for pair in pairs):
             made.append(tables.build_pairs_table(setting, pairs, setting.xs if setting.key else ()))
@@ -119,39 +134,76 @@ def tabulate_effects(setting: Setting, margin: float) -> list[Table]:
         return []
     cells = [cell for arm in setting.arms for cell in arm.cells.values()]
     seeds = sorted(set.intersection(*map(set, cells)))
-    losses = np.array([[setting.evaluation(cell[seed])["val/loss"] for seed in seeds] for cell in cells])  # (8, S)
-    effects = [comparisons.estimate_difference(losses[part].mean(0) - losses[~part].mean(0)) for part in has.T]
-    rows = [
-        [f"**{part}**", str(effect), f"{effect.seeds} seeds", f"**{effect.verdict}**", f"{effect.p:.2g}"]
-        for part, effect in zip(("l2 norm", "ReLU", "γ"), comparisons.judge_family(effects, margin), strict=True)
+    # (8, S)
+    losses = np.array(
+        [[setting.evaluation(cell[seed])["val/loss"] for seed in seeds] for cell in cells]
+    )
+    effects = [
+        comparisons.estimate_difference(losses[part].mean(0) - losses[~part].mean(0))
+        for part in has.T
     ]
-    return [(["part of the formula", "with minus without, 95%", "interval over", "with is", "Holm's p"], rows)]
+    rows = [
+        [
+            f"**{part}**",
+            str(effect),
+            f"{effect.seeds} seeds",
+            f"**{effect.verdict}**",
+            f"{effect.p:.2g}",
+        ]
+        for part, effect in zip(
+            ("l2 norm", "ReLU", "γ"), comparisons.judge_family(effects, margin), strict=True
+        )
+    ]
+    return [
+        (
+            [
+                "part of the formula",
+                "with minus without, 95%",
+                "interval over",
+                "with is",
+                "Holm's p",
+            ],
+            rows,
+        )
+    ]
 
 
 def tabulate_growth(settings: Sequence[Setting]) -> Table:
     """The best gate norm of each router in settings that differ in top_k, and the slope of its logarithm on log top_k.
 
-    A seed's best norm is the vertex of the parabola through its lowest loss and the neighbours, over log norm; the end
-    of the range where the loss is lowest there. The slope, by least squares, is ½ if the best norm grows as √top_k.
+    A seed's best norm is the vertex of the parabola through its lowest loss and the neighbours,
+    over log norm; the end of the range where the loss is lowest there. The slope, by least squares,
+    is ½ if the best norm grows as √top_k.
     """
     settings = sorted(settings, key=lambda setting: setting.values[TOP_K])
     tops = np.log2([setting.values[TOP_K] for setting in settings])
     rows = []
     for router in [arm.router for arm in settings[0].arms]:
         arms = [next(arm for arm in setting.arms if arm.router == router) for setting in settings]
-        seeds = sorted(set.intersection(*(set(cell) for arm in arms for cell in arm.cells.values())))
+        seeds = sorted(
+            set.intersection(*(set(cell) for arm in arms for cell in arm.cells.values()))
+        )
         best = np.array(
-            [[find_best(setting, arm, seed) for seed in seeds] for setting, arm in zip(settings, arms, strict=True)]
+            [
+                [find_best(setting, arm, seed) for seed in seeds]
+                for setting, arm in zip(settings, arms, strict=True)
+            ]
         )
         slope = comparisons.estimate_difference(np.polyfit(tops, best, 1)[0])
         rows.append([f"**{router}**", *(f"{2 ** logs.mean():.2f}" for logs in best), str(slope)])
-    return ["best norm", *(f"top_k {setting.values[TOP_K]}" for setting in settings), "slope, 95%"], rows
+    return [
+        "best norm",
+        *(f"top_k {setting.values[TOP_K]}" for setting in settings),
+        "slope, 95%",
+    ], rows
 
 
 def find_best(setting: Setting, arm: Arm, seed: int) -> float:
     """log2 of the value of the key at which the loss of a seed is lowest."""
     xs = np.log2(sorted(arm.cells))
-    losses = np.array([setting.evaluation(arm.cells[x][seed])["val/loss"] for x in sorted(arm.cells)])
+    losses = np.array(
+        [setting.evaluation(arm.cells[x][seed])["val/loss"] for x in sorted(arm.cells)]
+    )
     i = int(losses.argmin())
     if i in (0, len(xs) - 1):
         return float(xs[i])

@@ -1,4 +1,7 @@
-"""Read runs, also while they train, and say whether their losses are of the same text. Imports no torch."""
+"""Read runs, also while they train, and say whether their losses are of the same text.
+
+Imports no torch.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +26,8 @@ class Run:
 
     folder: Path
     config: configure.Config
-    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)  # step: line with a finite validation loss
+    # step: line with a finite validation loss
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)  # lines of training
     diverged: int | None = None  # step of the first validation loss that was not finite
 
@@ -49,7 +53,11 @@ class Run:
     @property
     def unit(self) -> str:
         """Of its losses: tokens are bytes where the vocabulary is that of bytes."""
-        return "nats per byte" if self.config.model.vocab_size == ByteTokenizer.vocab_size else "nats per token"
+        return (
+            "nats per byte"
+            if self.config.model.vocab_size == ByteTokenizer.vocab_size
+            else "nats per token"
+        )
 
     def value(self, key: str) -> Any:
         """The config's value of a dotted key; a mixture in words, and no data.name beside it.
@@ -69,11 +77,19 @@ class Run:
 
     def series(self, name: str) -> dict[int, float]:
         """{step: value} of the lines of metrics.jsonl that have the name."""
-        return {line["step"]: line[name] for line in [*self.evaluations.values(), *self.logs] if name in line}
+        return {
+            line["step"]: line[name]
+            for line in [*self.evaluations.values(), *self.logs]
+            if name in line
+        }
 
     def count_windows(self) -> int:
         """Validation windows of an evaluation."""
-        lines = [line["val/window_losses"] for line in self.evaluations.values() if "val/window_losses" in line]
+        lines = [
+            line["val/window_losses"]
+            for line in self.evaluations.values()
+            if "val/window_losses" in line
+        ]
         return len(lines[-1]) if lines else self.config.eval.windows
 
     def identity(self) -> dict[str, Any]:
@@ -83,7 +99,11 @@ class Run:
         folder = self.folder / "checkpoints"
         steps = checkpoint.steps(folder)
         try:
-            return checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))["facts"] if steps else {}
+            return (
+                checkpoint.read_manifest(checkpoint.folder_of(folder, steps[-1]))["facts"]
+                if steps
+                else {}
+            )
         except RunError:  # the numbers are in metrics.jsonl all the same
             return {}
 
@@ -96,9 +116,13 @@ def load_run(folder: Path) -> Run:
     """
     check_is_run(folder)
     run = Run(folder, configure.load(folder / "config.toml"))
-    for line in read_metrics(folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]):
+    for line in read_metrics(
+        folder / "metrics.jsonl", [name for name in ARRAYS if name.startswith("val/")]
+    ):
         if "val/window_weights" in line:  # of a mixture: so their mean is val/loss
-            line["val/window_losses"] = np.multiply(line["val/window_losses"], line["val/window_weights"])
+            line["val/window_losses"] = np.multiply(
+                line["val/window_losses"], line["val/window_weights"]
+            )
         if "train/loss" in line:
             run.logs.append(line)
         if math.isfinite(line.get("val/loss", math.nan)):
@@ -129,9 +153,15 @@ def load_evaluated(places: Iterable[Path]) -> tuple[list[Run], list[str]]:
             elif run.diverged is not None:
                 faults.append(f"{folder}: diverged; lower optim.lr, or leave it out")
             else:
-                faults.append(f"{folder}: not evaluated yet; continue with train.py, or leave it out")
+                faults.append(
+                    f"{folder}: not evaluated yet; continue with train.py, or leave it out"
+                )
     if not runs:
-        raise ValueError(faults[0] if faults else "no run among the folders; give some such as runs/quickstart-kern")
+        raise ValueError(
+            faults[0]
+            if faults
+            else "no run among the folders; give some such as runs/quickstart-kern"
+        )
     return runs, [f"left out: {fault}" for fault in faults]
 
 
@@ -148,8 +178,13 @@ def find_other_text(runs: Sequence[Run]) -> str:
         keys += ["data.name", "data.mix"]
     seen: dict[str, tuple[Any, Run]] = {}  # what: its value in the first run that has it
     for run, identity in zip(runs, identities, strict=True):
-        facts = {f"{name} (sha256 in their checkpoints)": identity.get(name) for name in ("data", "tokenizer")}
-        facts |= {key: run.value(key) for key in keys} | {"number of validation windows": run.count_windows()}
+        facts = {
+            f"{name} (sha256 in their checkpoints)": identity.get(name)
+            for name in ("data", "tokenizer")
+        }
+        facts |= {key: run.value(key) for key in keys} | {
+            "number of validation windows": run.count_windows()
+        }
         for name, value in facts.items():
             first, other = seen.setdefault(name, (value, run)) if value is not None else (None, run)
             if first != value:

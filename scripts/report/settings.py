@@ -1,8 +1,9 @@
 """Sort runs into settings and arms.
 
-Runs of one setting have the same corpus, shape, schedule and validation windows: all that moves a loss except the
-router, what balances or scales its gates, and train.dtype, which follows the router by default. An arm is a router with
-one choice of these options. It has a run for each seed and, in a report over a key, for each value of the key.
+Runs of one setting have the same corpus, shape, schedule and validation windows: all that moves a
+loss except the router, what balances or scales its gates, and train.dtype, which follows the router
+by default. An arm is a router with one choice of these options. It has a run for each seed and, in
+a report over a key, for each value of the key.
 """
 
 import re
@@ -17,8 +18,18 @@ from scripts.report.style import STYLES
 
 DTYPE = "train.dtype"  # named only where a router has several
 # What differs between arms of one setting, beside the router.
-OPTION_KEYS = ("model.gate_scale", "model.gate_norm", "train.balance_loss_coef", "train.balance_loss_scope")
-OPTION_KEYS += ("train.z_loss_coef", "train.bias_update", "train.bias_update_rate", "model.n_hash_layer")
+OPTION_KEYS = (
+    "model.gate_scale",
+    "model.gate_norm",
+    "train.balance_loss_coef",
+    "train.balance_loss_scope",
+)
+OPTION_KEYS += (
+    "train.z_loss_coef",
+    "train.bias_update",
+    "train.bias_update_rate",
+    "model.n_hash_layer",
+)
 OPTION_KEYS += ("optim.router_lr_ratio", "optim.expert_out_lr_ratio", DTYPE)
 # What moves no loss, except by rounding.
 NEUTRAL_KEYS = re.compile(
@@ -26,17 +37,24 @@ NEUTRAL_KEYS = re.compile(
     r"train\.(device|compile|parallel|micro_batch_size|deterministic|activation_checkpointing|timeout_minutes|checkpoint_|keep_|branch_|ema_decay|on_save_error|"
     r"max_skipped_steps)"
 )
-SETTING_KEYS = [key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)]
-TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")  # the first to be in a label
+SETTING_KEYS = [
+    key for key in KEYS if key not in ("model.router", *OPTION_KEYS) and not NEUTRAL_KEYS.match(key)
+]
+# the first to be in a label
+TELLING = ("data.name", "data.mix", "model.n_embd", "train.max_steps", "optim.lr")
 
 
 @dataclass(eq=False)
 class Arm:
-    """A router with its options. `label` distinguishes it from other arms, `options_label` from those of its router."""
+    """A router with its options.
+
+    `label` distinguishes it from other arms, `options_label` from those of its router.
+    """
 
     router: str
     options: dict[str, Any]
-    cells: dict[Any, dict[int, Run]] = field(default_factory=dict)  # value of the report's key (or None): seed: run
+    # value of the report's key (or None): seed: run
+    cells: dict[Any, dict[int, Run]] = field(default_factory=dict)
     options_label: str = ""
 
     @property
@@ -60,7 +78,8 @@ class Setting:
     values: dict[str, Any]
     arms: list[Arm]
     key: str | None = None  # of a report over a key: losses are those at the end of each run
-    printed: dict[tuple[str, int], str] = field(default_factory=dict)  # of the paper, by router and tenth
+    # of the paper, by router and tenth
+    printed: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[Run]:
@@ -83,7 +102,11 @@ class Setting:
     @property
     def tenths(self) -> dict[int, int]:
         """{i: step} of the tenths of training, 1 to 10, at which every run was evaluated: the paper's 5K, …, 50K."""
-        return {i: self.max_steps * i // 10 for i in range(1, 11) if self.max_steps * i / 10 in self.steps}
+        return {
+            i: self.max_steps * i // 10
+            for i in range(1, 11)
+            if self.max_steps * i / 10 in self.steps
+        }
 
     def evaluation(self, run: Run, step: int | None = None) -> dict[str, Any]:
         """A run's evaluation at `step`, by default the one that is compared: the end, or the last common step."""
@@ -96,7 +119,11 @@ class Setting:
 
         Of several, those whose options are most like `arm`'s.
         """
-        named = [other for other in self.arms if name == other.label or name == other.router != arm.router]
+        named = [
+            other
+            for other in self.arms
+            if name == other.label or name == other.router != arm.router
+        ]
         others = [other for other in named if other is not arm and arm.shares_seed(other)]
         alike = [len(other.options.items() & arm.options.items()) for other in others]
         return [other for other, count in zip(others, alike, strict=True) if count == max(alike)]
@@ -107,16 +134,25 @@ def group_runs(
 ) -> tuple[list[Setting], list[str]]:
     """Sort runs into settings, with notes on what was left out or is unfinished.
 
-    Of two runs of one setting, arm and seed the one evaluated further counts. An unfinished run does not count where
-    others of its setting ended (unless `unfinished`), nor in a report over a key.
+    Of two runs of one setting, arm and seed the one evaluated further counts. An unfinished run
+    does not count where others of its setting ended (unless `unfinished`), nor in a report over a
+    key.
 
     Raises:
-        ValueError: the key is not a number, or the runs have one value of it; no setting's runs were
-            evaluated on the same text.
+        ValueError: the key is not a number, or the runs have one value of it; no setting's runs
+            were evaluated on the same text.
     """
     ended = {run.values(SETTING_KEYS) for run in runs if run.ended}
-    kept = [run for run in runs if run.ended or unfinished or not (key or run.values(SETTING_KEYS) in ended)]
-    notes = [f"{run.folder} is left out: {run.progress} of {run.max_steps:,}" for run in runs if run not in kept]
+    kept = [
+        run
+        for run in runs
+        if run.ended or unfinished or not (key or run.values(SETTING_KEYS) in ended)
+    ]
+    notes = [
+        f"{run.folder} is left out: {run.progress} of {run.max_steps:,}"
+        for run in runs
+        if run not in kept
+    ]
     tied = check_key(kept, key) if key else []
     if tied:
         notes.append(f"{', '.join(tied)} changed with {key}")
@@ -126,14 +162,20 @@ def group_runs(
     for run in sorted(kept, key=lambda run: -max(run.evaluations)):
         router, options = run.config.model.router, run.values(option_keys)
         arms = groups.setdefault(run.values(keys), {})
-        arm = arms.setdefault((router, options), Arm(router, dict(zip(option_keys, options, strict=True))))
+        arm = arms.setdefault(
+            (router, options), Arm(router, dict(zip(option_keys, options, strict=True)))
+        )
         first = arm.cells.setdefault(run.value(key) if key else None, {}).setdefault(run.seed, run)
         if first is not run:
             notes.append(f"{run.folder} is left out: {first.folder} has the same settings and seed")
     label_arms([arm for arms in groups.values() for arm in arms.values()])
     settings = []
     for values, arms in groups.items():
-        settings.append(Setting("", dict(zip(keys, values, strict=True)), sorted(arms.values(), key=place_arm), key))
+        settings.append(
+            Setting(
+                "", dict(zip(keys, values, strict=True)), sorted(arms.values(), key=place_arm), key
+            )
+        )
     faults = {}
     for setting in label_settings(settings):
         folders = ", ".join(str(run.folder) for run in setting.runs)
@@ -152,14 +194,24 @@ def check_key(runs: Sequence[Run], key: str) -> list[str]:
     Raises ValueError if the key is not a number, or the runs that ended have one value of it.
     """
     if key == "run.seed":
-        raise ValueError("--over run.seed: seeds are the observations, not an axis; name a setting, such as optim.lr")
+        raise ValueError(
+            "--over run.seed: seeds are the observations, not an axis; name a setting, such as optim.lr"
+        )
     if KEYS.get(key, {}).get("type") not in ("integer", "number"):
         raise ValueError(f"--over {key}: expected a key that is a number, such as optim.lr")
     values = {run.value(key) for run in runs}
     if len(values) < 2:
-        raise ValueError(f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two")
-    varying = [other for other in SETTING_KEYS if other != key and len({run.value(other) for run in runs}) > 1]
-    return [other for other in varying if len({run.values([key, other]) for run in runs}) == len(values)]
+        raise ValueError(
+            f"--over {key}: the runs that ended have {len(values)} value(s) of it; a curve needs two"
+        )
+    varying = [
+        other
+        for other in SETTING_KEYS
+        if other != key and len({run.value(other) for run in runs}) > 1
+    ]
+    return [
+        other for other in varying if len({run.values([key, other]) for run in runs}) == len(values)
+    ]
 
 
 def describe_gaps(setting: Setting) -> str:
@@ -173,7 +225,11 @@ def describe_gaps(setting: Setting) -> str:
                 gaps.append(f"{arm.label}{place} lacks seed {', '.join(map(str, lacking))}")
     if not gaps:
         return ""
-    where = "the end of each run" if setting.key else f"step {setting.steps[-1]:,} of {setting.max_steps:,}"
+    where = (
+        "the end of each run"
+        if setting.key
+        else f"step {setting.steps[-1]:,} of {setting.max_steps:,}"
+    )
     note = f"incomplete: {'; '.join(gaps)}. Losses are compared at {where}, by the seeds that both arms have"
     return f"{setting.label}: {note}" if setting.label else note
 
@@ -181,13 +237,19 @@ def describe_gaps(setting: Setting) -> str:
 def place_arm(arm: Arm) -> tuple:
     """A sort key: routers in the order of STYLES, then by options."""
     routers = list(STYLES)
-    return routers.index(arm.router) if arm.router in routers else len(routers), arm.router, *arm.options.values()
+    return (
+        routers.index(arm.router) if arm.router in routers else len(routers),
+        arm.router,
+        *arm.options.values(),
+    )
 
 
 def label_arms(arms: Sequence[Arm]) -> None:
     """Label each arm by the options in which arms differ, by its type only where a router has several."""
     varying = find_varying([arm.options for arm in arms])
-    if len({(arm.router, arm.options.get(DTYPE)) for arm in arms}) == len({arm.router for arm in arms}):
+    if len({(arm.router, arm.options.get(DTYPE)) for arm in arms}) == len(
+        {arm.router for arm in arms}
+    ):
         varying = [key for key in varying if key != DTYPE]
     for arm in arms:
         arm.options_label = ", ".join(label_value(key, arm.options[key]) for key in varying)
@@ -209,13 +271,19 @@ def label_settings(settings: Sequence[Setting]) -> list[Setting]:
             chosen, labels = [*chosen, key], finer
     chosen.sort(key=SETTING_KEYS.index)
     for setting in settings:
-        setting.label = ", ".join(filter(None, (label_value(key, setting.values[key]) for key in chosen)))
+        setting.label = ", ".join(
+            filter(None, (label_value(key, setting.values[key]) for key in chosen))
+        )
     return sorted(settings, key=lambda setting: [setting.values[key] for key in chosen])
 
 
 def label_value(key: str | None, value: Any) -> str:
     """A value with the name of its key, such as `gate_norm 2`; text stands alone."""
-    return str(value) if isinstance(value, str) or key is None else f"{key.split('.')[1]} {label_tick(key, value)}"
+    return (
+        str(value)
+        if isinstance(value, str) or key is None
+        else f"{key.split('.')[1]} {label_tick(key, value)}"
+    )
 
 
 def label_tick(key: str | None, value: Any) -> str:

@@ -1,8 +1,8 @@
 """One look per router, the same in every picture: colour for the screen, line style and marker for black and white.
 
-No two routers share a marker, and the paper's five differ in line style too, so nothing depends on colour alone. The
-colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's family is warm, softmax's blue,
-sigmoid's green.
+No two routers share a marker, and the paper's five differ in line style too, so nothing depends on
+colour alone. The colours, mostly Okabe and Ito's, tell colour-blind readers routers apart: KERN's
+family is warm, softmax's blue, sigmoid's green.
 """
 
 from typing import Any
@@ -28,11 +28,17 @@ STYLES = {  # router: colour, line style, marker
     "softmax-l2": ("#003F63", LONG_DASHES, "X"),
     "sqrtgate": ("#003F63", ":", "8"),
 }
-OTHERS = [("#000000", line, marker) for line, marker in zip(["-", LONG_DASHES, ":", "-."] * 2, "os^DvP*X", strict=True)]
+OTHERS = [
+    ("#000000", line, marker)
+    for line, marker in zip(["-", LONG_DASHES, ":", "-."] * 2, "os^DvP*X", strict=True)
+]
 
 
 def style(router: str) -> dict[str, Any]:
-    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker. A router without a line above is black."""
+    """Keyword arguments for matplotlib's `plot`: color, linestyle, marker.
+
+    A router without a line above is black.
+    """
     others = [name for name in ROUTERS if name not in STYLES]
     place = others.index(router) if router in others else -1
     look = STYLES.get(router, OTHERS[place % len(OTHERS)])

@@ -23,7 +23,9 @@ MEASURES = {  # besides the losses: a name in metrics.jsonl and its format
     "router/expert_signal": ".3f",
 }
 # (router, one that it ends below), Sec. 4.1 and the appendix on KERN-after
-LOWER_IN_PAPER = {("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")}
+LOWER_IN_PAPER = {
+    ("kern", other) for other in ("dense", "softmax", "sigmoid", "tanh", "kern-after")
+}
 LOWER_IN_PAPER |= {(router, "dense") for router in ("softmax", "sigmoid", "tanh")}
 
 
@@ -31,8 +33,16 @@ def summarize_run(run: Run) -> list[str]:
     """RUN_COLUMNS of a run at its last evaluation. tokens/s: median over the run."""
     from model import count_parameters  # imports torch
 
-    step, speeds, train = max(run.evaluations), run.series("perf/tokens_per_sec").values(), run.config.train
-    trunk = f" (branch of {train.branch_from} at step {train.branch_step:,})" if train.branch_from else ""
+    step, speeds, train = (
+        max(run.evaluations),
+        run.series("perf/tokens_per_sec").values(),
+        run.config.train,
+    )
+    trunk = (
+        f" (branch of {train.branch_from} at step {train.branch_step:,})"
+        if train.branch_from
+        else ""
+    )
     return [
         f"`{run.folder}`{trunk}",
         run.config.model.router,
@@ -63,16 +73,24 @@ def build_loss_table(setting: Setting) -> Table:
         seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         cells = []
         for _, x, step in columns:
-            losses = [setting.evaluation(run, step)["val/loss"] for run in arm.cells.get(x, {}).values()]
+            losses = [
+                setting.evaluation(run, step)["val/loss"] for run in arm.cells.get(x, {}).values()
+            ]
             cells.append(format_mean(losses) if losses else "")
         rows.append([f"**{arm.label}**", seeds, *cells])
         printed = [setting.printed.get((arm.router, i), "") for i in setting.tenths]
         if any(printed):
             rows.append(["paper", "", *printed])
-    return [setting.key or "validation loss at step", "seeds", *(head for head, *_ in columns)], rows
+    return [
+        setting.key or "validation loss at step",
+        "seeds",
+        *(head for head, *_ in columns),
+    ], rows
 
 
-def build_pairs_table(setting: Setting, comparisons: Sequence[Comparison], xs: Sequence[Any] = ()) -> Table:
+def build_pairs_table(
+    setting: Setting, comparisons: Sequence[Comparison], xs: Sequence[Any] = ()
+) -> Table:
     """A row for each pair, the largest difference first: at values of the key, and the mean, which is judged."""
     head = ["first", "second", *(label_tick(setting.key, x) for x in xs)]
     head += ["first minus second, 95%", "interval over", "first is", "Holm's p", "in the paper"]
@@ -102,9 +120,22 @@ def find_claim(pair: Comparison) -> str:
 
 def find_measures(setting: Setting) -> dict[str, str]:
     """{name in metrics.jsonl: format} of what the runs of the setting measured besides the losses."""
-    names = {name for run in setting.runs for line in [*run.evaluations.values(), *run.logs] for name in line}
-    of_sets = [name for name in sorted(names) if re.fullmatch(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)", name)]
-    return {name: form for name, form in (MEASURES | dict.fromkeys(of_sets, ".4f")).items() if name in names}
+    names = {
+        name
+        for run in setting.runs
+        for line in [*run.evaluations.values(), *run.logs]
+        for name in line
+    }
+    of_sets = [
+        name
+        for name in sorted(names)
+        if re.fullmatch(r"val/.+/loss|tasks/.+/(acc|bits_per_byte)", name)
+    ]
+    return {
+        name: form
+        for name, form in (MEASURES | dict.fromkeys(of_sets, ".4f")).items()
+        if name in names
+    }
 
 
 def read_measure(setting: Setting, cell: Mapping[int, Run], name: str) -> list[float]:
@@ -122,7 +153,11 @@ def build_measure_table(setting: Setting) -> Table:
     rows = []
     for arm in setting.arms:
         for x, cell in sorted(arm.cells.items()):
-            row = [", ".join(filter(None, [arm.label, label_value(setting.key, x) if setting.key else ""]))]
+            row = [
+                ", ".join(
+                    filter(None, [arm.label, label_value(setting.key, x) if setting.key else ""])
+                )
+            ]
             for name, form in measures.items():
                 values = read_measure(setting, cell, name)
                 row.append(format_mean(values, form) if values else "")

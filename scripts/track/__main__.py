@@ -8,7 +8,8 @@
     python -m scripts.track verify track/records/cpu/kern.json --rerun 100      train one judged seed again
     python -m scripts.track table                                       write the tables of both READMEs
 
-`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json; drafts stay in runs/.
+`enter` resumes where it was stopped. Its record is track/records/cpu/NAME.json; drafts stay in
+runs/.
 """
 
 import re
@@ -36,23 +37,48 @@ CPU = "config/track/cpu.toml"
 def main(argv: list[str] | None, stop: Stop) -> int:
     """Run a command."""
     parser = build_parser("scripts.track", __doc__)
-    parser.add_argument("--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)")
+    parser.add_argument(
+        "--track", default=CPU, metavar="FILE", help="the protocol (default: config/track/cpu.toml)"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("enter", help="tune, judge and record a router").add_argument
     add("name", nargs="?", default="", help="a router of router.py; with --spec, the entry's name")
     add("--spec", metavar="FORMULA", help='such as "tanh, post=l2 over topk, gamma, c=2"')
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=f"what the entry sets: {', '.join(OPTIONS)}")
-    add("--parallel", type=int, default=1, metavar="N", help="runs at once, one thread each (default: 1)")
-    add("--draft", action="store_true", help="4 draws and 4 seeds, no record; code may be uncommitted")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"what the entry sets: {', '.join(OPTIONS)}",
+    )
+    add(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at once, one thread each (default: 1)",
+    )
+    add(
+        "--draft",
+        action="store_true",
+        help="4 draws and 4 seeds, no record; code may be uncommitted",
+    )
     add("--seeds", type=int, metavar="N", help="seeds of a draft (default: 4)")
     verify = commands.add_parser("verify", help="check records and show their verdicts")
     verify.add_argument("records", nargs="+", type=Path, metavar="RECORD")
-    verify.add_argument("--rerun", type=int, metavar="SEED", help="train a judged seed of a record again and compare")
+    verify.add_argument(
+        "--rerun",
+        type=int,
+        metavar="SEED",
+        help="train a judged seed of a record again and compare",
+    )
     commands.add_parser("table", help="write the tables and the picture from all records")
     args = parser.parse_args(argv)
     require_packages("scipy")
     protocol = load_protocol(args.track)
-    return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](protocol, args, stop)
+    return {"enter": run_enter, "verify": run_verify, "table": run_table}[args.command](
+        protocol, args, stop
+    )
 
 
 def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str, Any]]:
@@ -60,13 +86,17 @@ def name_entry(protocol: Protocol, args: Namespace) -> tuple[str, str, dict[str,
     router = args.spec or args.name
     name = args.name or re.sub(r"[^a-z0-9.]+", "-", router.lower()).strip("-")
     if not args.spec and router not in ROUTERS:
-        raise ValueError(f"{name or 'NAME'!r} is no router of router.py: add its line to ROUTERS, or give --spec")
+        raise ValueError(
+            f"{name or 'NAME'!r} is no router of router.py: add its line to ROUTERS, or give --spec"
+        )
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         raise ValueError(f"{name!r}: a name has small letters, digits, dots and dashes")
     find_spec(router)
     options = read_options(protocol.file, args.set)
     if name in ROUTERS and (name != router or options):
-        raise ValueError(f"{name} is a router of router.py; give the entry a name of its own: NAME --spec {router}")
+        raise ValueError(
+            f"{name} is a router of router.py; give the entry a name of its own: NAME --spec {router}"
+        )
     check_settings(configure.load(protocol.file, [f"model.router={router}", *args.set]))
     return name, router, options
 
@@ -104,11 +134,17 @@ def load_complete(protocol: Protocol) -> list[Record]:
     for path in sorted(protocol.records.glob("*.json")):
         record = read_record(path)
         if record["version"] != protocol.version or record["fixed_sha256"] != protocol.fixed_sha256:
-            print(f"{path}: left out, of another protocol; scripts.track verify tells more", file=sys.stderr)
-        elif judged_runs(record).keys() >= {*protocol.judge_seeds}:  # the reference may lack runs of other lengths
+            print(
+                f"{path}: left out, of another protocol; scripts.track verify tells more",
+                file=sys.stderr,
+            )
+        # the reference may lack runs of other lengths
+        elif judged_runs(record).keys() >= {*protocol.judge_seeds}:
             records.append(record)
         else:
-            print(f"{path}: left out, not complete; enter {record['name']} to resume", file=sys.stderr)
+            print(
+                f"{path}: left out, not complete; enter {record['name']} to resume", file=sys.stderr
+            )
     return records
 
 
@@ -134,13 +170,17 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
             if other != path:
                 faults.append(f"{other} is an entry of the same name; keep one")
             if path.stat().st_size > LARGEST:
-                faults.append(f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
+                faults.append(
+                    f"it has {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed"
+                )
             faults += find_faults(protocol, record, path.name)
         except (ValueError, OSError) as error:
             faults.append(str(error))
         except (LookupError, TypeError, AttributeError) as error:
             kind = type(error).__name__
-            faults.append(f"a field is missing or wrong ({kind}: {error}); take it from its commit again")
+            faults.append(
+                f"a field is missing or wrong ({kind}: {error}); take it from its commit again"
+            )
         print(f"{path}: {'intact' if not faults else plural(len(faults), 'fault')}", flush=True)
         for fault in faults:
             print(f"  {fault}")
@@ -153,11 +193,14 @@ def run_verify(protocol: Protocol, args: Namespace, stop: Stop) -> int:
 def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
     """Train a judged seed again: 0 if its loss is the record's but for another processor's rounding, within the margin.
 
-    A run of the same processor and versions is bit-equal; elsewhere rounding grows to a few thousandths.
+    A run of the same processor and versions is bit-equal; elsewhere rounding grows to a few
+    thousandths.
     """
     judged = judged_runs(record)
     if seed not in judged:
-        raise ValueError(f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}")
+        raise ValueError(
+            f"{record['name']} has no judged run of seed {seed}; it has {', '.join(map(str, judged))}"
+        )
     entry.prepare_data(protocol)
     task = Task("judge", judged[seed]["draw"], seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +212,9 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
         print(f"{task.name}: ended with exit code {code} before its end")
         return code
     before, now = (losses_of({"runs": [run]})[task] for run in (judged[seed], again))
-    print(f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}")
+    print(
+        f"{record['name']}, seed {seed}: recorded {before:.7f}, now {now:.7f}, difference {now - before:+.7f}"
+    )
     return int(not (before == now or abs(before - now) <= protocol.margin))
 
 
@@ -179,7 +224,9 @@ def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     from scripts.track import table
 
     rows = table.judge_entries(protocol, load_complete(protocol))
-    print(f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}")
+    print(
+        f"{len(rows)} entries: {table.PAGE}, {table.FRONT_PAGE}, {table.write_tables(protocol, rows)}"
+    )
     return 0
 
 

@@ -4,7 +4,8 @@
     git -C CLONE checkout 944882722e9a96fa6cf2739dc2ea757e101f412f
     python -m scripts.track.clean CLONE
 
-track/text/SOURCES.tsv names the file of the clone that each book is from, and the sha256 of its cleaned text.
+track/text/SOURCES.tsv names the file of the clone that each book is from, and the sha256 of its
+cleaned text.
 """
 
 import bz2
@@ -17,12 +18,19 @@ from common.command import build_parser, command, run_command
 
 FOLDER = Path(__file__).parents[2] / "track/text"
 TABLE = FOLDER / "SOURCES.tsv"
-STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-"})
+STRAIGHT = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-"}
+)
 
 
 def clean(markdown: str) -> str:
     """Plain text of a book: without its head, marks of Markdown, or curly quotes; paragraphs with a line between."""
-    text = markdown.replace("\r\n", "\n").removeprefix("\ufeff").partition("\n-------\n")[2].translate(STRAIGHT)
+    text = (
+        markdown.replace("\r\n", "\n")
+        .removeprefix("\ufeff")
+        .partition("\n-------\n")[2]
+        .translate(STRAIGHT)
+    )
     text = re.sub(r"<[^<>]{1,80}>|!?\[([^]\[]*)\]\([^()]*\)", r"\1", text)  # HTML, links
     text = re.sub(r"(?m)^ {0,3}(#+|>+|[*_-]{3,}\s*$)", "", text)  # headings, quotations, rules
     text = re.sub(r"\\(?=[^\w\s])|[*_]", "", text)  # escapes, emphasis

@@ -14,8 +14,10 @@ from data.bins import sha256_of
 REPO_ROOT = Path(__file__).parents[2]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
-OPTIONS = ("model.n_hash_layer", "train.bias_update")  # keys that an entry may set beside its router
-BALANCE = {"train.balance_loss_coef": "loss", "train.bias_update_rate": "bias"}  # drawn keys, as the table has them
+# keys that an entry may set beside its router
+OPTIONS = ("model.n_hash_layer", "train.bias_update")
+# drawn keys, as the table has them
+BALANCE = {"train.balance_loss_coef": "loss", "train.bias_update_rate": "bias"}
 
 
 class Task(NamedTuple):
@@ -82,9 +84,14 @@ class Protocol(Section):
         """
         generator, settings = random.Random(self.draw_seed), []
         for _ in range(self.draws["count"]):
-            part = {key: generator.random() for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio", "gate_norm")}
+            part = {
+                key: generator.random()
+                for key in ("lr", "router_lr_ratio", "expert_out_lr_ratio", "gate_norm")
+            }
             own_norm, balance, strength = generator.random(), generator.random(), generator.random()
-            drawn = {f"optim.{key}": self._scale(key, part[key]) for key in part if key != "gate_norm"}
+            drawn = {
+                f"optim.{key}": self._scale(key, part[key]) for key in part if key != "gate_norm"
+            }
             own = own_norm < self.draws["own_gate_norm"]
             drawn["model.gate_norm"] = 0.0 if own else self._scale("gate_norm", part["gate_norm"])
             if method := (None, "balance_loss_coef", "bias_update_rate")[int(3 * balance)]:
@@ -100,22 +107,34 @@ class Protocol(Section):
     def list_tasks(self, name: str, losses: Mapping[Task, float]) -> list[Task]:
         """Every run of an entry that its `losses` so far (nats per byte) decide; for a complete entry all runs.
 
-        The draws with the lowest losses are run with one more seed; the best of these by the mean is judged.
+        The draws with the lowest losses are run with one more seed; the best of these by the mean
+        is judged.
         """
         tasks = [Task("draw", draw, self.tune_seed) for draw in range(self.draws["count"])]
         if not losses.keys() >= set(tasks):
             return tasks
         best = sorted(tasks, key=lambda task: losses[task])[: self.finalists]
-        finals = [Task("final", task.draw, self.final_seed) for task in best] if self.finalists > 1 else []
+        finals = (
+            [Task("final", task.draw, self.final_seed) for task in best]
+            if self.finalists > 1
+            else []
+        )
         tasks += finals
         if not losses.keys() >= set(finals):
             return tasks
-        sums = {first.draw: losses[first] + losses[second] for first, second in zip(best, finals, strict=bool(finals))}
+        sums = {
+            first.draw: losses[first] + losses[second]
+            for first, second in zip(best, finals, strict=bool(finals))
+        }
         winner = min(sums, key=sums.__getitem__) if sums else best[0].draw
         tasks += [Task("judge", winner, seed) for seed in self.judge_seeds]
         if name == self.reference and not self.draft:
             tasks += [Task("draft", winner, seed) for seed in self.draft_seeds]
-            tasks += [Task("length", winner, seed, length) for length in self.lengths for seed in self.length_seeds]
+            tasks += [
+                Task("length", winner, seed, length)
+                for length in self.lengths
+                for seed in self.length_seeds
+            ]
         return tasks
 
     def count_tasks(self, name: str) -> int:
@@ -125,8 +144,13 @@ class Protocol(Section):
             tasks |= dict.fromkeys(more, 0.0)
         return len(tasks)
 
-    def overrides(self, router: str, task: Task, options: Mapping[str, Any] | None = None) -> list[str]:
-        """The command line of a run, but for its folder. Quantile balancing takes the place of the drawn balance."""
+    def overrides(
+        self, router: str, task: Task, options: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """The command line of a run, but for its folder.
+
+        Quantile balancing takes the place of the drawn balance.
+        """
         drawn, options = self.draw_settings()[task.draw], options or {}
         if options.get("train.bias_update") == "quantile":
             drawn = {key: value for key, value in drawn.items() if key not in BALANCE}
@@ -139,21 +163,31 @@ class Protocol(Section):
 
 
 def load_protocol(file: str) -> Protocol:
-    """The protocol of a config file. Raises ConfigError if its other tables are wrong, ValueError if [track] is."""
+    """The protocol of a config file.
+
+    Raises ConfigError if its other tables are wrong, ValueError if [track] is.
+    """
     config = configure.load(file)
     table = tomllib.loads(Path(file).read_text())
     fields = {"max_steps": config.train.max_steps, "warmup_steps": config.optim.warmup_steps}
     fields |= {"windows": config.eval.windows, **table.get("track", {})}
     runs = Path(config.run.dir, f"track-{Path(file).stem}")
-    return Protocol.model_validate({"file": file, "runs": runs, "fixed_sha256": sha256_of(table), **fields})
+    return Protocol.model_validate(
+        {"file": file, "runs": runs, "fixed_sha256": sha256_of(table), **fields}
+    )
 
 
 def read_options(file: str, texts: Sequence[str]) -> dict[str, Any]:
-    """The settings KEY=VALUE that are not the defaults. Raises ValueError for other keys than OPTIONS, wrong values."""
+    """The settings KEY=VALUE that are not the defaults.
+
+    Raises ValueError for other keys than OPTIONS, wrong values.
+    """
     keys = [text.partition("=")[0] for text in texts]
     for key in keys:
         if key not in OPTIONS:
-            raise ValueError(f"--set {key}: an entry may set {' and '.join(OPTIONS)}; all else is fixed or drawn")
+            raise ValueError(
+                f"--set {key}: an entry may set {' and '.join(OPTIONS)}; all else is fixed or drawn"
+            )
     config = configure.load(file, texts)
     values = {key: attrgetter(key)(config) for key in keys}
     return {key: value for key, value in values.items() if value != configure.KEYS[key]["default"]}

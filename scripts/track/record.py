@@ -18,7 +18,9 @@ TOLERANCE = 1e-6  # nats per byte: losses by document are rounded
 Record = dict[str, Any]
 
 
-def new_record(protocol: Protocol, name: str, router: str, options: Mapping[str, Any] | None = None) -> Record:
+def new_record(
+    protocol: Protocol, name: str, router: str, options: Mapping[str, Any] | None = None
+) -> Record:
     """A record without runs."""
     return {
         "format": FORMAT,
@@ -44,7 +46,9 @@ def task_of(run: Mapping[str, Any]) -> Task:
 
 def losses_of(record: Record) -> dict[Task, float]:
     """{task: validation loss, nats per byte}; infinite where the run diverged."""
-    return {task_of(run): math.inf if run["loss"] is None else run["loss"] for run in record["runs"]}
+    return {
+        task_of(run): math.inf if run["loss"] is None else run["loss"] for run in record["runs"]
+    }
 
 
 def judged_runs(record: Record) -> dict[int, Mapping[str, Any]]:
@@ -71,11 +75,15 @@ def summarize(record: Record) -> dict[str, Any]:
 
 def write_record(path: Path, record: Record) -> None:
     """Write a record with its summary and the digest of all else in it."""
-    record = {key: value for key, value in record.items() if key != "sha256"} | {"summary": summarize(record)}
+    record = {key: value for key, value in record.items() if key != "sha256"} | {
+        "summary": summarize(record)
+    }
     lines = [f"  {json.dumps(run)}" for run in record["runs"]]
     text = json.dumps(record | {"runs": [], "sha256": sha256_of(record)}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.replace('"runs": []', '"runs": [\n' + ",\n".join(lines) + "\n ]", 1) + "\n")
+    write_atomic(
+        path, text.replace('"runs": []', '"runs": [\n' + ",\n".join(lines) + "\n ]", 1) + "\n"
+    )
 
 
 def read_record(path: Path) -> Record:
@@ -85,7 +93,9 @@ def read_record(path: Path) -> Record:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}; take it from its commit again") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a record of format {FORMAT}; python -m scripts.track enter writes them")
+        raise ValueError(
+            f"{path}: not a record of format {FORMAT}; python -m scripts.track enter writes them"
+        )
     return record
 
 
@@ -96,16 +106,24 @@ def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]
     """
     again = f"enter it again: python -m scripts.track enter {record['name']}"
     if record["version"] != protocol.version:
-        return [f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"]
+        return [
+            f"it is of version {record['version']} of the protocol, the track is at {protocol.version}; {again}"
+        ]
     faults = []
     content = {key: value for key, value in record.items() if key != "sha256"}
     if record.get("sha256") != sha256_of(content):
-        faults.append("its digest is not that of its content: it was changed by hand; take it from its commit again")
+        faults.append(
+            "its digest is not that of its content: it was changed by hand; take it from its commit again"
+        )
     if record["name"] != Path(file_name).stem or record["draft"]:
-        faults.append(f"it is {'a draft' if record['draft'] else record['name']}: one entry a name, in NAME.json")
+        faults.append(
+            f"it is {'a draft' if record['draft'] else record['name']}: one entry a name, in NAME.json"
+        )
     for key in ("fixed_sha256", "data_sha256"):
         if record[key] != getattr(protocol, key):
-            faults.append(f"{key} is {record[key]:.12}, of the protocol {getattr(protocol, key):.12}; {again}")
+            faults.append(
+                f"{key} is {record[key]:.12}, of the protocol {getattr(protocol, key):.12}; {again}"
+            )
     if record["settings"] != protocol.draw_settings():
         faults.append(f"its settings are not the protocol's draws; {again}")
     router, options = record["router"], record.get("options", {})  # older records lack options
@@ -113,7 +131,9 @@ def find_faults(protocol: Protocol, record: Record, file_name: str) -> list[str]
     if record["formula"] != known:
         faults.append(f"its formula is {record['formula']}, and router.py has {known}; {again}")
     if record["name"] in ROUTERS and (record["name"] != router or options):
-        faults.append(f"it is of the router {router} {options or ''}, not of {record['name']}; {again}")
+        faults.append(
+            f"it is of the router {router} {options or ''}, not of {record['name']}; {again}"
+        )
     if options != read_options(protocol.file, [f"{key}={value}" for key, value in options.items()]):
         faults.append(f"its options {options} are not as `enter` writes them; {again}")
     if record.get("summary") != summarize(record):
@@ -128,8 +148,14 @@ def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]
     losses = losses_of(record)
     required = protocol.list_tasks(record["name"], losses)
     missing = [task.name for task in required if task not in losses]
-    faults = [f"{len(missing)} of {len(required)} runs are missing, such as {missing[0]}; {again}"] if missing else []
-    faults += [f"{task.name} is not in the protocol; {again}" for task in losses if task not in required]
+    faults = (
+        [f"{len(missing)} of {len(required)} runs are missing, such as {missing[0]}; {again}"]
+        if missing
+        else []
+    )
+    faults += [
+        f"{task.name} is not in the protocol; {again}" for task in losses if task not in required
+    ]
     if len(losses) != len(record["runs"]):
         faults.append(f"a run is in it more than once; {again}")
     for seed, run in judged_runs(record).items():
@@ -139,5 +165,7 @@ def find_run_faults(protocol: Protocol, record: Record, again: str) -> list[str]
             faults.append(f"the documents of seed {seed} do not have {protocol.windows} windows")
         mean = sum(loss * count for loss, count in run["documents"]) / protocol.windows
         if not abs(mean - run["loss"]) < TOLERANCE:  # also of NaN
-            faults.append(f"the loss of seed {seed} is {run['loss']}, the mean of its documents {mean:.6f}")
+            faults.append(
+                f"the loss of seed {seed} is {run['loss']}, the mean of its documents {mean:.6f}"
+            )
     return faults

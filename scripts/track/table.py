@@ -27,7 +27,8 @@ class Row(NamedTuple):
 
     record: Record
     mean: float  # loss of the judged seeds, nats per byte; infinite if one diverged
-    against: dict[str, Difference]  # the reference and the second router, those that have entered, and not itself
+    # the reference and the second router, those that have entered, and not itself
+    against: dict[str, Difference]
     speedup: list[str] | None  # middle, low, high, as `effective_speedup`; None: not known
 
 
@@ -39,32 +40,45 @@ def losses_by_seed(record: Record, round: str = "judge") -> dict[int, float]:
 def subtract(entry: Record, other: Record) -> Difference:
     """Mean difference of the losses, entry minus other, over the seeds that both have, by Student's t.
 
-    These are the judged seeds, or those of drafts, where the entry is one and the other the reference. Infinite if a
-    run of the entry diverged.
+    These are the judged seeds, or those of drafts, where the entry is one and the other the
+    reference. Infinite if a run of the entry diverged.
 
     Raises:
         ValueError: they share fewer than two seeds.
     """
-    first, second = losses_by_seed(entry), losses_by_seed(other, "draft" if entry["draft"] else "judge")
+    first, second = (
+        losses_by_seed(entry),
+        losses_by_seed(other, "draft" if entry["draft"] else "judge"),
+    )
     shared = sorted(first.keys() & second.keys())
     if len(shared) < 2:
-        raise ValueError(f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again")
+        raise ValueError(
+            f"{entry['name']} and {other['name']} share fewer than two seeds; enter both again"
+        )
     differences = [first[seed] - second[seed] for seed in shared]
-    return Difference(math.inf, len(shared)) if math.inf in differences else estimate_difference(differences)
+    return (
+        Difference(math.inf, len(shared))
+        if math.inf in differences
+        else estimate_difference(differences)
+    )
 
 
 def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
-    """The rows of the table, the lowest mean loss first. Nothing is compared with a router of which a run diverged.
+    """The rows of the table, the lowest mean loss first.
 
-    The differences from the reference are a family, and so are those from the second router. Raises ValueError as
-    `subtract` does.
+    Nothing is compared with a router of which a run diverged.
+
+    The differences from the reference are a family, and so are those from the second router. Raises
+    ValueError as `subtract` does.
     """
     against: dict[str, dict[str, Difference]] = {entry["name"]: {} for entry in entries}
     named = {entry["name"]: entry for entry in entries}
     for other in (protocol.reference, protocol.second):
         if other in named and math.inf not in losses_by_seed(named[other]).values():
             rivals = [entry for entry in entries if entry["name"] != other]
-            judged = judge_family([subtract(entry, named[other]) for entry in rivals], protocol.margin)
+            judged = judge_family(
+                [subtract(entry, named[other]) for entry in rivals], protocol.margin
+            )
             for entry, difference in zip(rivals, judged, strict=True):
                 against[entry["name"]][other] = difference
     rows = []
@@ -72,7 +86,9 @@ def judge_entries(protocol: Protocol, entries: Sequence[Record]) -> list[Row]:
         speedup, difference = None, against[name].get(protocol.reference)
         if difference:
             speedup = effective_speedup(protocol, named[protocol.reference], entry, difference)
-        rows.append(Row(entry, float(np.mean([*losses_by_seed(entry).values()])), against[name], speedup))
+        rows.append(
+            Row(entry, float(np.mean([*losses_by_seed(entry).values()])), against[name], speedup)
+        )
     return sorted(rows, key=lambda row: (row.mean, row.record["name"]))
 
 
@@ -81,18 +97,25 @@ def loss_curve(protocol: Protocol, reference: Record) -> dict[float, float]:
     judged, curve = losses_by_seed(reference), {}
     curve[1.0] = float(np.mean([judged[seed] for seed in protocol.length_seeds if seed in judged]))
     for length in protocol.lengths:
-        losses = [run["loss"] for run in reference["runs"] if run["round"] == "length" and run["length"] == length]
+        losses = [
+            run["loss"]
+            for run in reference["runs"]
+            if run["round"] == "length" and run["length"] == length
+        ]
         if losses and None not in losses:
             curve[length] = float(np.mean(losses))
     return dict(sorted(curve.items()))
 
 
-def effective_speedup(protocol: Protocol, reference: Record, entry: Record, difference: Difference) -> list[str] | None:
+def effective_speedup(
+    protocol: Protocol, reference: Record, entry: Record, difference: Difference
+) -> list[str] | None:
     """How much sooner the entry reaches its loss than the reference does, by the clock: middle, low, high (95%).
 
-    The tokens that the reference needs for the entry's loss, log-linear between its lengths, times the ratio of the
-    times of a step; "<" or ">" where the loss is not among those of its lengths. The interval is that of the
-    difference; it leaves out the errors of the reference's own curve and of the times.
+    The tokens that the reference needs for the entry's loss, log-linear between its lengths, times
+    the ratio of the times of a step; "<" or ">" where the loss is not among those of its lengths.
+    The interval is that of the difference; it leaves out the errors of the reference's own curve
+    and of the times.
     """
     curve = loss_curve(protocol, reference)
     if len(curve) < 2 or "step_ms" not in entry or math.isinf(difference.mean):
@@ -114,16 +137,30 @@ def build_verdicts(protocol: Protocol, rows: Sequence[Row]) -> tuple[list[str], 
     for row in rows:
         loss = f"{row.mean:.4f}" if math.isfinite(row.mean) else "diverged"
         against = [row.against.get(name) for name in names]
-        words = [f"{'' if math.isinf(one.mean) else one} **{one.verdict}**".strip() if one else "" for one in against]
+        words = [
+            f"{'' if math.isinf(one.mean) else one} **{one.verdict}**".strip() if one else ""
+            for one in against
+        ]
         speedup = "{} [{}, {}]".format(*row.speedup) if row.speedup else ""
-        cells.append([row.record["name"], loss, *words, "1" if row.record["name"] == names[0] else speedup])
+        cells.append(
+            [row.record["name"], loss, *words, "1" if row.record["name"] == names[0] else speedup]
+        )
     return ["router", "loss", *(f"minus {name}" for name in names), "speed-up"], cells
 
 
 def build_tables(protocol: Protocol, rows: Sequence[Row]) -> dict[Path, str]:
     """{page: its table as Markdown}."""
     head, cells = build_verdicts(protocol, rows)
-    measured = ["gate norm", "load imbalance", "dead experts", "lr", "router lr", "w_out lr", "balance", "diverged"]
+    measured = [
+        "gate norm",
+        "load imbalance",
+        "dead experts",
+        "lr",
+        "router lr",
+        "w_out lr",
+        "balance",
+        "diverged",
+    ]
     more = [[*verdicts, *format_measures(row)] for verdicts, row in zip(cells, rows, strict=True)]
     full = markdown_table([*head, *measured], more, gap="")
     runs = [(row.record["name"], run) for row in rows for run in row.record["runs"]]
@@ -142,7 +179,9 @@ def format_measures(row: Row) -> list[str]:
         values = [run[name] for run in runs if name in run]
         return format(float(np.mean(values)), form) if values else ""
 
-    norms = np.mean([run["gate_norm"] for run in runs if "gate_norm" in run] or [[math.nan] * 2], axis=0)
+    norms = np.mean(
+        [run["gate_norm"] for run in runs if "gate_norm" in run] or [[math.nan] * 2], axis=0
+    )
     settings: dict[str, Any] = record["summary"]["settings"]
     balance = [f"{text} {settings[key]:g}" for key, text in BALANCE.items() if key in settings]
     if record.get("options", {}).get("train.bias_update") == "quantile":
@@ -153,7 +192,10 @@ def format_measures(row: Row) -> list[str]:
         mean("load_imbalance", ".1f"),
         mean("dead_experts", ".1f"),
         f"{settings['optim.lr']:g}",
-        *(f"{settings[f'optim.{key}']:g}" if routed else "" for key in ("router_lr_ratio", "expert_out_lr_ratio")),
+        *(
+            f"{settings[f'optim.{key}']:g}" if routed else ""
+            for key in ("router_lr_ratio", "expert_out_lr_ratio")
+        ),
         (balance[0] if balance else "none") if routed else "",
         str(record["summary"]["diverged"]),
     ]
@@ -164,7 +206,11 @@ def draw_differences(protocol: Protocol, rows: Sequence[Row], picture: Path) -> 
     from matplotlib.figure import Figure  # it may not be installed
 
     judged = {row.record["name"]: row.against.get(protocol.reference) for row in reversed(rows)}
-    drawn = {name: difference for name, difference in judged.items() if difference and math.isfinite(difference.mean)}
+    drawn = {
+        name: difference
+        for name, difference in judged.items()
+        if difference and math.isfinite(difference.mean)
+    }
     figure = Figure((8, 1.2 + 0.32 * len(drawn)), layout="constrained")
     axes = figure.subplots()
     equivalent = f"equivalent: within ±{protocol.margin:g}"
@@ -191,7 +237,9 @@ def write_tables(protocol: Protocol, rows: Sequence[Row]) -> Path:
         head, found, rest = page.read_text().partition(begin)
         _, closed, tail = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"{page} lacks the lines {begin.strip()} and {end} that the table goes between")
+            raise ValueError(
+                f"{page} lacks the lines {begin.strip()} and {end} that the table goes between"
+            )
         write_atomic(page, f"{head}{begin}{table}\n{end}{tail}")
     picture = PAGE.parent / f"{protocol.name}.png"
     draw_differences(protocol, rows, picture)
