@@ -527,24 +527,35 @@ def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | T
 MARGIN_BINS = 1000
 
 
+def squash(margins: Tensor, span: Tensor) -> Tensor:
+    """Margins of at most `span` (0-d), or of any size if that is inf, as numbers in [-1, 1]."""
+    return torch.where(span.isinf(), margins / (1 + margins.abs()), margins / span)
+
+
+def unsquash(x: Tensor, span: Tensor) -> Tensor:
+    """The margins that `squash` makes x of."""
+    return torch.where(span.isinf(), x / (1 - x.abs()), x * span)
+
+
 @torch.no_grad()
 def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
     """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts, for `solve_selection_bias`.
 
     A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if
-    the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies. Their
-    edges are the cubes of even steps, finest at 0, where the margins of balanced experts end: in
-    1,000 even bins, those of softmax over hundreds of experts share one.
+    the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies; if
+    scores have no bounds (reach is inf), they span the margins m as m / (1 + |m|). Their edges are
+    the cubes of even steps, finest at 0, where the margins of balanced experts end: in 1,000 even
+    bins, those of softmax over hundreds of experts share one.
 
     Args:
         scores: (N, E), of any part of a step: counts of parts add up.
         selection_bias: (E,) β that experts were chosen with.
         top_k: K < E.
-        reach: of the scores, `RouterSpec.reach`.
+        reach: of the scores, `RouterSpec.reach`; inf if they have no bounds.
     """
     n_expert, shifted = len(selection_bias), scores + selection_bias
     margins = shifted.topk(top_k + 1, dim=-1).values[:, -1:] - shifted  # (N, E)
-    margins = margins / (reach + selection_bias.amax() - selection_bias.amin())  # in [-1, 1]
+    margins = squash(margins, reach + selection_bias.amax() - selection_bias.amin())  # in [-1, 1]
     place = margins.sign() * margins.abs() ** (1 / 3)
     bins = ((place + 1) * (MARGIN_BINS / 2)).long().clamp(0, MARGIN_BINS - 1)
     bins = bins + MARGIN_BINS * torch.arange(n_expert, device=bins.device)
@@ -569,6 +580,6 @@ def solve_selection_bias(
     at = (below * n_expert < wanted).sum(-1, keepdim=True)
     inside = counts.gather(-1, at)
     place = at + 1 - (below.gather(-1, at) - wanted.double() / n_expert) / inside
-    place = 2 * place / MARGIN_BINS - 1
-    new = old + place[:, 0] ** 3 * (reach + old.amax() - old.amin())
+    edge = (2 * place[:, 0] / MARGIN_BINS - 1) ** 3
+    new = old + unsquash(edge, reach + old.amax() - old.amin())
     return (new - new.mean()).to(selection_bias.dtype)

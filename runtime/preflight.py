@@ -1,6 +1,5 @@
 """Everything that can be wrong with a run, checked before a process group, a GPU or a file is touched."""
 
-import math
 from collections.abc import Callable
 from importlib.util import find_spec as find_package
 from typing import TYPE_CHECKING
@@ -32,15 +31,9 @@ def check_settings(config: Config) -> None:
             "log.tensorboard = true: tensorboard is not installed: pip install tensorboard"
         )
     try:
-        spec = find_spec(config.model.router)
+        find_spec(config.model.router)
     except ValueError as error:
         raise RunError(f"model.router: {error}") from None
-    if config.train.bias_update == "quantile" and spec is not None and spec.reach == math.inf:
-        raise RunError(
-            f"train.bias_update = quantile needs bounds on what experts are chosen by, and scores of model.router = "
-            f"{config.model.router} have none; set --train.bias_update=sign --train.bias_update_rate=0.001, or take "
-            f"exp, sigmoid, tanh or a norm over all experts, as in --model.router=sigmoid-renorm"
-        )
 
 
 class Plan:

@@ -445,7 +445,6 @@ def test_bad_arguments(contest, capsys):
             "--set",
             "optim.lr=1",
         ],
-        "needs bounds": ["enter", "mine", "--spec", "relu, post=l2 over topk", *quantile],
         "has small letters": ["enter", "../x", "--spec", "tanh, c=2"],
         "--parallel 0": ["enter", "kern", "--draft", "--parallel", "0"],
         "--seeds 1: expected 2 to 2": ["enter", "kern", "--draft", "--seeds", "1"],
