@@ -2,7 +2,7 @@
 numbered seeds.
 
 `TEST_SEED=3` draws every input of `seeded` anew, `TEST_TOLERANCE=0.5` halves every tolerance:
-scripts/any_cpu.sh runs the tests marked `numerics` under many of both.
+tools/any_cpu.sh runs the tests marked `numerics` under many of both.
 """
 
 import math

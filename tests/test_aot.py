@@ -1,4 +1,4 @@
-"""scripts.aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled
+"""tools.aot: how many blocks fit, what counts as a fault, and the kernels themselves compiled
 without a GPU.
 """
 
@@ -11,7 +11,7 @@ from runs import REPO_ROOT
 
 pytest.importorskip("triton")
 
-from scripts import aot  # noqa: E402
+from tools import aot  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ GOOD = aot.Kernel(
         ({"mma": "", "half": False}, []),
         ({"name": "up", "mma": "HMMA.16816.F32", "wait": 3, "sm": 80}, ["wait < 4"]),
         ({"serialized": True}, ["serialised products"]),
-        ({"name": "new"}, ["no row in LEAST of scripts/aot.py: add it"]),
+        ({"name": "new"}, ["no row in LEAST of tools/aot.py: add it"]),
     ],
 )
 def test_what_is_worse_than_its_limit_is_a_fault(change, faults):
@@ -71,7 +71,7 @@ def test_kernels_compile_for_a100_and_h100(tmp_path):
     again = """
 import sys
 from kernels import triton_experts
-from scripts import aot
+from tools import aot
 assert aot.main(sys.argv[1:]) == 0
 print("once more", flush=True)
 triton_experts.TILES[9]["weight_grad"] = triton_experts.Tile(128, 256, 64, 8, 6)
@@ -110,7 +110,7 @@ def test_kernels_compile_for_a_token_alone(tmp_path):
     Triton makes constants of arguments that are 1, which the interpreter does not.
     """
     code = """
-from scripts import aot
+from tools import aot
 aot.SHAPES["alone"] = 1, 64, 64, 2, 1, 64
 print([kernel.name for kernel in aot.compile_kernels((90, "float16", "alone"))])
 """
@@ -125,7 +125,7 @@ def test_every_kernel_is_within_its_limits():
     """
     code = """
 import sys
-from scripts import aot
+from tools import aot
 sys.exit(aot.main([]) or aot.main(["--sm", "86", "89", "120", "--shape", "125m"]))
 """
     done = run_aot(code)

@@ -1,4 +1,4 @@
-"""scripts/bench and scripts/gpu_check.sh: what is timed, what is made of the times, which commands
+"""tools/bench and tools/gpu_check.sh: what is timed, what is made of the times, which commands
 the script runs.
 """
 
@@ -16,17 +16,17 @@ from runs import REPO_ROOT
 from test_kernels import assert_equals_reference
 
 import configure
-import scripts.bench.__main__ as bench
+import tools.bench.__main__ as bench
 from configure.schema import Model
 from data import prepare
 from kernels.reference import expert_mlp
 from router import ROUTERS
 from runtime import distributed
-from scripts.bench import harness
-from scripts.bench import moe as bench_moe
-from scripts.bench import steps as bench_steps
-from scripts.bench.harness import Benchmark
-from scripts.bench.moe import PEERS
+from tools.bench import harness
+from tools.bench import moe as bench_moe
+from tools.bench import steps as bench_steps
+from tools.bench.harness import Benchmark
+from tools.bench.moe import PEERS
 
 CPU = torch.device("cpu")
 
@@ -244,7 +244,7 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypat
         "FOLDER": f"{tmp_path}/out",
     }
     subprocess.run(
-        ["bash", "scripts/gpu_check.sh", *rehearse], cwd=REPO_ROOT, env=environment, check=True
+        ["bash", "tools/gpu_check.sh", *rehearse], cwd=REPO_ROOT, env=environment, check=True
     )
     log = re.split(r"^== ([\w-]+): .*\n", (tmp_path / "out/gpu_check.log").read_text(), flags=re.M)[
         1:
@@ -254,7 +254,7 @@ def test_gpu_check_asks_for_what_the_commands_take(tmp_path, rehearse, monkeypat
     monkeypatch.chdir(REPO_ROOT)
     monkeypatch.setattr(Benchmark, "time", lambda self, functions: {})
     for words in asked.values():
-        if words[:2] == ["-m", "scripts.bench"] and words[2] == "step":
+        if words[:2] == ["-m", "tools.bench"] and words[2] == "step":
             assert bench.main([*words[2:], f"--json={tmp_path}/figures.json"]) == 0
     # what one trains on the other does not find
     name = "packages-rehearsal" if rehearse else "packages"

@@ -1,4 +1,4 @@
-"""scripts/golden.py: every router trains as it did when tests/golden.json was committed."""
+"""tools/golden.py: every router trains as it did when tests/golden.json was committed."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from router import ROUTERS
-from scripts import golden
+from tools import golden
 
 LOSSES = json.loads(golden.FILE.read_text())["losses"]
 
@@ -26,7 +26,7 @@ def test_golden_losses(router, folder):
         for name, difference in differences.items()
         if difference > golden.TOLERANCE
     }
-    assert not differing, f"{router}: if intended, python -m scripts.golden --update; {differing}"
+    assert not differing, f"{router}: if intended, python -m tools.golden --update; {differing}"
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ LEVELS = [  # a file may import its own level and those before
     {"model"},
     {"runtime"},
     {"hf", "eval"},
-    {"scripts", "train"},
+    {"scripts", "tools", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 SIDEWAYS = {

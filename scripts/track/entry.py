@@ -233,7 +233,7 @@ def time_steps(protocol: Protocol, record: Record, rounds: int = 40) -> dict[str
         command = [
             sys.executable,
             "-m",
-            "scripts.bench",
+            "tools.bench",
             "step",
             protocol.file,
             *models,

@@ -1,4 +1,4 @@
-"""`scripts.bench moe`: the experts' kernels against what one would write without them; other projects' layers."""
+"""`tools.bench moe`: the experts' kernels against what one would write without them; other projects' layers."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from configure.schema import Model
 from kernels.torch_grouped import activate
 from router import expert_loads
 from runtime import RunError, distributed
-from scripts.bench.harness import DTYPES, Benchmark, divide
+from tools.bench.harness import DTYPES, Benchmark, divide
 
 # N C H E K: 2,048 and 512 rows an expert
 DEFAULT = {"cuda": (16384, 768, 384, 64, 8), "cpu": (4096, 256, 128, 64, 8)}
@@ -221,7 +221,7 @@ class TorchTitan(NanoChat):
         return torch.zeros_like(x).scatter_add(0, token, self.multiply(rows, ends))
 
 
-# For `scripts.bench step --peers`, written anew from their descriptions (2026-11). Both have
+# For `tools.bench step --peers`, written anew from their descriptions (2026-11). Both have
 # sigmoid scores, rows in order of their experts and `F.grouped_mm`; neither balances loads here.
 # The activation is the config's.
 PEERS = {"nanochat": NanoChat, "torchtitan": TorchTitan}

@@ -1,6 +1,6 @@
 """Compile every Triton kernel without a GPU, print what came out, and fail where it is worse than LEAST says.
 
-    python -m scripts.aot [--sm 90] [--shape 125m] [--dtype float16]
+    python -m tools.aot [--sm 90] [--shape 125m] [--dtype float16]
 
 Everything takes 5 minutes of one core; kernels compiled before are cached. Columns after the
 launch's: registers per thread; KB of shared memory per block; bytes spilled; blocks that a
@@ -251,7 +251,7 @@ def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
         return faults
     rows = sorted(filter(kernel.name.startswith, LEAST), key=len)
     if not rows:
-        return [*faults, "no row in LEAST of scripts/aot.py: add it"]
+        return [*faults, "no row in LEAST of tools/aot.py: add it"]
     blocks, *loads = LEAST[rows[-1]]
     if kernel.blocks < blocks[column]:
         faults.append(f"blocks < {blocks[column]}")
@@ -268,7 +268,7 @@ def find_faults(kernel: Kernel, sm: int, shape: str, half: bool) -> list[str]:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Compile, print and compare."""
-    parser = build_parser("scripts.aot", __doc__)
+    parser = build_parser("tools.aot", __doc__)
     parser.add_argument("--sm", type=int, choices=SHARED, nargs="+", default=[80, 90, 100])
     parser.add_argument(
         "--shape", choices=SHAPES, nargs="+", default=list(SHAPES), help="(default: all)"

@@ -1,8 +1,8 @@
 """Does training still give the losses it gave? A short run on the CPU for every router, against tests/golden.json.
 
-    python -m scripts.golden             a table: router, largest relative difference, the first loss that differs
-    python -m scripts.golden --update    today's losses become the golden ones; the commit says why they changed
-    python -m scripts.golden --device cuda --json FILE     100 steps of the paper's routers there against the CPU here
+    python -m tools.golden               a table: router, largest relative difference, the first loss that differs
+    python -m tools.golden --update      today's losses become the golden ones; the commit says why they changed
+    python -m tools.golden --device cuda --json FILE       100 steps of the paper's routers there against the CPU here
 
 Other machines round sums in another order: the difference was 3.5e-7 at most. It stays so small
 only while no token is undecided between two experts: with this seed the last one chosen scores at
@@ -52,7 +52,7 @@ def write_corpus(folder: Path) -> None:
                 split,
                 np.frombuffer((" ".join(sentence) + "\n").encode(), np.uint8).astype(np.uint16),
             )
-        writer.finish("golden", {}, "python -m scripts.golden")
+        writer.finish("golden", {}, "python -m tools.golden")
 
 
 def train_router(router: str, folder: Path, *more: str) -> dict[str, float]:
@@ -89,7 +89,7 @@ def compare_losses(losses: dict[str, float], golden: dict[str, float]) -> dict[s
 @command
 def main(argv: list[str] | None = None) -> int:
     """Compare, or update."""
-    parser = build_parser("scripts.golden", __doc__)
+    parser = build_parser("tools.golden", __doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="to be compared with the CPU")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="with --device: where to write all losses"

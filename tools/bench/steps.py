@@ -1,4 +1,4 @@
-"""`scripts.bench step` and `router`: whole training steps, and routers alone."""
+"""`tools.bench step` and `router`: whole training steps, and routers alone."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from runtime import RunError, distributed
 from runtime.parallel import compile_blocks
 from runtime.state import build_optimizer, keep_copies
 from runtime.updates import Updates
-from scripts.bench.harness import Benchmark, divide
-from scripts.bench.moe import PEERS, NanoChat
+from tools.bench.harness import Benchmark, divide
+from tools.bench.moe import PEERS, NanoChat
 
 
 class Step:

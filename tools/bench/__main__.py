@@ -1,8 +1,8 @@
 """How fast it is: alternatives timed in turn within one process, compared by ratios of medians.
 
-    python -m scripts.bench step CONFIG [--peers] [--section.key=value ...]
-    python -m scripts.bench router CONFIG [--section.key=value ...]
-    python -m scripts.bench moe [--shape N C H E K] [--dtype float32 ...] [--device cpu]
+    python -m tools.bench step CONFIG [--peers] [--section.key=value ...]
+    python -m tools.bench router CONFIG [--section.key=value ...]
+    python -m tools.bench moe [--shape N C H E K] [--dtype float32 ...] [--device cpu]
 
 step     a training step (forward, backward, clipping, AdamW; no auxiliary loss) on one micro-batch
          of random tokens; with --peers also with experts as nanochat and torchtitan compute them,
@@ -15,8 +15,8 @@ dense MLP of as many FLOPs: TFLOP/s, the
 A key given several times makes alternatives, of several such keys all combinations; ratios are to
 the first:
 
-    python -m scripts.bench step config/quickstart.toml --model.router=dense --model.router=kern
-    python -m scripts.bench step config/quickstart.toml --data.document_mask=false --data.document_mask=true
+    python -m tools.bench step config/quickstart.toml --model.router=dense --model.router=kern
+    python -m tools.bench step config/quickstart.toml --data.document_mask=false --data.document_mask=true
 
 --json FILE writes the figures; --profile FILE a trace (chrome://tracing; .gz packs it) of the last
 alternative. What raises RuntimeError, as without memory, is skipped with a line, and the exit code
@@ -27,9 +27,9 @@ import shlex
 import sys
 
 from common.command import build_parser, command, run_command
-from scripts.bench.harness import DTYPES
-from scripts.bench.moe import bench_moe
-from scripts.bench.steps import bench_router, bench_step
+from tools.bench.harness import DTYPES
+from tools.bench.moe import bench_moe
+from tools.bench.steps import bench_router, bench_step
 
 COMMANDS = {"step": bench_step, "router": bench_router, "moe": bench_moe}
 
@@ -37,7 +37,7 @@ COMMANDS = {"step": bench_step, "router": bench_router, "moe": bench_moe}
 @command
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark."""
-    parser = build_parser("scripts.bench", __doc__)
+    parser = build_parser("tools.bench", __doc__)
     subparsers = parser.add_subparsers(dest="what", required=True)
     for name in COMMANDS:
         subparser = subparsers.add_parser(name)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.what == "moe" and overrides:
         raise ValueError(f"unknown options {' '.join(overrides)}: moe takes no config keys")
     args.command = shlex.join(
-        ["python", "-m", "scripts.bench", *(sys.argv[1:] if argv is None else argv)]
+        ["python", "-m", "tools.bench", *(sys.argv[1:] if argv is None else argv)]
     )
     return 1 if COMMANDS[args.what](args, overrides).data["skipped"] else 0
 

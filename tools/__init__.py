@@ -1,0 +1,1 @@
+"""Developers' commands, run from the root as `python -m tools.NAME`."""
