@@ -27,10 +27,10 @@ from common.files import write_atomic
 from common.text import markdown_table
 from configure import Config
 from data.bins import sha256_of
-from eval.paper import find_paper_table
 from eval.scoring import Scorer, scoring_dtype
 from eval.tasks import TASKS, Metrics, check_tasks, load_tasks, local_file, score_task
 from eval.trained import Trained, add_device_argument, add_run_arguments, load_run, pick_device
+from report.paper import find_paper_table
 from runtime import RunError, checkpoint, distributed
 from runtime.tracker import start_wandb
 

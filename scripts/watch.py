@@ -25,8 +25,8 @@ from typing import Any
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import first_line, text_table
+from report.runs import Run, find_runs, load_run
 from runtime.metrics import list_arrays
-from scripts.report.runs import Run, find_runs, load_run
 
 COLUMNS = {"train/loss": ".4f", "val/loss": ".4f", "perf/tokens_per_sec": ",.0f", "perf/mfu": ".1%"}
 SILENT = 300  # seconds without a line of metrics before a run in progress is called silent
@@ -151,8 +151,8 @@ def format_table(places: Sequence[Path]) -> str:
 
 def build_page(runs: Sequence[Run], rows: list[list[str]]) -> bytes:
     """The runs' table, and below it the report of those that were evaluated, as one HTML file that reloads itself."""
-    from scripts.report.page import Report, write_report  # imports torch and matplotlib
-    from scripts.report.settings import group_runs
+    from report.page import Report, write_report  # imports torch and matplotlib
+    from report.settings import group_runs
 
     evaluated = [run for run in runs if run.evaluations]
     try:

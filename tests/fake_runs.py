@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 import configure
+from report.runs import load_run
+from report.settings import Setting, group_runs
 from runtime import checkpoint
 from runtime.metrics import Metrics
-from scripts.report.runs import load_run
-from scripts.report.settings import Setting, group_runs
 
 CONFIG = Path(__file__).parents[1] / "config"
 

@@ -10,13 +10,13 @@ from runs import checkpoints, content, end, run, steps
 
 import configure
 import train
+from report.runs import load_run
+from report.settings import group_runs
 from runtime import RunError, checkpoint
 from runtime.branch import check_length
 from runtime.distributed import Ranks
 from runtime.folder import RunFolder, path_of
 from runtime.preflight import Plan
-from scripts.report.runs import load_run
-from scripts.report.settings import group_runs
 
 # The most state to take over: dropout, a loss scale, a history of losses, sums of half a log
 # interval.

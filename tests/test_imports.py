@@ -16,8 +16,9 @@ LEVELS = [  # a file may import its own level and those before
     {"configure", "data", "kernels", "router", "attention", "gate_norm"},
     {"model"},
     {"runtime"},
+    {"report"},
     {"hf", "eval"},
-    {"scripts", "tools", "train"},
+    {"scripts", "studies", "tools", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 SIDEWAYS = {

@@ -1,4 +1,4 @@
-"""scripts/report: which runs are read and grouped, what is paired with what, verdicts, the paper's
+"""report/: which runs are read and grouped, what is paired with what, verdicts, the paper's
 numbers.
 """
 
@@ -11,11 +11,11 @@ import pytest
 from fake_runs import CONFIG, add_checkpoint, load_settings, make_run, make_seeds
 from scipy import stats
 
-from eval.paper import NUMBERS, read_paper_losses
-from scripts.report import tables
-from scripts.report.comparisons import choose_best, compare_setting
-from scripts.report.runs import load_evaluated, load_run
-from scripts.report.settings import group_runs
+from report import tables
+from report.comparisons import choose_best, compare_setting
+from report.paper import NUMBERS, read_paper_losses
+from report.runs import load_evaluated, load_run
+from report.settings import group_runs
 
 
 def load(*folders, key=None, **options):

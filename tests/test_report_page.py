@@ -10,10 +10,10 @@ import pytest
 from fake_runs import load_settings, make_run, make_seeds
 from scipy import stats
 
-import scripts.report.__main__ as report
-from scripts.report import pictures
-from scripts.report.page import write_page
-from scripts.report.runs import load_run
+import report.__main__ as report
+from report import pictures
+from report.page import write_page
+from report.runs import load_run
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from fake_runs import load_settings, make_run
 from scipy import stats
 
-from scripts.report import results
+from studies import results
 
 
 def read_losses(archive: Path) -> list[tuple[dict, float]]:

@@ -33,10 +33,10 @@ from eval.routing import (
 )
 from eval.trained import load_model, load_run
 from model import GPT
+from report.style import STYLES, style
 from router import ROUTERS, Router, Routing
 from runtime.metrics import read_metrics
 from scripts import draw
-from scripts.report.style import STYLES, style
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_bad_input_is_named(made, words, message, call, monkeypatch):
     assert line.startswith("error: ") and message in line
 
 
-# ---- scripts/draw.py: the picture of a routing.json; scripts/report/style.py
+# ---- scripts/draw.py: the picture of a routing.json; report/style.py
 def test_loads_are_relative_to_the_layer(tmp_path, capsys):
     layers = [{"layer": 1, "loads": [30, 20, 6, 0]}, {"layer": 2, "loads": [28, 28, 28, 28]}]
     report = {"run": "kern", "step": 1000, "layers": layers}

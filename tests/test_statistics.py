@@ -1,4 +1,4 @@
-"""scripts/report/comparisons.py against scipy.stats and formulas by hand."""
+"""report/comparisons.py against scipy.stats and formulas by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.report.comparisons import (
+from report.comparisons import (
     Difference,
     cluster_error,
     correct_holm,

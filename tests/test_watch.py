@@ -15,8 +15,8 @@ import matplotlib
 import pytest
 from runs import REPO_ROOT
 
+from report.runs import load_run
 from scripts import watch
-from scripts.report.runs import load_run
 from scripts.watch import HEAD, build_page, describe_run, make_server
 
 TRAINING = {"train/loss": 2.5, "perf/tokens_per_sec": 80.0}

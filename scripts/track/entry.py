@@ -21,10 +21,10 @@ import configure
 from common.text import plural
 from data.bins import read_meta, sha256_of
 from data.mixture import identify
+from report.runs import load_run
 from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
-from scripts.report.runs import load_run
 from scripts.sweep import Point, train_points
 from scripts.track.protocol import REPO_ROOT, Protocol, Task
 from scripts.track.record import (

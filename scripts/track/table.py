@@ -13,8 +13,8 @@ import numpy as np
 
 from common.files import write_atomic
 from common.text import markdown_table
-from scripts.report.comparisons import Difference, estimate_difference, judge_family
-from scripts.report.style import style
+from report.comparisons import Difference, estimate_difference, judge_family
+from report.style import style
 from scripts.track.protocol import BALANCE, REPO_ROOT, Protocol
 from scripts.track.record import Record, judged_runs, losses_of, task_of
 

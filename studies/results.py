@@ -1,7 +1,7 @@
 """Write the tables and pictures of docs/results.md and docs/results-tables.md anew from docs/records.
 
-    python -m scripts.report.results            writes them
-    python -m scripts.report.results --check    writes nothing; fails if a table differs
+    python -m studies.results              writes them
+    python -m studies.results --check      writes nothing; fails if a table differs
 
 Below a line `python -m scripts.report …` a page has the tables of this report: losses as means over
 seeds; other measures, without --over, of at most six arms; with three seeds, the verdicts on pairs
@@ -22,15 +22,15 @@ import numpy as np
 from common.command import build_parser, command, run_command
 from common.files import write_atomic
 from common.text import markdown_table
+from report import comparisons, tables
+from report.__main__ import make_parser
+from report.page import Report, read_report
+from report.pictures import plot_loss, plot_product
+from report.settings import Arm, Setting
+from report.tables import Table
 from router import find_spec
-from scripts.report import comparisons, tables
-from scripts.report.__main__ import make_parser
-from scripts.report.page import Report, read_report
-from scripts.report.pictures import plot_loss, plot_product
-from scripts.report.settings import Arm, Setting
-from scripts.report.tables import Table
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("results.md", "results-tables.md")
 TOP_K = "model.top_k"
 COMMAND = re.compile(
@@ -42,7 +42,7 @@ COMMAND = re.compile(
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the pages and pictures, or compare the pages."""
-    parser = build_parser("scripts.report.results", __doc__)
+    parser = build_parser("studies.results", __doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a table differs"
     )

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.text import plural
-from scripts.report.comparisons import HIGHER, LOWER, Comparison, estimate
-from scripts.report.runs import Run
-from scripts.report.settings import Setting, label_tick, label_value
+from report.comparisons import HIGHER, LOWER, Comparison, estimate
+from report.runs import Run
+from report.settings import Setting, label_tick, label_value
 
 Table = tuple[list[str], list[list[str]]]  # head and rows
 RUN_COLUMNS = ("run", "router", "data", "total", "active", "step", "val loss", "tokens/s")

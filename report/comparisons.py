@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from common.text import plural
-from scripts.report.settings import Arm, Setting, label_value
+from report.settings import Arm, Setting, label_value
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # with two, one degree of freedom, the quantile of t is 12.7

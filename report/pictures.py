@@ -15,10 +15,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.report.comparisons import estimate
-from scripts.report.settings import Arm, Setting, label_tick
-from scripts.report.style import style
-from scripts.report.tables import find_measures, read_measure
+from report.comparisons import estimate
+from report.settings import Arm, Setting, label_tick
+from report.style import style
+from report.tables import find_measures, read_measure
 
 MARKERS = 12  # per line, about
 Points = Mapping[Any, Sequence[float]]  # x: mean, low, high

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from configure.schema import KEYS
-from scripts.report.runs import Run, find_other_text
-from scripts.report.style import STYLES
+from report.runs import Run, find_other_text
+from report.style import STYLES
 
 DTYPE = "train.dtype"  # named only where a router has several
 # What differs between arms of one setting, beside the router.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.command import build_parser, command, require_packages, run_command
 from common.text import text_table
-from scripts.report.runs import find_runs
+from report.runs import find_runs
 
 
 @command
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     require_packages("matplotlib", "scipy")
-    from scripts.report.page import read_report, write_report
+    from report.page import read_report, write_report
 
     report = read_report(args)
     out = args.out or name_folder(find_runs(args.runs))

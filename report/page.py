@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 
 from common.files import write_atomic
 from common.text import escape_html, markdown_table, plural
-from eval.paper import read_paper_losses
-from scripts.report import pictures, tables
-from scripts.report.comparisons import MIN_SEEDS, choose_best, compare_setting
-from scripts.report.runs import load_evaluated
-from scripts.report.settings import Setting, group_runs
+from report import pictures, tables
+from report.comparisons import MIN_SEEDS, choose_best, compare_setting
+from report.paper import read_paper_losses
+from report.runs import load_evaluated
+from report.settings import Setting, group_runs
 
 TEMPLATE = Path(__file__).with_name("page.html")  # its policy allows nothing from outside the file
 Block = tuple[Any, ...]

@@ -1,0 +1,1 @@
+"""Runs sorted into settings, their losses paired, the paper's claims judged, on one page."""

@@ -1,1 +1,0 @@
-"""scripts.report: runs sorted into settings, their losses paired, the paper's claims judged, on one page."""

@@ -1,0 +1,1 @@
+"""What made docs/results.md: the studies' tables and pictures from their records."""
