@@ -210,7 +210,7 @@ def _read(path: str | Path, overrides: Sequence[str], lists: bool = False) -> Se
     """
     table = _read_toml(Path(path))
     sweep = table.pop("sweep", {})
-    table.pop("track", None)  # a contest's protocol: scripts/track/protocol.py
+    table.pop("track", None)  # a contest's protocol: track/protocol.py
     in_file = {
         key: value for key, value in _flatten(table).items() if key not in SECTIONS or value != {}
     }

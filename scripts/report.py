@@ -1,7 +1,6 @@
 """`python -m scripts.report` is `python -m report`."""
 
-from common.command import run_command
-from report.__main__ import main
+import runpy
 
 if __name__ == "__main__":
-    run_command(main)
+    runpy.run_module("report", run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ LEVELS = [  # a file may import its own level and those before
     {"runtime"},
     {"report"},
     {"hf", "eval"},
-    {"scripts", "studies", "tools", "train"},
+    {"scripts", "studies", "tools", "track", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 SIDEWAYS = {

@@ -1,4 +1,4 @@
-"""scripts/track: its verdicts against scipy, records that were changed, and a tiny contest from end
+"""track/: its verdicts against scipy, records that were changed, and a tiny contest from end
 to end.
 """
 
@@ -26,12 +26,12 @@ from data.bins import read_meta
 from data.mixture import identify
 from router import ROUTERS
 from runtime.signals import EXIT_CODE, Stop
-from scripts.track import clean
-from scripts.track import protocol as protocols
-from scripts.track.__main__ import CPU, main
-from scripts.track.entry import add_run, describe_machine, make_point, read_result, start_record
-from scripts.track.protocol import Task, load_protocol, read_options
-from scripts.track.record import (
+from track import clean
+from track import protocol as protocols
+from track.__main__ import CPU, main
+from track.entry import add_run, describe_machine, make_point, read_result, start_record
+from track.protocol import Task, load_protocol, read_options
+from track.record import (
     find_faults,
     judged_runs,
     losses_of,
@@ -40,7 +40,7 @@ from scripts.track.record import (
     read_record,
     write_record,
 )
-from scripts.track.table import PAGE, build_tables, judge_entries, loss_curve, write_tables
+from track.table import PAGE, build_tables, judge_entries, loss_curve, write_tables
 
 CONTEST = """
 [track]
@@ -380,7 +380,7 @@ def test_table_has_what_the_records_say(contest, tmp_path, monkeypatch):
     records = [save(protocol.records / f"{record['name']}.json", record) for record in records]
     pages = tmp_path / "README.md", tmp_path / "front.md"
     for page, name in zip(pages, ("PAGE", "FRONT_PAGE"), strict=True):
-        monkeypatch.setattr(f"scripts.track.table.{name}", page)
+        monkeypatch.setattr(f"track.table.{name}", page)
         page.write_text("above\n<!-- track: begin -->\nold\n<!-- track: end -->\nbelow\n")
     rows = judge_entries(protocol, records)
     write_tables(protocol, rows)

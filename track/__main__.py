@@ -26,9 +26,9 @@ from router import ROUTERS, find_spec
 from runtime.preflight import check_settings
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import train_points
-from scripts.track import entry
-from scripts.track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
-from scripts.track.record import LARGEST, Record, find_faults, judged_runs, losses_of, read_record
+from track import entry
+from track.protocol import OPTIONS, Protocol, Task, load_protocol, read_options
+from track.record import LARGEST, Record, find_faults, judged_runs, losses_of, read_record
 
 CPU = "config/track/cpu.toml"
 
@@ -150,7 +150,7 @@ def load_complete(protocol: Protocol) -> list[Record]:
 
 def print_verdicts(protocol: Protocol, records: list[Record]) -> None:
     """A row for each record; the verdicts are corrected for all of them."""
-    from scripts.track.table import build_verdicts, judge_entries  # imports scipy
+    from track.table import build_verdicts, judge_entries  # imports scipy
 
     print(text_table(*build_verdicts(protocol, judge_entries(protocol, records))), flush=True)
 
@@ -221,7 +221,7 @@ def rerun(protocol: Protocol, record: Record, seed: int, stop: Stop) -> int:
 def run_table(protocol: Protocol, args: Namespace, stop: Stop) -> int:
     """Write the tables and the picture."""
     require_packages("matplotlib")
-    from scripts.track import table
+    from track import table
 
     rows = table.judge_entries(protocol, load_complete(protocol))
     print(

@@ -9,7 +9,7 @@ from typing import Any
 from common.files import write_atomic
 from data.bins import sha256_of
 from router import ROUTERS, find_spec
-from scripts.track.protocol import Protocol, Task, read_options
+from track.protocol import Protocol, Task, read_options
 
 FORMAT = 1
 LARGEST = 150_000  # bytes of a record

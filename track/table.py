@@ -15,8 +15,8 @@ from common.files import write_atomic
 from common.text import markdown_table
 from report.comparisons import Difference, estimate_difference, judge_family
 from report.style import style
-from scripts.track.protocol import BALANCE, REPO_ROOT, Protocol
-from scripts.track.record import Record, judged_runs, losses_of, task_of
+from track.protocol import BALANCE, REPO_ROOT, Protocol
+from track.record import Record, judged_runs, losses_of, task_of
 
 PAGE = REPO_ROOT / "track/README.md"
 FRONT_PAGE = REPO_ROOT / "README.md"

@@ -2,7 +2,7 @@
 
     git clone https://github.com/mlschmitt/classic-books-markdown CLONE
     git -C CLONE checkout 944882722e9a96fa6cf2739dc2ea757e101f412f
-    python -m scripts.track.clean CLONE
+    python -m track.clean CLONE
 
 track/text/SOURCES.tsv names the file of the clone that each book is from, and the sha256 of its
 cleaned text.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.command import build_parser, command, run_command
 
-FOLDER = Path(__file__).parents[2] / "track/text"
+FOLDER = Path(__file__).parent / "text"
 TABLE = FOLDER / "SOURCES.tsv"
 STRAIGHT = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-"}
@@ -47,7 +47,7 @@ def read_sources() -> list[dict[str, str]]:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status: 1 if a text differs."""
-    parser = build_parser("scripts.track.clean", __doc__)
+    parser = build_parser("track.clean", __doc__)
     parser.add_argument("clone", type=Path, metavar="CLONE", help="folder with the sources")
     clone = parser.parse_args(argv).clone
     differ = 0

@@ -11,7 +11,7 @@ import configure
 from configure.schema import Section
 from data.bins import sha256_of
 
-REPO_ROOT = Path(__file__).parents[2]
+REPO_ROOT = Path(__file__).parents[1]
 RECORDS = REPO_ROOT / "track/records"
 DRAFT_DRAWS = 4
 # keys that an entry may set beside its router

@@ -26,8 +26,8 @@ from router import find_spec
 from runtime.distributed import device_name, pick_device
 from runtime.signals import EXIT_CODE, Stop
 from scripts.sweep import Point, train_points
-from scripts.track.protocol import REPO_ROOT, Protocol, Task
-from scripts.track.record import (
+from track.protocol import REPO_ROOT, Protocol, Task
+from track.record import (
     Record,
     missing_tasks,
     new_record,
