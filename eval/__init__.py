@@ -1,1 +1,1 @@
-"""Evaluate trained runs: downstream tasks, loss on any text, routing, and the paper's theory."""
+"""Evaluate trained runs: downstream tasks, loss on any text, and routing."""

@@ -1,1 +1,1 @@
-"""What made docs/results.md: the studies' tables and pictures from their records."""
+"""What made docs/results.md: configs and records of the studies, and their tables and pictures."""

@@ -1,4 +1,4 @@
-"""Write the tables and pictures of docs/results.md and docs/results-tables.md anew from docs/records.
+"""Write the tables and pictures of docs/results.md and docs/results-tables.md anew from studies/records.
 
     python -m studies.results              writes them
     python -m studies.results --check      writes nothing; fails if a table differs
@@ -31,6 +31,7 @@ from report.tables import Table
 from router import find_spec
 
 DOCS = Path(__file__).parents[1] / "docs"
+RECORDS = Path(__file__).with_name("records")
 PAGES = ("results.md", "results-tables.md")
 TOP_K = "model.top_k"
 COMMAND = re.compile(
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        for archive in sorted((DOCS / "records").glob("*.tar.xz")):
+        for archive in sorted(RECORDS.glob("*.tar.xz")):
             with tarfile.open(archive) as file:
                 file.extractall(folder, filter="data")  # runs/NAME, without their weights
         for page in PAGES:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             if args.check and text != before:
                 raise ValueError(
-                    f"docs/{page} differs from docs/records: run without --check, then git diff"
+                    f"docs/{page} differs from studies/records: run without --check, then git diff"
                 )
             if not args.check:
                 write_atomic(DOCS / page, text)
@@ -90,7 +91,7 @@ def find_report(arguments: str, folder: Path) -> Report:
     for word in shlex.split(arguments):
         found = sorted(map(str, folder.glob(word))) if word.startswith("runs/") else [word]
         if not found:
-            raise ValueError(f"{word}: docs/records has no such run")
+            raise ValueError(f"{word}: studies/records has no such run")
         words += found
     return read_report(make_parser().parse_args(words))
 

@@ -235,7 +235,11 @@ def test_controls():
 
 def test_no_two_runs_of_all_files_share_a_folder():
     owner = {}
-    for file in [*FILES.values(), *CONFIG.glob("*.toml"), *CONFIG.glob("studies/*.toml")]:
+    for file in [
+        *FILES.values(),
+        *CONFIG.glob("*.toml"),
+        *CONFIG.parent.glob("studies/config/*.toml"),
+    ]:
         for point in configure.sweep_points(file):
             name = configure.load(file, point).run.name
             assert len(name) <= 80 and (

@@ -11,7 +11,6 @@ from numerics import assert_near, seeded, tolerance
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
-from eval.theory import expected_constant
 from router import (
     ROUTERS,
     Router,
@@ -22,6 +21,7 @@ from router import (
     find_spec,
     token_distribution,
 )
+from studies.theory import expected_constant
 
 N, C, E, K = 48, 12, 16, 4
 SPARSE = [name for name in ROUTERS if name != "dense"]

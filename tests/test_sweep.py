@@ -191,10 +191,10 @@ def test_a_rehearsal_scales_steps_and_intervals_in_a_folder_of_its_own(sweep_fil
         assert config.run.dir == "there/rehearsal-0.01" and config.log.group.endswith(
             "-rehearsal-0.01"
         )
-    trunk, *_ = sweep.list_points(str(REPO_ROOT / "config/studies/length.toml"), [], scale=0.005)
+    trunk, *_ = sweep.list_points(str(REPO_ROOT / "studies/config/length.toml"), [], scale=0.005)
     assert (trunk.config.train.max_steps, trunk.config.train.keep_steps) == (40, "4,8,16")
     branch, *_ = sweep.list_points(
-        str(REPO_ROOT / "config/studies/length_branches.toml"), [], scale=0.005
+        str(REPO_ROOT / "studies/config/length_branches.toml"), [], scale=0.005
     )
     assert (branch.config.train.branch_from, branch.config.train.branch_step) == (
         str(trunk.folder),

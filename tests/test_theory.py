@@ -1,4 +1,4 @@
-"""eval.theory: expectations against closed forms, brute force and the paper's figures.
+"""studies.theory: expectations against closed forms, brute force and the paper's figures.
 
 Tolerances are those of quadrature and sampling (4 standard errors), in fp64: rounding is far below
 either.
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import theory
+from studies import theory
 
 # shared/paper/results.json, derived.monte_carlo, 4e5 samples each:
 # (M, k): c_mean, c_se, E_sum_g2, c_asymptotic, P_fewer_than_k_positive, E_nonzero_in_topk

@@ -1,6 +1,6 @@
 """The paper's analytical claims against measurement: a table per claim.
 
-    python -m eval.theory [--samples 20000] [--seed 0] [--only variance]
+    python -m studies.theory [--samples 20000] [--seed 0] [--only variance]
 
 Each row: a quantity, its exact expectation, and what router.Router does with random weights and
 inputs. Exit code 1 if a measurement is further from its expectation than chance allows.
@@ -255,7 +255,7 @@ CLAIMS = {
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command: 1 if a measurement is off its expectation."""
-    parser = build_parser("eval.theory", __doc__)
+    parser = build_parser("studies.theory", __doc__)
     parser.add_argument(
         "--samples", type=int, default=20_000, help="tokens per mean (default: %(default)s)"
     )
