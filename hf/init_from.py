@@ -24,9 +24,10 @@ from configure.schema import Model
 from data.bins import Meta, fingerprint, open_tokenizer, read_meta
 from data.tokenizer import TOKENIZER_FILE
 from gate_norm import gate_scale
-from hf.convert import find_overrides, is_upcycled, match_gates, take_routers, upcycle
 from hf.formats import BUFFERS, FORMATS, Format, dense_width
+from hf.match_gates import match_gates, take_routers
 from hf.tokenizer_files import make_vocabulary
+from hf.upcycle import find_overrides, is_upcycled, upcycle
 from model import GPT
 from router import Router, find_spec
 from runtime import RankError, RunError, checkpoint, distributed, folder

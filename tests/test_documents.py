@@ -16,10 +16,11 @@ from attention import KVCache, attend, find_documents
 from configure import Config
 from data import DataError
 from eval import val_loss
+from hf.export import export
 from model import GPT
 from runtime.folder import path_of
 from runtime.preflight import Plan
-from scripts import export, sample
+from scripts import sample
 
 T, V, END = 12, 40, 39
 MASKED = "data.document_mask=true"

@@ -27,10 +27,10 @@ from eval.harness import Adapter
 from eval.routing import record_routing
 from eval.scoring import Scorer, batch_by_length
 from eval.trained import load_run
+from hf.export.export import export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import write_tokenizer
 from runtime import folder
-from scripts.export import export_run
 
 DENSE = {"model.router": "dense", "model.pos": "learned"}
 

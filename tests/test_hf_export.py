@@ -1,4 +1,4 @@
-"""scripts/export/: models in the form of transformers, their tokenizers, and the command.
+"""hf/export/: models in the form of transformers, their tokenizers, and the command.
 
 Both models compute in fp64, and must agree to the rounding of fp32: an error is either far below
 that or a fault.
@@ -27,13 +27,13 @@ import train
 from attention import KVCache
 from data.tokenizer import ByteTokenizer
 from eval.trained import Trained, load_model
+from hf.export import export
+from hf.export.export import CODE, choose_form, export_run
 from hf.formats import FORMATS
 from hf.tokenizer_files import find_merges, write_tokenizer
 from model import GPT, count_parameters
 from router import ROUTERS
 from runtime import folder
-from scripts import export
-from scripts.export import CODE, choose_form, export_run
 
 TOKENIZER = ByteTokenizer()
 NEAR = tolerance(torch.float32, 32)
@@ -483,7 +483,7 @@ def test_other_weights_behind_a_link(run, tmp_path, call):
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(
-            "scripts.export.format_card",
+            "hf.export.export.format_card",
             mock.Mock(side_effect=OSError(28, "No space left on device")),
         )
         assert "error: [Errno 28] No space left" in call(export.main, run, tmp_path / "out", code=2)

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 import configure
 import train
 from eval.trained import load_model
+from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
 from runtime import RunError, checkpoint, folder
 from runtime.metrics import read_metrics
-from scripts import export
 
 GPT2 = {
     "vocab_size": 257,

@@ -22,12 +22,12 @@ from data import DataError, prepare
 from data.bins import open_tokenizer, open_tokens, read_meta
 from data.tokenizer import load_tokenizer, token_bytes
 from eval.trained import load_model
+from hf.export import export
 from hf.formats import FORMATS
 from hf.init_from import read_initial_weights
 from model import count_parameters
 from runtime import RunError
 from runtime.folder import path_of
-from scripts import export
 
 SIZES = {
     "vocab_size": 257,

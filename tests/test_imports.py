@@ -17,13 +17,12 @@ LEVELS = [  # a file may import its own level and those before
     {"model"},
     {"runtime"},
     {"report"},
-    {"hf", "eval"},
+    {"eval"},
+    {"hf"},
     {"scripts", "studies", "tools", "track", "train"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 SIDEWAYS = {
-    ("hf", "eval"),
-    ("eval", "hf"),
     ("data", "configure"),
     ("kernels", "configure"),
     ("router", "configure"),

@@ -1,4 +1,4 @@
-"""hf/convert.py: a trained softmax mixture gets another router; a dense model becomes a mixture."""
+"""hf/match_gates.py and hf/upcycle.py: another router for a mixture; a mixture from a dense model."""
 
 import re
 
@@ -16,11 +16,11 @@ from data.loader import fixed_windows, windows
 from eval.routing import record_routing
 from eval.trained import load_model
 from gate_norm import gate_scale, gate_sum
+from hf.export import export
 from hf.init_from import read_initial_weights
 from model import GPT
 from router import Router, find_spec, hash_table
 from runtime.folder import path_of
-from scripts import export
 
 ONCE = ["train.max_steps=1", "optim.warmup_steps=0", "optim.lr=1e-9", "eval.interval=1"]
 

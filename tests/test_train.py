@@ -25,6 +25,7 @@ from data.loader import Loader
 from eval import downstream, val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
+from hf.export import export
 from model import GPT, Stats, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
@@ -34,7 +35,7 @@ from runtime.metrics import Metrics, read_metrics
 from runtime.preflight import Plan
 from runtime.signals import Stop
 from runtime.validation import measure_loss
-from scripts import export, sample
+from scripts import sample
 
 
 def tokens_of(config, split="train"):
