@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Attention, Documents, KVCache, find_documents, make_norm
+from balance import Stats, count_margins, measure
 from configure.schema import Model as ModelConfig
 from gate_norm import gate_scale
 from kernels import add, add_norm, expert_mlp, route
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.torch_grouped import activate
-from router import Router, Stats, find_spec, hash_table
+from router import Router, Routing, find_spec, hash_table
 
 
 class Output(NamedTuple):
@@ -90,6 +91,7 @@ class MoE(nn.Module):
         table = hash_table(config.vocab_size, *sizes, seed=layer) if hashed else None
         self.router = Router(config.n_embd, *sizes, spec, gate_scale(config), table)
         self.router.fused = partial(route, backend=config.backend)
+        self.counts_margins = False  # in training, for train.bias_update = "quantile"
         self.experts = Experts(config)
         self.shared = (
             MLP(config, config.n_shared_expert, bias=False) if config.n_shared_expert else None
@@ -104,11 +106,23 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         unrounded = tokens if exact is None else exact.flatten(0, 1)
         routing = self.router(unrounded, n_sequence=len(x), ids=idx)
+        stats = self._measure(routing, len(x))
         y = self.experts(tokens, routing.weights, routing.experts)  # (N, C)
         if self.shared is not None:
             y = y + self.shared(unrounded)[0]
-        assert routing.stats is not None, "asked for"
-        return y, routing.stats  # FSDP2 warns of views that leave a block
+        return y, stats  # FSDP2 warns of views that leave a block
+
+    def _measure(self, routing: Routing, n_sequence: int) -> Stats:
+        """Compute the layer's Stats in fp32, as the router does."""
+        with torch.autocast(routing.logits.device.type, enabled=False):
+            stats = measure(routing, n_sequence)
+            if not (self.counts_margins and self.training):
+                return stats
+            router = self.router
+            margins = count_margins(
+                routing.scores, router.selection_bias, router.top_k, router.spec.reach
+            )
+            return stats._replace(margins=margins)
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Routers: one formula, one line of data per router, and the losses that balance the experts' loads.
+"""Routers: one formula, and one line of data per router.
 
     g = c · γ · post( φ( pre(W x + b) ) ) · 1[ m ∈ TopK(scores + β) ]
 
@@ -147,21 +147,6 @@ def find_spec(router: str) -> RouterSpec | None:
 Fused = Callable[..., tuple[Tensor, ...] | None]  # as `kernels.route`
 
 
-class Stats(NamedTuple):
-    """What a model reports about its routers: a row for each of its L layers with experts, which one layer's lack."""
-
-    loads: Tensor  # (L, B, E) int64, tokens of each sequence that chose each expert
-    # (L, B, E) mean over a sequence's tokens of `token_distribution`, with gradient
-    probability: Tensor
-    z_loss: Tensor  # (L,) router z-loss, with gradient
-    entropy: Tensor  # (L,) nats, mean over tokens of the entropy of `token_distribution`
-    zero_gates: Tensor  # (L,) fraction of the N·K gates that are exactly 0
-    gate_square: Tensor  # (L,) mean over tokens of Σ g², the sum over a token's K gates
-    gate_sum: Tensor  # (L,) mean over tokens of Σ g
-    # (L, E, MARGIN_BINS) int64, `count_margins`; only for train.bias_update = "quantile"
-    margins: Tensor | None = None
-
-
 class Routing(NamedTuple):
     """What a router decides for N tokens. All but `experts` in fp32 (fp64 for fp64 inputs)."""
 
@@ -170,7 +155,8 @@ class Routing(NamedTuple):
     # (N, E) scores that experts are chosen by, before c, γ and β; no gradient if `fused` made them
     scores: Tensor
     logits: Tensor  # (N, E) W x + b
-    stats: Stats | None = None  # if asked for
+    # the fields of `balance.Stats` but margins, where `fused` has computed them, too
+    stats: tuple[Tensor, ...] | None = None
 
 
 class Router(nn.Module):
@@ -213,7 +199,6 @@ class Router(nn.Module):
         self.fused: Fused | None = None  # `kernels.route`: computes the same faster, where it can
         # (N, K) experts that take the place of the choice, see eval/traces.py
         self.replay: Tensor | None = None
-        self.counts_margins = False  # whether Stats in training have them
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         nn.init.normal_(self.weight, std=0.02)
         self.bias = nn.Parameter(torch.zeros(n_expert)) if spec.bias else None
@@ -225,8 +210,8 @@ class Router(nn.Module):
             "hash_table", None if table is None else table.to(self.weight.device, copy=True)
         )
 
-    def forward(self, x: Tensor, n_sequence: int = 0, ids: Tensor | None = None) -> Routing:
-        """Route tokens x (N, C) of any floating dtype; if the number of their sequences is given, with `stats`.
+    def forward(self, x: Tensor, n_sequence: int = 1, ids: Tensor | None = None) -> Routing:
+        """Route tokens x (N, C) of any floating dtype, which form `n_sequence` sequences (for the statistics).
 
         `ids` are their N token ids, int64 of any shape, which hash layers need.
         """
@@ -234,7 +219,7 @@ class Router(nn.Module):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)  # (N, E)
-            routing, given = None, self.replay  # experts whatever the scores
+            given = self.replay  # experts whatever the scores
             if given is None and self.hash_table is not None:
                 given = self.hash_table[ids].flatten(0, -2)  # (N, K)
             if self.fused is not None and given is None:
@@ -246,22 +231,12 @@ class Router(nn.Module):
                     self.gamma,
                     formula,
                     self.top_k,
-                    n_sequence or 1,
+                    n_sequence,
                 )
                 if out is not None:
                     weights, experts, scores, *stats = out
-                    routing = Routing(weights, experts, scores, logits, Stats(*stats))
-            if routing is None:
-                routing = self.choose(logits, given)
-                routing = routing._replace(
-                    stats=measure(routing, n_sequence) if n_sequence else None
-                )
-            if routing.stats is not None and self.counts_margins and self.training:
-                margins = count_margins(
-                    routing.scores, self.selection_bias, self.top_k, self.spec.reach
-                )
-                routing = routing._replace(stats=routing.stats._replace(margins=margins))
-            return routing
+                    return Routing(weights, experts, scores, logits, tuple(stats))
+            return self.choose(logits, given)
 
     def choose(self, logits: Tensor, experts: Tensor | None = None) -> Routing:
         """Apply the formula to logits (N, E); `experts` (N, K), if given, are chosen whatever their scores.
@@ -442,144 +417,3 @@ class NormRouter(nn.Module):
             s = logits.to(torch.promote_types(logits.dtype, torch.float32))
             s = s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + self.eps)
             return self.scale * self.scale_initial * s.relu()
-
-
-def expert_loads(experts: Tensor, n_expert: int) -> Tensor:
-    """Count the tokens that chose each expert: experts (..., N, K) int64 -> (..., E) int64."""
-    flat = experts.flatten(-2)
-    loads = torch.zeros(*flat.shape[:-1], n_expert, dtype=torch.int64, device=flat.device)
-    return loads.scatter_add_(-1, flat, torch.ones_like(flat))
-
-
-def token_distribution(routing: Routing) -> Tensor:
-    """Normalise the routing scores, negative ones set to 0, to sum to 1 per token: (N, E).
-
-    For softmax these are its probabilities.
-    """
-    positive = routing.scores.relu()
-    return positive / (positive.sum(-1, keepdim=True) + EPS)
-
-
-def measure(routing: Routing, n_sequence: int) -> Stats:
-    """Compute the statistics of tokens that form `n_sequence` sequences."""
-    experts, gates = routing.experts, routing.weights.detach()
-    # (B, E)
-    loads = expert_loads(experts.view(n_sequence, -1, experts.shape[1]), routing.scores.shape[1])
-    distribution = token_distribution(routing)  # (N, E)
-    probability = distribution.view(n_sequence, -1, distribution.shape[1]).mean(1)  # (B, E)
-    of_gates = (
-        (gates == 0).float().mean(),
-        gates.square().sum() / len(gates),
-        gates.sum() / len(gates),
-    )
-    return Stats(loads, probability, z_loss(routing), entropy(distribution), *of_gates)
-
-
-def balance_loss(probability: Tensor, loads: Tensor) -> Tensor:
-    """Switch load-balancing loss E · Σ_e f_e P_e: 1 when balanced, E when one expert takes every token.
-
-    Scores are normalised per token, so the loss moves them against each other and cannot shrink
-    KERN's γ or scale.
-
-    Args:
-        probability: (..., E) P, the mean over tokens of `token_distribution`. Carries the gradient.
-        loads: (..., E), tokens per expert, of these tokens or of others; f_e is their share of all
-            choices. No gradient.
-
-    Returns:
-        (...) dimensionless.
-
-    Source: Switch Transformer (arXiv 2101.03961), eq. 4.
-    """
-    share = (loads / loads.sum(-1, keepdim=True)).to(probability.dtype)
-    return loads.shape[-1] * (share * probability).sum(-1)
-
-
-@torch.no_grad()
-def entropy(distribution: Tensor) -> Tensor:
-    """Mean entropy per token in nats, a scalar (), of `token_distribution` (N, E)."""
-    return -(distribution * distribution.clamp_min(1e-30).log()).sum(-1).mean()
-
-
-def z_loss(routing: Routing) -> Tensor:
-    """Router z-loss, a scalar (): mean over tokens of logsumexp(logits)².
-
-    Source: ST-MoE (arXiv 2202.08906), eq. 5.
-    """
-    return torch.logsumexp(routing.logits, dim=-1).square().mean()
-
-
-@torch.no_grad()
-def update_selection_bias(selection_bias: Tensor, loads: Tensor, rate: float | Tensor) -> None:
-    """Once per optimizer step, in place: β_e += rate · sign(mean load - load of e).
-
-    Args:
-        selection_bias: (E,) β of one router.
-        loads: (E,) tokens per expert, summed over all tokens of the step on all ranks.
-        rate: step size, `train.bias_update_rate`; a 0-d tensor to skip the step on the device.
-
-    Source: DeepSeek-V3 (arXiv 2412.19437), Sec. 2.1.2.
-    """
-    loads = loads.to(selection_bias.dtype)
-    selection_bias.add_(rate * torch.sign(loads.mean() - loads))
-
-
-MARGIN_BINS = 1000
-
-
-def squash(margins: Tensor, span: Tensor) -> Tensor:
-    """Margins of at most `span` (0-d), or of any size if that is inf, as numbers in [-1, 1]."""
-    return torch.where(span.isinf(), margins / (1 + margins.abs()), margins / span)
-
-
-def unsquash(x: Tensor, span: Tensor) -> Tensor:
-    """The margins that `squash` makes x of."""
-    return torch.where(span.isinf(), x / (1 - x.abs()), x * span)
-
-
-@torch.no_grad()
-def count_margins(scores: Tensor, selection_bias: Tensor, top_k: int, reach: float) -> Tensor:
-    """Histograms (E, MARGIN_BINS) int64 of the margins by which tokens miss experts, for `solve_selection_bias`.
-
-    A token's margins are α - (s + β), where α is its (K+1)-th largest s + β: it is an expert's if
-    the margin is negative. Bins span ±(reach + max β - min β), beyond which no margin lies; if
-    scores have no bounds (reach is inf), they span the margins m as m / (1 + |m|). Their edges are
-    the cubes of even steps, finest at 0, where the margins of balanced experts end: in 1,000 even
-    bins, those of softmax over hundreds of experts share one.
-
-    Args:
-        scores: (N, E), of any part of a step: counts of parts add up.
-        selection_bias: (E,) β that experts were chosen with.
-        top_k: K < E.
-        reach: of the scores, `RouterSpec.reach`; inf if they have no bounds.
-    """
-    n_expert, shifted = len(selection_bias), scores + selection_bias
-    margins = shifted.topk(top_k + 1, dim=-1).values[:, -1:] - shifted  # (N, E)
-    margins = squash(margins, reach + selection_bias.amax() - selection_bias.amin())  # in [-1, 1]
-    place = margins.sign() * margins.abs() ** (1 / 3)
-    bins = ((place + 1) * (MARGIN_BINS / 2)).long().clamp(0, MARGIN_BINS - 1)
-    bins = bins + MARGIN_BINS * torch.arange(n_expert, device=bins.device)
-    return expert_loads(bins, n_expert * MARGIN_BINS).view(n_expert, MARGIN_BINS)
-
-
-@torch.no_grad()
-def solve_selection_bias(
-    selection_bias: Tensor, margins: Tensor, top_k: int, reach: float
-) -> Tensor:
-    """The β (E,), of mean 0, under which an expert would have had K/E of a step's tokens, were other β as they are.
-
-    It is the K/E quantile of margin + β, interpolated within a bin. `margins` (E, MARGIN_BINS) are
-    sums over the step's tokens on all ranks; the other arguments are those of `count_margins`.
-
-    Source: Quantile Balancing (kexue.fm/archives/11619); histograms as in Kimi K3's report, App. D.
-    """
-    n_expert, counts, old = len(selection_bias), margins.long(), selection_bias.double()
-    below = counts.cumsum(-1)  # (E, bins); of integers, so exact and deterministic on a GPU, too
-    wanted = top_k * below[:, -1:]  # times E, an integer
-    # (E, 1) first bin with enough tokens up to its end
-    at = (below * n_expert < wanted).sum(-1, keepdim=True)
-    inside = counts.gather(-1, at)
-    place = at + 1 - (below.gather(-1, at) - wanted.double() / n_expert) / inside
-    edge = (2 * place[:, 0] / MARGIN_BINS - 1) ** 3
-    new = old + unsquash(edge, reach + old.amax() - old.amin())
-    return (new - new.mean()).to(selection_bias.dtype)

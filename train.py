@@ -44,10 +44,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from balance import Stats, balance_loss
 from configure.schema import Optim, Train
 from data.loader import prefetch
-from model import Stats
-from router import balance_loss
 from runtime import RankError, RunError, Stopped, distributed
 from runtime.batches import micro_batches, seed_step
 from runtime.cadence import Cadence

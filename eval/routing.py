@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from balance import entropy, expert_loads, token_distribution
 from common.command import build_parser, command, require_packages, run_command
 from common.files import write_atomic
 from common.progress import progress_bar
@@ -48,7 +49,7 @@ from eval.trained import (
     pick_device,
 )
 from model import GPT
-from router import Routing, entropy, expert_loads, find_spec, token_distribution
+from router import Routing, find_spec
 
 # equal in two models to be compared
 COMPARABLE = ("n_layer", "n_dense_layer", "n_expert", "top_k", "block_size")

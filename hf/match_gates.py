@@ -77,8 +77,8 @@ def match_gates(model: GPT, old: dict[str, Router], plan: Plan, ranks: Ranks) ->
     def route_as_before(
         place: str, _: Router, args: tuple, given: dict[str, Any], routing: Routing
     ) -> Routing:
-        assert routing.stats is not None, "asked for"
-        squares[place] = squares[place] + routing.stats.gate_square.double() / len(batches)
+        gate_square = routing.weights.square().sum() / len(routing.weights)
+        squares[place] = squares[place] + gate_square.double() / len(batches)
         return old[place].to(ranks.device)(*args, **given)
 
     model.eval()

@@ -103,7 +103,7 @@ def route(
         backend: as in `expert_mlp`.
 
     Returns:
-        `Routing`'s weights, experts and scores, these without gradient, then the fields of `Stats`
+        `Routing`'s weights, experts and scores, these without gradient, then the fields of `balance.Stats`
         in order. None if the backend is not triton, φ is new to the kernel, or experts are too many
         for it: use torch operators.
     """

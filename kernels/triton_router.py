@@ -125,7 +125,7 @@ def stage_grad(x, used, d, PRE: tl.constexpr, PHI: tl.constexpr, POST: tl.conste
 
 @triton.jit
 def distribute(scores):
-    """Positive scores over their sum, and one over the sum: `router.token_distribution`."""
+    """Positive scores over their sum, and one over the sum: `balance.token_distribution`."""
     positive = tl.where(scores <= 0, 0.0, scores)
     step = 1.0 / (tl.sum(positive, 1) + EPS)
     return positive * step[:, None], step

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from balance import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from configure.schema import Optim
 from kernels import choose_backend
 from model import GPT, MoE
-from router import MARGIN_BINS, solve_selection_bias, update_selection_bias
 from runtime import checkpoint, distributed
 from runtime.distributed import Ranks
 from runtime.optimizers import AdamW, Muon, is_for_muon
@@ -190,12 +190,11 @@ class TrainState(AbstractContextManager["TrainState"]):
         for block in self.model.blocks:
             block.checkpointing = config.train.activation_checkpointing  # pyrefly: ignore[bad-argument-type]
         self._bias_update_rate = config.train.bias_update_rate
-        self._routers = [
-            block.mlp.router for block in self.model.blocks if isinstance(block.mlp, MoE)
-        ]
+        mixtures = [block.mlp for block in self.model.blocks if isinstance(block.mlp, MoE)]
+        self._routers = [mixture.router for mixture in mixtures]
         self.n_bin = MARGIN_BINS if config.train.bias_update == "quantile" else 0
-        for router in self._routers:
-            router.counts_margins = self.n_bin > 0
+        for mixture in mixtures:
+            mixture.counts_margins = self.n_bin > 0
         self.bias_moved: Tensor | None = None
         shape = (config.train.micro_batch_size, config.model.block_size)
         compile = distributed.pick_compile(config.train.compile, plan.device)

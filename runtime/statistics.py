@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model import Stats
+from balance import Stats
 
 
 def join(loss: Tensor, aux_loss: Tensor, stats: Stats) -> Tensor:
@@ -33,7 +33,7 @@ class Statistics:
         gate_square: (L,) Σ g² of a token's gates, mean over tokens.
         gate_sum: (L,) Σ g of a token's gates, mean over tokens.
         loads: (L, E) tokens per expert.
-        margins: (L, E, M), histograms of `router.count_margins`; M = 0 but in steps under
+        margins: (L, E, M), histograms of `balance.count_margins`; M = 0 but in steps under
             bias_update = "quantile".
     """
 

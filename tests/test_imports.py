@@ -13,7 +13,7 @@ from runs import REPO_ROOT
 
 LEVELS = [  # a file may import its own level and those before
     {"common"},
-    {"configure", "data", "kernels", "router", "attention", "gate_norm"},
+    {"configure", "data", "kernels", "router", "balance", "attention", "gate_norm"},
     {"model"},
     {"runtime"},
     {"report"},
@@ -26,6 +26,7 @@ SIDEWAYS = {
     ("data", "configure"),
     ("kernels", "configure"),
     ("router", "configure"),
+    ("router", "balance"),  # exports ship router.py
 }
 # only for train.init_from and eval.tasks
 UP = {("runtime/preflight.py", "hf"), ("train.py", "eval")}

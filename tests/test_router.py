@@ -1,4 +1,4 @@
-"""router.py: every router against its formula by hand, KERN's properties, the losses that balance
+"""router.py and balance.py: every router against its formula by hand, KERN's properties, the losses that balance
 experts.
 """
 
@@ -11,15 +11,19 @@ from numerics import assert_near, seeded, tolerance
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import router as router_module
+from balance import (
+    balance_loss,
+    count_margins,
+    expert_loads,
+    solve_selection_bias,
+    token_distribution,
+    z_loss,
+)
 from router import (
     ROUTERS,
     Router,
     RouterSpec,
-    balance_loss,
-    count_margins,
-    expert_loads,
     find_spec,
-    token_distribution,
 )
 from studies.theory import expected_constant
 
@@ -342,9 +346,7 @@ def test_quantile_balancing_equals_sorting(name):
         edges = edges * (spec.reach + bias.max() - bias.min())
     at = torch.searchsorted(edges, (wanted - bias).contiguous())
     width = edges[at] - edges[at - 1]
-    solved = router_module.solve_selection_bias(
-        router.selection_bias, counts, K, spec.reach
-    ).double()
+    solved = solve_selection_bias(router.selection_bias, counts, K, spec.reach).double()
     assert solved.mean().abs() < 1e-6
     apart = (solved - (wanted - wanted.mean())).abs()
     assert (apart <= width + width.mean() + 1e-6).all() and (solved - bias).abs().max() > 0.01
@@ -383,8 +385,8 @@ def test_balance_loss_equals_transformers(top_k):
 @pytest.mark.numerics
 def test_z_loss():
     logits, router = torch.randn(N, E), identity_router("kern")
-    assert_same(router_module.z_loss(router(logits)), (logits.exp().sum(1).log() ** 2).mean())
-    assert router_module.z_loss(router(torch.full((N, E), 1e4))).isfinite()
+    assert_same(z_loss(router(logits)), (logits.exp().sum(1).log() ** 2).mean())
+    assert z_loss(router(torch.full((N, E), 1e4))).isfinite()
 
 
 def test_what_means_nothing_is_refused():

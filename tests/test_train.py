@@ -19,6 +19,7 @@ from runs import ALONE, REPO_ROOT, assert_same_columns, column, run, run_with_ma
 from tqdm import tqdm
 
 import train
+from balance import Stats
 from configure.schema import Optim, Train
 from data.bins import open_tokens
 from data.loader import Loader
@@ -26,7 +27,7 @@ from eval import downstream, val_loss
 from eval.routing import record_routing
 from eval.trained import load_model
 from hf.export import export
-from model import GPT, Stats, flops_per_token
+from model import GPT, flops_per_token
 from runtime import RunError, cadence, checkpoint, distributed, reporter
 from runtime import state as train_state
 from runtime.distributed import Ranks

@@ -10,10 +10,11 @@ import torch
 from numerics import assert_near, guarded_buffers, run_and_check_fake, seeded, tolerance
 
 import kernels
+from balance import Stats, measure
 from configure.schema import Model
 from kernels import route
 from model import GPT
-from router import ROUTERS, Router, Stats, measure, top_k_indices
+from router import ROUTERS, Router, top_k_indices
 
 pytest.importorskip("triton")
 

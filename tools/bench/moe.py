@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from balance import expert_loads
 from configure.schema import Model
 from kernels.torch_grouped import activate
-from router import expert_loads
 from runtime import RunError, distributed
 from tools.bench.harness import DTYPES, Benchmark, divide
 
