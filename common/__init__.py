@@ -1,4 +1,4 @@
-"""What every package may use: the frame of a command, files written in full, tables, progress.
+"""Helpers that every package may use: commands, atomic files, tables, progress.
 
-Imports none of ours.
+They import nothing else of this repository.
 """

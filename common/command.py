@@ -1,4 +1,4 @@
-"""The frame of every command: its arguments' help, one-line errors, Ctrl-C, a reader that leaves."""
+"""The frame of every command: help, one-line errors, exit codes, Ctrl-C and a closed stdout."""
 
 import argparse
 import functools
@@ -10,31 +10,32 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line, without the usage of every option before it."""
+    """A parser whose errors are one line, without argparse's list of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; {self.prog} --help has all arguments\n")
 
 
 def build_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m MODULE` whose --help begins with `doc`, the module's docstring, as it is written."""
+    """A parser for `python -m MODULE`; its --help starts with `doc`, the module's docstring."""
     return Parser(
         prog=f"python -m {module}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorate `main(argv) -> int | None`: ValueError and OSError become one line on stderr and the exit code 2.
+    """Decorate `main(argv)`: ValueError and OSError become one line on stderr and exit code 2.
 
-    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. None counts as 0.
-    Under torchrun each node prints the line once: one of them alone may lack the run.
+    The package's own errors (RunError, DataError, ConfigError) are ValueErrors. `main` returns an
+    exit code or None, which means 0. Under torchrun one process per node prints the line, because
+    the run may be missing on a single node.
     """
 
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> int:
         try:
             return main(*args, **kwargs) or 0
-        except BrokenPipeError:  # an OSError that is for run_command
+        except BrokenPipeError:  # an OSError, but run_command handles it
             raise
         except (ValueError, OSError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -45,25 +46,28 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with the code that `main` returns; 130 after Ctrl-C, 141 if stdout was closed, as by `… | head`."""
+    """Exit with the code that `main` returns.
+
+    130 after Ctrl-C; 141 if the reader of stdout has closed it, for example in `… | head`.
+    """
     try:
         try:
             code = main()
-        except SystemExit as end:  # of argparse, say after --help
+        except SystemExit as end:  # argparse raises it, for example after --help
             code = end.code
-        print(end="", flush=True)  # does nothing where there is no stdout
+        print(end="", flush=True)  # does nothing if there is no stdout
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        # the interpreter flushes it once more
+        # Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
 
 
 def require_packages(*names: str, requirements: str = "requirements-report.txt") -> None:
-    """Raise ValueError that names the command to install them if one of these optional packages is missing."""
+    """Raise ValueError with the command that installs them if an optional package is missing."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed: pip install -r {requirements}")

@@ -1,43 +1,58 @@
-"""How many cores this process may use, and how many of them other processes leave to it."""
+"""The number of cores that this process may use, and of those that other processes leave free."""
 
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-STAT = Path("/proc/stat")  # Linux alone
+STAT = Path("/proc/stat")  # exists on Linux only
 
 
 def count_cores() -> int:
     """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class CoreTimes(NamedTuple):
+    """Seconds on three clocks."""
+
+    wall: float
+    used: float  # by this process, summed over cores
+    idle: float | None  # of this process's cores, summed; None if unknown
+
+
+def read_times() -> CoreTimes:
+    """The three clocks now."""
+    return CoreTimes(time.monotonic(), time.process_time(), read_idle_seconds())
 
 
 def read_idle_seconds() -> float | None:
-    """Seconds that the cores of this process have been idle since the machine started, summed; None if unknown."""
+    """Idle seconds of this process's cores since the machine started, summed; None if unknown."""
     if not STAT.exists():
         return None
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    cores = [
-        fields
-        for fields in map(str.split, STAT.read_text().splitlines())
-        if fields and fields[0] in own
-    ]
-    return sum(int(idle) + int(waiting) for _, _, _, _, idle, waiting, *_ in cores) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    ticks = 0
+    for line in STAT.read_text().splitlines():
+        fields = line.split()
+        if fields and fields[0] in own:
+            ticks += int(fields[4]) + int(fields[5])  # idle, and idle while a disk is awaited
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-BEGAN = time.monotonic(), time.process_time(), read_idle_seconds()
+AT_IMPORT = read_times()
 
 
 def count_free_cores() -> int | None:
-    """Cores that no other process has used since this module was imported, 1 at least; None if unknown.
+    """Cores that no other process has used since this module was imported; None if unknown.
 
-    They were idle, or this process used them.
+    They were idle, or this process used them. At least 1.
     """
-    began, own, idle = BEGAN
-    idle_now, seconds = read_idle_seconds(), time.monotonic() - began
-    if idle is None or idle_now is None or seconds <= 0:
+    now = read_times()
+    seconds = now.wall - AT_IMPORT.wall
+    if now.idle is None or AT_IMPORT.idle is None or seconds <= 0:
         return None
-    free = (idle_now - idle + time.process_time() - own) / seconds
-    return min(max(round(free), 1), count_cores())
+    used = now.used - AT_IMPORT.used
+    idle = now.idle - AT_IMPORT.idle
+    return min(max(round((idle + used) / seconds), 1), count_cores())

@@ -1,20 +1,23 @@
-"""Files that are there in full or not at all."""
+"""Files that are written completely or not at all."""
 
 import os
 from pathlib import Path
 
 
 def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> None:
-    """Write `data`, text as UTF-8: a reader, or a kill at any moment, finds the old content or the new, never a part.
+    """Write `data`, text as UTF-8, so that `path` has the old content or the new, never a part.
 
-    `durable`: also survive a power failure, at the cost of two waits for the disk. Raises OSError
-    if the file cannot be written; `path` is then unchanged.
+    This also holds if the process is killed. `durable` makes it hold after a power failure, at the
+    cost of two waits for the disk. Raises OSError if the file cannot be written; `path` is then
+    unchanged.
     """
+    if isinstance(data, str):
+        data = data.encode()
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -27,7 +30,7 @@ def write_atomic(path: str | Path, data: str | bytes, durable: bool = False) -> 
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Make the names in `folder` (files created, renamed or removed) survive a power failure.
+    """Make the names in `folder` survive a power failure: files created, renamed or removed.
 
     Raises OSError.
     """
@@ -39,6 +42,8 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def short_path(path: str | Path) -> str:
-    """A path relative to the working directory if it lies below, else absolute."""
+    """A path relative to the working directory if it is inside, else absolute."""
     relative = os.path.relpath(path)
-    return os.path.abspath(path) if Path(relative).parts[:1] == (os.pardir,) else relative
+    if Path(relative).parts[:1] == (os.pardir,):
+        return os.path.abspath(path)
+    return relative

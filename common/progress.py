@@ -1,4 +1,4 @@
-"""Progress bars on stderr: in place on a terminal, lines in a file."""
+"""Progress on stderr: a bar on a terminal, lines in a file."""
 
 import os
 import re
@@ -14,41 +14,45 @@ FORMAT = "{desc}: {n_fmt}/{total_fmt}{unit} |{bar}| {elapsed}, {remaining} left{
 
 
 def progress_bar(every: float | None = None, **options: Any) -> Any:
-    """A bar with tqdm's `options` on a terminal, also on one that does not know its width, where tqdm shows nothing.
+    """A tqdm bar with `options` on a terminal; lines if stderr is a file or a pipe.
 
-    Where stderr is a file or a pipe, ProgressLines, at least `every` seconds apart; by default
-    nothing is shown there.
+    The lines are at least `every` seconds apart; without `every` there are none.
     """
     if sys.stderr.isatty():
         if 0 in os.get_terminal_size(sys.stderr.fileno()):
-            columns, options["nrows"] = shutil.get_terminal_size()  # as $COLUMNS says, or 80
-            options["ncols"] = columns - 1
+            # tqdm shows nothing on a terminal that does not know its width: use $COLUMNS, or 80.
+            size = shutil.get_terminal_size()
+            options["ncols"] = size.columns - 1
+            options["nrows"] = size.lines
         return tqdm(mininterval=0.3, **options)
-    return tqdm(**options | {"disable": True}) if every is None else ProgressLines(every, **options)
+    if every is None:
+        options["disable"] = True
+        return tqdm(**options)
+    return ProgressLines(every, **options)
 
 
 class ProgressLines(AbstractContextManager["ProgressLines"]):
-    """What is used of a tqdm bar, for a file: a line every so many seconds and at the end, without the bar itself."""
+    """A tqdm bar for a file: lines without the bar, one every few seconds and one at the end.
+
+    tqdm itself would write carriage returns into the file.
+    """
 
     def __init__(
         self, every: float, desc: str, total: int, initial: int = 0, **options: Any
     ) -> None:
-        """`bar_format`, `unit` and `unit_scale` among tqdm's `options` have a meaning here."""
-        layout = re.sub(r" \|\{bar.*?\}\|", ",", options.pop("bar_format", FORMAT))
-        self.options = options | {
-            "prefix": desc,
-            "total": total,
-            "initial": initial,
-            "bar_format": layout,
-        }
-        self.every, self.n, self.shown = every, initial, initial
-        self.started = self.shown_at = time.monotonic()
+        bar_format = options.pop("bar_format", FORMAT)
+        line_format = re.sub(r" \|\{bar.*?\}\|", ",", bar_format)
+        options.update(prefix=desc, total=total, initial=initial, bar_format=line_format)
+        self.options = options  # of tqdm.format_meter
+        self.every = every
+        self.n = self.shown = initial
+        self.start = self.shown_at = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def update(self, n: int = 1) -> None:
-        """Count `n` more, and show it if the last line is old enough."""
+        """Add `n`; print a line if the last one is `every` seconds old."""
         self.n += n
         if time.monotonic() >= self.shown_at + self.every:
             self._show()
@@ -60,15 +64,13 @@ class ProgressLines(AbstractContextManager["ProgressLines"]):
         print(line, flush=True)
 
     def close(self) -> None:
-        """Show the end, unless it was the last line."""
+        """Print the final count, unless the last line has it."""
         if self.n != self.shown:
             self._show()
 
     def _show(self) -> None:
         now = time.monotonic()
-        print(
-            tqdm.format_meter(self.n, elapsed=now - self.started, **self.options),
-            file=sys.stderr,
-            flush=True,
-        )
-        self.shown, self.shown_at = self.n, now
+        line = tqdm.format_meter(self.n, elapsed=now - self.start, **self.options)
+        print(line, file=sys.stderr, flush=True)
+        self.shown = self.n
+        self.shown_at = now

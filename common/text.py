@@ -2,50 +2,64 @@
 
 from collections.abc import Sequence
 
+Cells = Sequence[str]  # a line of a table
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned text with a rule under the head, and without **: `left` columns to the left, the others to the right."""
-    lines = [[cell.replace("**", "") for cell in line] for line in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(
-            c.ljust(w) if i < left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join(
-        [aligned[0].rstrip(), "-" * len(aligned[0]), *(line.rstrip() for line in aligned[1:])]
-    )
+
+def text_table(head: Cells, rows: Sequence[Cells], left: int = 1) -> str:
+    """A table as aligned text with a rule under the head; Markdown's ** is removed.
+
+    The first `left` columns are aligned to the left, the others to the right.
+    """
+    columns = []
+    for column in zip(head, *rows, strict=True):
+        cells = [cell.replace("**", "") for cell in column]
+        width = max(len(cell) for cell in cells)
+        if len(columns) < left:
+            cells = [cell.ljust(width) for cell in cells]
+        else:
+            cells = [cell.rjust(width) for cell in cells]
+        columns.append(cells)
+    lines = ["  ".join(cells) for cells in zip(*columns, strict=True)]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line; its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an exception's message; its type if the message is empty."""
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 def plural(count: int, noun: str) -> str:
     """A count with its noun: `1 file`, `2,000 files`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def format_bytes(size: float) -> str:
     """A number of bytes as text, such as "1.9 GiB"."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+    if size >= 2**29:
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.1f} MiB"
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], gap: str = " ") -> str:
-    """A Markdown table: the first column to the left, the others to the right.
+def markdown_table(head: Cells, rows: Sequence[Cells], gap: str = " ") -> str:
+    """A Markdown table; HTML and bars in cells are escaped.
 
-    HTML in cells is escaped.
-
-    `gap` stands between cells and bars.
+    The first column is aligned to the left, the others to the right. `gap` is the space between a
+    cell and a bar.
     """
-    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
-    escaped = [[escape_html(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"|{gap}{f'{gap}|{gap}'.join(line)}{gap}|" for line in escaped)
+    alignments = ["---"] + ["--:"] * (len(head) - 1)
+    bar = f"{gap}|{gap}"
+    lines = []
+    for line in (head, alignments, *rows):
+        cells = [escape_html(cell).replace("|", "\\|") for cell in line]
+        joined = bar.join(cells)
+        lines.append(f"|{gap}{joined}{gap}|")
+    return "\n".join(lines)
 
 
 def escape_html(text: str) -> str:
-    """Without HTML, which Markdown would pass on."""
+    """Escape & and <, so that a Markdown renderer shows the text and does not read it as HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;")

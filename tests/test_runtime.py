@@ -203,7 +203,7 @@ def test_threads_are_as_many_as_cores_are_free(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cores, "STAT", tmp_path / "stat")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    monkeypatch.setattr(cores, "BEGAN", (50.0, 5.0, cores.read_idle_seconds()))
+    monkeypatch.setattr(cores, "AT_IMPORT", cores.CoreTimes(50.0, 5.0, cores.read_idle_seconds()))
     write_stat(1000, 1000, 0, 0)
     monkeypatch.setattr(time, "monotonic", lambda: 60.0)
     monkeypatch.setattr(time, "process_time", lambda: 15.0)
